@@ -78,7 +78,7 @@ def test_epsilon_in_a_denominator_hides_it_not(is_weighed: bool) -> None:
     (finding,) = found(masked)
     said, way = "the entries of micro[1] that are not -100, apart from an epsilon", "ab.Total(sum, n)"
     if is_weighed:
-        said, way = "differ by 4e-07: there is an epsilon in the denominator", "mean * n"
+        said, way = "differ by 4e-07: an epsilon is in the denominator", "mean * n"
     assert finding.kind == "denominator"
     assert said in finding.what
     assert way in finding.ways_out[0]

@@ -18,7 +18,7 @@ from anybatch.losses.loss import Evaluated, Plain
 from anybatch.losses.torch_losses import SummedLoss
 from anybatch.precision.loss_scale import LossScale
 from anybatch.precision.master_weights import Masters
-from anybatch.state import Snapshot, snapshot
+from anybatch.state import Snapshot, rng, snapshot
 
 Patch = pytest.MonkeyPatch
 Mutation = Callable[[Patch], None]
@@ -255,7 +255,7 @@ no_weight_backup = _put(Masters, "raised", lambda self, parameters, optimizers: 
 
 # ---- failures
 
-redone_with_another_mask = _put(snapshot, "_put_streams_back", lambda state, streams: None)
+redone_with_another_mask = _put(rng, "restore", lambda state: None)
 buffers_not_put_back = _put(snapshot, "_put_values_back", lambda copies: None)
 attributes_not_put_back = _put(snapshot._Attributes, "put_back", lambda self: None)
 gradients_found_lost = _put(Snapshot, "put_gradients_back", lambda self, only=None: None)
@@ -286,9 +286,9 @@ def a_row_repeated_in_halves(right: Any, schedule: Part, most: int) -> None:
     schedule._cut = Cut((*schedule._cut.parts[: schedule._done], *again))
 
 
-@_in_place_of(snapshot, "_put_streams_back")
-def streams_of_python_and_numpy_forgotten(put_back: Any, state: Any, streams: Any) -> None:
-    put_back(state, ())
+@_in_place_of(rng, "restore")
+def streams_of_python_and_numpy_forgotten(restore: Any, state: Any) -> None:
+    restore(state._replace(others=()))
 
 
 @_in_place_of(snapshot._Attributes, "__init__")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from anybatch import Step
 from anybatch.core.batch import TensorBatch
 from anybatch.planner.trace import trace
-from anybatch.state import Contents, ObjectState, Reachable, ways
+from anybatch.state import Contents, ObjectState, Reachable, rng
 
 TABLE: dict[str, Any] = {}
 OTHER = nn.Linear(1, 1)
@@ -213,7 +213,7 @@ def test_generators_are_found_wherever_they_are(name: str) -> None:
     for held in (generator, [generator], {"a": (generator,)}, SimpleNamespace(one=generator)):
         assert reached(holder(held=held)).generators == [generator]
     assert reached(nn.Tanh()).joined([torch.ones(1), {"a": generator}]).generators == [generator]
-    read, put = ways(generator)
+    read, put = rng.ways(generator)
     state, first = read(), draw(generator)
     put(state)
     assert draw(generator) == first

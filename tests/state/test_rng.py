@@ -70,9 +70,40 @@ def test_replay_repeats_the_streams(capture: Callable[[], Any]) -> None:
     "draw", [lambda: torch.rand(1), random.random, np.random.rand], ids=["torch", "python", "numpy"]
 )
 def test_whether_a_stream_has_moved(draw: Callable[[], object]) -> None:
-    state = rng.capture_process()
-    assert not rng.has_moved(state)
+    state = rng.capture(rng.of_process())
+    assert rng.is_same(state, rng.capture(rng.of_process()))
     draw()
-    assert rng.has_moved(state)
-    rng.restore_process(state)
-    assert not rng.has_moved(state)
+    assert not rng.is_same(state, rng.capture(rng.of_process()))
+    rng.restore(state)
+    assert rng.is_same(state, rng.capture(rng.of_process()))
+
+
+def test_all_generators_are_captured_and_told_apart() -> None:
+    own, other = torch.Generator(), np.random.default_rng(0)
+    generators = (*rng.of_process(), own, other)
+    draws: dict[Any, Callable[[], float]] = {
+        random: random.random,
+        np.random: np.random.rand,
+        own: lambda: torch.rand((), generator=own).item(),
+        other: lambda: float(other.random()),
+    }
+    assert list(draws) == [*generators]
+    for generator, draw_one in draws.items():
+        state = rng.capture(generators)
+        first = draw_one()
+        now = rng.capture(generators)
+        assert not rng.is_same(state, now)
+        assert [one for one in generators if not rng.is_same(state, now, of=(one,))] == [generator]
+        rng.restore(state)
+        assert rng.is_same(state, rng.capture(generators))
+        assert draw_one() == first
+
+
+def test_seeds_of_the_process_wait_for_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else CUDA's stream, once it is initialised, would begin at a seed that is not the caller's."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda *args, **kwargs: pytest.fail("seeded later"))
+    with rng.preserved():
+        rng.seed_process(3)
+        first = torch.rand(1).item(), random.random(), np.random.rand()
+        rng.seed_process(3)
+        assert (torch.rand(1).item(), random.random(), np.random.rand()) == first

@@ -1,4 +1,4 @@
-"""The self-test: does every split give the same result on your model, and if not, why."""
+"""The self-test: compare splits with the whole batch on your model, and name the cause of a difference"""
 
 from anybatch.check.check import CheckReport, check, refuse_without_data
 from anybatch.check.copies import named_parameters

@@ -1,4 +1,4 @@
-"""The self-test: does every split give the same result on your model, loss and rows, and if not, why."""
+"""`ab.check`: compare splits with the whole batch on a few rows, and name the cause of a difference"""
 
 import json
 import math
@@ -12,7 +12,7 @@ from torch import nn
 from anybatch.batchnorm import BatchNormChoice, find_batch_norms
 from anybatch.check.compare import (
     Comparison,
-    Verdict,
+    Pass,
     before_the_model,
     cut_sizes_to_try,
     find_state,
@@ -33,8 +33,8 @@ from anybatch.core import BatchError, Collate, Padding, PlanError, html_table
 from anybatch.engine import check_micro_batch
 from anybatch.parallel import unwrapped
 
-CUTTING_S = 5.0  # after this time a further cut is given up, if there was one
-CHECK_S = 8.0  # and after this one all else
+CUTTING_S = 5.0  # a further split is given up after this time
+CHECK_S = 8.0  # everything else is given up after this time
 _NOT_PROVEN = "This does not say that the weight (what the loss is divided by) is the one you meant."
 
 
@@ -43,7 +43,7 @@ class CheckReport:
     """The result of a check.
 
     Attributes:
-        exact: whether every split gave the gradient, loss and saved buffers of the whole batch, and nothing
+        exact: True if every split gave the gradient, loss and saved buffers of the whole batch, and nothing
             else was found.
         error: largest relative error of the gradient. Infinite if a split failed.
         loss_error: largest relative error of the loss.
@@ -72,7 +72,7 @@ class CheckReport:
         return f"CheckReport({'exact' if self.exact else found}, error {self.error:.2g}, {self.rows} rows)"
 
     def to_json(self) -> str:
-        """One JSON object; what is infinite is null."""
+        """Return one JSON object; infinite numbers are null."""
         values = asdict(self)
         values |= {name: None for name in ("error", "loss_error") if not math.isfinite(values[name])}
         return json.dumps(values)
@@ -82,11 +82,10 @@ class CheckReport:
         return "\n".join([head, *[one if one.startswith("note: ") else _indented(one) for one in rest]])
 
     def _repr_html_(self) -> str:
-        """A table for notebooks."""
+        """Return a table for notebooks."""
         return html_table(self._rows())
 
     def _rows(self) -> list[tuple[str, str]]:
-        """What text and table show: names, and what is to be said of each."""
         cuts = " and ".join(filter(None, (", ".join(self.cuts[:-1]), self.cuts[-1])))
         errors = f"gradient error {self.error:.2g}, loss error {self.loss_error:.2g}, {self.dtype}"
         notes = [("note", note) for note in self.notes]
@@ -115,7 +114,7 @@ def check(
     batch_norm: BatchNormChoice | None = None,
     seed: int = 0,
 ) -> CheckReport:
-    """Test on a few rows whether a step gives the same result for every split, and name the cause if not.
+    """Test on a few rows that every split gives the same result, and name the cause if one does not.
 
     The test runs on a copy of the model, in float64 if the model can. It compares a step on all rows at once
     with steps on the same rows in several splits. Random numbers are replayed, so that dropout gives each row
@@ -157,37 +156,37 @@ def check(
         check_micro_batch(micro_batch)
     with untouched(model, loss):
         prepared = prepare(model, loss, batch, collate, micro_batch, rows, batch_norm, seed, start)
-        comparison, verdicts = _compare_cuts(prepared, micro_batch, start)
+        comparison, passes = _compare_cuts(prepared, micro_batch, start)
         if (
-            _differ(comparison, verdicts)
+            _differ(comparison, passes)
             and not comparison.reference.unreplayed
-            and agrees_without_dropout(comparison, verdicts, start + CUTTING_S)
+            and agrees_without_dropout(comparison, passes, start + CUTTING_S)
         ):
             prepared = prepared.without_dropout()
-            comparison, verdicts = _compare_cuts(prepared, micro_batch, start)
+            comparison, passes = _compare_cuts(prepared, micro_batch, start)
         findings: list[Finding] = []
         notes = list(prepared.notes)
         if comparison.doubt:
             notes.append(comparison.doubt)
-        if comparison.doubt and _differ(comparison, verdicts) and not comparison.reference.bare:
+        if comparison.doubt and _differ(comparison, passes) and not comparison.reference.bare:
             what = f"Split and whole differ, perhaps by rounding: {comparison.doubt}."
             way_out = "Hand over rows that the model does not fit perfectly."
             findings.append(
                 Finding(kind="unexplained", culprit=name_of(loss), what=what, ways_out=(way_out,))
             )
-        elif comparison.reference.bare or _differ(comparison, verdicts):
-            findings += explain(comparison, verdicts, name_of(loss), deadline=start + CHECK_S)
-        if all(finding.kind == "denominator" for finding in findings):  # else the model computes other values
-            more_findings, more_notes = find_state(comparison, verdicts)
+        elif comparison.reference.bare or _differ(comparison, passes):
+            findings += explain(comparison, passes, name_of(loss), deadline=start + CHECK_S)
+        if all(finding.kind == "denominator" for finding in findings):  # the model itself splits exactly
+            more_findings, more_notes = find_state(comparison, passes)
             findings += more_findings
             notes += more_notes
         try:
             with comparison.bench.draws.until(start + CHECK_S):
-                more, found = _try_padding(comparison, prepared, verdicts, name_of(loss))
+                more, found = _try_padding(comparison, prepared, passes, name_of(loss))
         except OutOfTime:
             notes.append("there was no time to look whether padding matters")
         else:
-            verdicts += more
+            passes += more
             if not any(one.kind == "denominator" for one in findings):
                 findings += found
             else:  # a wrong denominator counts padded places, too
@@ -196,10 +195,10 @@ def check(
     dtype = next(iter(prepared.bench.subject.named.values())).dtype
     return CheckReport(
         exact=not findings,
-        error=max(verdict.error for verdict in verdicts),
-        loss_error=max(verdict.loss_error for verdict in verdicts),
+        error=max(one.error for one in passes),
+        loss_error=max(one.loss_error for one in passes),
         rows=len(prepared.whole.part.rows),
-        cuts=tuple(verdict.words for verdict in verdicts),
+        cuts=tuple(one.words for one in passes),
         dtype=str(dtype).removeprefix("torch."),
         limit=limit,
         findings=tuple(findings),
@@ -209,7 +208,7 @@ def check(
 
 
 def refuse_without_data(model: nn.Module, loss: object) -> None:
-    """Refuse what has shapes only: there is nothing to compare."""
+    """Raise PlanError if model or loss have tensors on the meta device, without values to compare."""
     held = [one for one in (model, loss) if isinstance(one, nn.Module)]
     named = [pair for one in held for pair in (*one.named_parameters(), *one.named_buffers())]
     empty = [name for name, tensor in named if tensor.is_meta]
@@ -220,47 +219,45 @@ def refuse_without_data(model: nn.Module, loss: object) -> None:
         )
 
 
-def _compare_cuts(
-    prepared: Prepared, micro_batch: int | None, start: float
-) -> tuple[Comparison, list[Verdict]]:
+def _compare_cuts(prepared: Prepared, micro_batch: int | None, start: float) -> tuple[Comparison, list[Pass]]:
     bench, whole = prepared.bench, prepared.whole
     reference = prepared.probed or bench.run(whole)
     rows = range(len(whole.part.rows))
-    if reference.error is not None:
-        raise reference.error
-    if not reference.weighed:
+    if reference.failure is not None:
+        raise reference.failure
+    if not reference.is_weighed:
         raise BatchError(
             f"Expected rows that count, got {len(rows)} whose weight is 0 (all of them are masked). "
             "Hand over a batch with valid targets."
         )
     comparison = Comparison(bench=bench, whole=whole, reference=reference)
-    verdicts: list[Verdict] = []
+    passes: list[Pass] = []
     for size in cut_sizes_to_try(len(rows), micro_batch):
         try:
-            with bench.draws.until(start + CUTTING_S if verdicts else math.inf):
-                verdicts.append(comparison.cut_by(size))
+            with bench.draws.until(start + CUTTING_S if passes else math.inf):
+                passes.append(comparison.cut_by(size))
         except OutOfTime:
             break
         if reference.bare:
             break  # never exact, whatever the others say
     if reference.unreplayed:
-        # Numbers by position may come out right as long as rows come in order: one stream goes on for all.
+        # Numbers drawn by position may be right by chance while rows come in order.
         turned = replace(whole.only(rows[::-1]), micro_batch=1)
-        verdicts.append(comparison.compare(turned, reference, "1 by 1 from the last"))
-    several = [verdict for verdict in verdicts if verdict.cut.micro_batch > 1 or verdict.result.error is None]
-    # A model may refuse single rows (BatchNorm does): no fault where other cuts run.
-    return comparison, several or verdicts
+        passes.append(comparison.compare(turned, reference, "1 by 1 from the last"))
+    several = [one for one in passes if one.cut.micro_batch > 1 or one.failure is None]
+    # A model may refuse single rows (BatchNorm does): no fault if other splits run.
+    return comparison, several or passes
 
 
-def _differ(comparison: Comparison, verdicts: Sequence[Verdict]) -> bool:
-    return not all(verdict.holds(comparison.limit) for verdict in verdicts)
+def _differ(comparison: Comparison, passes: Sequence[Pass]) -> bool:
+    return not all(one.holds(comparison.limit) for one in passes)
 
 
 def _try_padding(
-    comparison: Comparison, prepared: Prepared, verdicts: Sequence[Verdict], loss_name: str
-) -> tuple[list[Verdict], list[Finding]]:
-    """The same cut with as little padding as its rows need: as `collate` makes it, or cut off."""
-    sound = [verdict for verdict in verdicts if verdict.result.error is None and verdict.cut.part.is_whole]
+    comparison: Comparison, prepared: Prepared, passes: Sequence[Pass], loss_name: str
+) -> tuple[list[Pass], list[Finding]]:
+    """Compare a split with the same one with less padding: as `collate` makes it, or trimmed."""
+    sound = [one for one in passes if one.failure is None and one.cut.part.is_whole]
     if not sound or comparison.doubt or prepared.whole.collate is not None:
         return [], []
     padded = sound[-1] if prepared.samples is None else sound[0]
@@ -276,13 +273,13 @@ def _try_padding(
             return [], []
         cut, words = trimmed(prepared.whole, padding, size), "without padding"
         source = f"{padding.source} says that rows are filled up to {padding.length} places"
-    short = comparison.compare(cut, padded.result, f"{padded.words} {words}")
+    short = comparison.compare(cut, padded, f"{padded.words} {words}")
     kept = None
-    if padding is not None and short.result.error is not None:
-        # A model of fixed length: padding stays, but what stands in it should not matter.
+    if padding is not None and short.failure is not None:
+        # A model of fixed length: keep the padding, and change its content.
         cut, kept = refilled(prepared.whole, padding, size), padding if size == 1 else None
-        short = comparison.compare(cut, padded.result, f"{padded.words} with other padding")
-        if short.result.error is not None or not padding.is_masked:
+        short = comparison.compare(cut, padded, f"{padded.words} with other padding")
+        if short.failure is not None or not padding.is_masked:
             return [], []
     if short.holds(comparison.limit):
         return [short], []
@@ -293,25 +290,25 @@ def _try_padding(
 # ---- from cuts that differ to findings
 
 
-CLOSER = 1e-6  # how exactly sums of float32 add up, if they do
+CLOSER = 1e-6  # relative error of sums in float32 that add up
 
 
 def explain(
-    comparison: Comparison, verdicts: Sequence[Verdict], loss_name: str, *, deadline: float = math.inf
+    comparison: Comparison, passes: Sequence[Pass], loss_name: str, *, deadline: float = math.inf
 ) -> list[Finding]:
-    """Where split and whole part."""
-    worst = worst_of(comparison, verdicts)
+    """Return the findings that explain why a split differs from the whole batch."""
+    worst = worst_of(comparison, passes)
     parts, outermost = worst.cut.parts, comparison.outermost
-    is_sound = rows_agree(comparison, comparison.reference.calls, worst.result.calls, parts)
+    is_sound = rows_agree(comparison, comparison.reference.calls, worst.calls, parts)
     terms: list[Finding] = []
     found: list[Finding] = []
     pooled: list[Finding] = []
     draws = comparison.bench.draws
     try:
         with draws.until(deadline):
-            terms = _terms(comparison, verdicts, loss_name, is_sound=is_sound)
+            terms = _terms(comparison, passes, loss_name, is_sound=is_sound)
             if terms and is_sound:
-                return terms  # to take a sound model apart costs the most
+                return terms  # the search in the model is the most expensive part
             norms = _batch_norms(comparison, ". With running statistics the same cuts agree.")
             frozen = replace(comparison.bench, batch_norm="frozen")
             if norms and not is_sound and rows_agree_on(frozen, comparison, worst.cut):
@@ -320,28 +317,28 @@ def explain(
             search = ModuleSearch(
                 bench=comparison.bench,
                 parts=parts,
-                table=worst.result.calls.table(parts[0]),
-                tolerance=10 * comparison.limit,  # of single outputs, with less to average over
+                table=worst.calls.table(parts[0]),
+                tolerance=10 * comparison.limit,  # single outputs average over fewer numbers
                 deadline=deadline,
             )
             found, pooled = search.find(outermost)
     except OutOfTime:
         pass
     found = [*found, *terms]
-    found = found or before_the_model(outermost, worst.result.calls, parts, comparison, loss_name) or pooled
+    found = found or before_the_model(outermost, worst.calls, parts, comparison, loss_name) or pooled
     found = found or _batch_norms(comparison, ". There was no time to test whether it is the only cause.")
     return found or [_unexplained(worst, loss_name, is_late=time.perf_counter() > deadline)]
 
 
 def _terms(
-    comparison: Comparison, verdicts: Sequence[Verdict], loss_name: str, *, is_sound: bool
+    comparison: Comparison, passes: Sequence[Pass], loss_name: str, *, is_sound: bool
 ) -> list[Finding]:
     whole = comparison.whole
     sizes = cut_sizes_to_try(len(whole.part.rows), None)
-    cuts = [verdict.cut for verdict in verdicts]
+    cuts = [one.cut for one in passes]
     known = {cut.micro_batch for cut in cuts}
     cuts += [replace(whole, micro_batch=size) for size in sizes if size not in known]
-    # In float32, terms of about the same size seem to add up: then they are looked at more closely.
+    # In float32, terms of about the same size seem to add up: compare them with a smaller limit, too.
     limits = (comparison.limit, CLOSER) if is_sound and comparison.limit > CLOSER else (comparison.limit,)
     for limit in limits:
         term_test = TermTest(
@@ -360,7 +357,7 @@ def _terms(
 
 
 def _batch_norms(comparison: Comparison, what: str) -> list[Finding]:
-    """A finding for each BatchNorm that takes its statistics from the rows at hand."""
+    """Return a finding for each BatchNorm that uses the statistics of the micro-batch."""
     if comparison.bench.batch_norm == "frozen":
         return []
     with comparison.bench.fresh() as (model, _):
@@ -369,13 +366,13 @@ def _batch_norms(comparison: Comparison, what: str) -> list[Finding]:
     return [module_finding("meeting", name, norm, f"`{name or 'the model'}` {what}") for name, norm in norms]
 
 
-def agrees_without_dropout(comparison: Comparison, verdicts: Sequence[Verdict], deadline: float) -> bool:
-    """Whether rows agree only once dropout is off, as where a model sorts rows and puts them back."""
-    draws, worst = comparison.bench.draws, worst_of(comparison, verdicts)
+def agrees_without_dropout(comparison: Comparison, passes: Sequence[Pass], deadline: float) -> bool:
+    """Return True if rows agree only with dropout off, as in a model that sorts its rows."""
+    draws, worst = comparison.bench.draws, worst_of(comparison, passes)
     if draws.has_packed:
         return True
     if not draws.has_dropout or rows_agree(
-        comparison, comparison.reference.calls, worst.result.calls, worst.cut.parts
+        comparison, comparison.reference.calls, worst.calls, worst.cut.parts
     ):
         return False
     bench = replace(comparison.bench, draws=draws.restarted(without_dropout=True))
@@ -388,20 +385,20 @@ def agrees_without_dropout(comparison: Comparison, verdicts: Sequence[Verdict], 
 
 def explain_padding(
     comparison: Comparison,
-    padded: Verdict,
-    short: Verdict,
+    padded: Pass,
+    short: Pass,
     source: str,
     loss_name: str,
     padding: Padding | None = None,
     *,
     is_left: bool = False,
 ) -> Finding:
-    """Which module, or else the loss, looks at padded places."""
+    """Return a finding on the module, or the loss, that depends on padded places."""
     long_calls = comparison.bench.run(padded.cut).calls
     short_calls = comparison.bench.run(short.cut).calls
     tolerance = 10 * comparison.limit
     found = first_difference(padded.cut.parts, long_calls, short_calls, tolerance, padding, is_left=is_left)
-    error = short.result.error
+    error = short.failure
     apart = (
         f"it fails with {type(error).__name__}: {error}"
         if error is not None
@@ -420,9 +417,9 @@ def explain_padding(
     return module_finding("padding", name, module, what)
 
 
-def _unexplained(verdict: Verdict, loss_name: str, *, is_late: bool) -> Finding:
-    error = verdict.result.error
+def _unexplained(one: Pass, loss_name: str, *, is_late: bool) -> Finding:
+    error = one.failure
     reason = "" if error is None else f" It fails with {type(error).__name__}: {str(error).splitlines()[0]}"
     where = "there was no time to look for the cause" if is_late else "no cause was found"
-    what = f"Cut as {verdict.words}, it differs from the whole batch, and {where}.{reason}"
+    what = f"Cut as {one.words}, it differs from the whole batch, and {where}.{reason}"
     return Finding(kind="unexplained", culprit=loss_name, what=what, ways_out=WAYS_OUT["unexplained"])

@@ -1,47 +1,29 @@
-"""Cuts compared with the whole batch: the error of each, the model's outputs row by row, and its state."""
+"""Splits compared with the whole batch: errors, the model's outputs row by row, and its state"""
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, cast
 
-import torch
-
 from anybatch.check.finding import WAYS_OUT, Finding, listed
-from anybatch.check.passes import Bench, Call, Calls, PassResult, State, norm
+from anybatch.check.passes import Bench, Call, Calls, Pass, State
 from anybatch.check.rows import Cut, Part, agree, is_close
 from anybatch.losses import Terms
-from anybatch.step import limit_of
+from anybatch.step import distance, limit_of
 
-PLAIN = 1e-3  # larger errors are no rounding, unless what they are relative to is
-# A smaller gradient may be rounding of numbers that cancel inside of the model, as in a perfect fit.
+PLAIN = 1e-3  # larger errors are no rounding, unless the reference itself is rounding
+# A smaller gradient may be rounding of numbers that cancel inside the model, as in a perfect fit.
 _TINY = 1e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Verdict:
-    """One cut held against what it should be."""
-
-    cut: Cut  # the rows and how they are parted
-    result: PassResult  # what came of it
-    error: float  # of the gradient, relative
-    loss_error: float  # of the loss, relative
-    words: str  # what the cut is called
-
-    def holds(self, limit: float) -> bool:
-        """Whether both errors are rounding."""
-        return self.error <= limit and self.loss_error <= limit
-
-
-def worst_of(comparison: "Comparison", verdicts: Sequence[Verdict]) -> Verdict:
-    """The first cut that differs, most gladly one that came to its end."""
-    differing = [verdict for verdict in verdicts if not verdict.holds(comparison.limit)] or list(verdicts)
-    return next((verdict for verdict in differing if verdict.result.error is None), differing[0])
+def worst_of(comparison: "Comparison", passes: Sequence[Pass]) -> Pass:
+    """Return the first split that differs, if possible one that did not fail."""
+    differing = [one for one in passes if not one.holds(comparison.limit)] or list(passes)
+    return next((one for one in differing if one.failure is None), differing[0])
 
 
 def name_of(loss: object) -> str:
-    """What a loss is called."""
+    """Return the name of a loss."""
     held: Any = loss.function if isinstance(loss, Terms) else loss
     held = cast("partial[Any]", held).func if isinstance(held, partial) else held
     name = getattr(held, "__qualname__", type(held).__qualname__)
@@ -49,7 +31,7 @@ def name_of(loss: object) -> str:
 
 
 def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
-    """Sizes of micro-batches: the caller's, two that leave a short one at the end, and 1."""
+    """Return sizes of micro-batches: the caller's, two that leave a smaller last one, and 1."""
     ragged = [size for size in range(2, rows) if rows % size]
     near = [min(ragged, key=lambda size: abs(size - share * rows)) for share in (3 / 8, 5 / 8) if ragged]
     own = [micro_batch] if micro_batch is not None and micro_batch < rows else []
@@ -57,86 +39,60 @@ def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
 
 
 class Comparison:
-    """Compares passes on a bench with a reference, the pass over all rows uncut."""
+    """Passes in several splits, compared with a reference: the pass over all rows uncut."""
 
-    def __init__(self, *, bench: Bench, whole: Cut, reference: PassResult) -> None:
+    def __init__(self, *, bench: Bench, whole: Cut, reference: Pass) -> None:
         self.bench, self.whole, self.reference = bench, whole, reference
 
     @property
     def limit(self) -> float:
-        """What counts as rounding in these passes."""
-        dtypes = {parameter.dtype for parameter in self.bench.subject.named.values()}
-        return limit_of(dtypes | self.bench.draws.dtypes, len(self.whole.part.rows))
+        """The largest relative error that counts as rounding."""
+        return limit_of(self.reference.dtypes, len(self.whole.part.rows))
 
     @property
     def outermost(self) -> list[Call]:
         """The calls of the model in the reference, without those inside them."""
         return self.reference.calls.parts.get(self.whole.part, [])
 
-    def cut_by(self, micro_batch: int) -> Verdict:
-        """The same rows in micro-batches of a size."""
+    def cut_by(self, micro_batch: int) -> Pass:
+        """Compare micro-batches of a size with the reference."""
         return self.compare(replace(self.whole, micro_batch=micro_batch), self.reference)
 
-    def compare(self, cut: Cut, reference: PassResult, words: str = "") -> Verdict:
-        """Any cut, held against any reference."""
-        result = self.bench.run(cut)
-        words = words or cut.words
-        if result.error is not None or reference.error is not None:
-            return Verdict(cut=cut, result=result, error=math.inf, loss_error=math.inf, words=words)
-        error, loss_error = self._errors(result, reference, (0.0, 0.0))
-        size, largest = norm(reference.gradients.values()), result.largest
-        is_plain = error > PLAIN and 0 < largest < 10 * size
-        if max(error, loss_error) > self.limit and not is_plain:
-            # A trained model's gradient is small because those of its rows cancel: their size is what rounds.
-            error, loss_error = self._errors(result, reference, self._scale)
-        if max(error, loss_error) <= self.limit and not reference.bare:
-            result = replace(result, calls=Calls())  # nobody will ask for them, and they are large
-        return Verdict(cut=cut, result=result, error=error, loss_error=loss_error, words=words)
-
-    def _errors(
-        self, result: PassResult, wanted: PassResult, least: tuple[float, float]
-    ) -> tuple[float, float]:
-        size = max(norm(wanted.gradients.values()), least[0])
-        names = sorted(result.gradients.keys() | wanted.gradients.keys())
-        none = torch.zeros(())
-        apart = norm(result.gradients.get(name, none) - wanted.gradients.get(name, none) for name in names)
-        loss_size = max(abs(wanted.loss), wanted.scale, least[1])
-        loss_apart = abs(result.loss - wanted.loss)
-        if math.isnan(result.loss) and math.isnan(wanted.loss):
-            loss_apart = 0.0
-        return _ratio(apart, size), _ratio(loss_apart, loss_size)
+    def compare(self, cut: Cut, reference: Pass, words: str = "") -> Pass:
+        """Compare any split with any reference."""
+        found = self.bench.run(cut)
+        found.words = words or cut.words
+        if found.failure is None and reference.failure is None:
+            far = distance(reference, found)
+            is_plain = far.gradient > PLAIN and 0 < found.largest < 10 * reference.size
+            if max(far.gradient, far.loss) > self.limit and not is_plain:
+                far = distance(reference, found, *self._halves)
+            found.error, found.loss_error = far.gradient, far.loss
+            if found.holds(self.limit) and not reference.bare:
+                found.calls = Calls()  # no longer needed, and large
+        return found
 
     @cached_property
     def doubt(self) -> str:
-        """Says so where the gradient of all rows, and that of either half, is next to nothing."""
-        tiny = min(self.limit, _TINY)
-        size = norm(self.reference.gradients.values())
-        if size >= tiny or max(size, self._scale[0]) >= tiny:
+        """A remark if the gradients of all rows and of both halves are next to nothing; else empty."""
+        tiny, size = min(self.limit, _TINY), self.reference.size
+        if size >= tiny or any(half.size >= tiny for half in self._halves):
             return ""
         return f"the gradient of these rows is so small (norm {size:.1g}) that it may be rounding"
 
     @cached_property
-    def _scale(self) -> tuple[float, float]:
-        """The size of gradient and loss of either half of the rows."""
+    def _halves(self) -> list[Pass]:
         rows = range(len(self.whole.part.rows))
         middle = len(rows) // 2
         halves = [self.bench.run(self.whole.only(half)) for half in (rows[:middle], rows[middle:])]
-        sound = [half for half in halves if half.error is None and half.weighed]
-        size = max((norm(half.gradients.values()) for half in sound), default=0.0)
-        return size, max((half.scale for half in sound), default=0.0)
-
-
-def _ratio(difference: float, size: float) -> float:
-    if not math.isfinite(difference):
-        return math.inf
-    return difference / size if size else (math.inf if difference else 0.0)
+        return [half for half in halves if half.failure is None and half.is_weighed]
 
 
 # ---- outputs of the model, row by row
 
 
 def rows_agree(comparison: Comparison, whole: Calls, calls: Calls, parts: Sequence[Part]) -> bool:
-    """Whether the model gives each row the same, cut or not."""
+    """Return True if the model gives each row the same outputs in the whole batch and in its parts."""
     tables = [calls.table(part) for part in parts]
     for call in whole.parts.get(comparison.whole.part, []):
         peers = [table[call.key].outputs for table in tables if call.key in table]
@@ -151,18 +107,18 @@ def rows_agree(comparison: Comparison, whole: Calls, calls: Calls, parts: Sequen
 
 
 def rows_agree_on(bench: Bench, comparison: Comparison, cut: Cut) -> bool:
-    """Whether the model gives each row the same, cut or not, in passes that are made for this on a bench."""
+    """Return True if `rows_agree` in two new passes on a bench."""
     whole, parted = bench.run(comparison.whole), bench.run(cut)
-    failed = whole.error or parted.error
+    failed = whole.failure or parted.failure
     return not failed and rows_agree(comparison, whole.calls, parted.calls, cut.parts)
 
 
 def before_the_model(
     outermost: Sequence[Call], calls: Calls, parts: Sequence[Part], comparison: Comparison, loss_name: str
 ) -> list[Finding]:
-    """Whether the loss hands the model other rows when it is cut."""
+    """Return a finding if the loss hands other rows to the model when it is cut."""
     if comparison.whole.collate is not None:
-        return []  # each micro-batch is collated by itself: numbers of nodes and the like differ rightly
+        return []  # each micro-batch is collated by itself, so inputs such as numbers of nodes may differ
     tables = [calls.table(part) for part in parts]
     for call in outermost:
         peers = [table[call.key].inputs for table in tables if call.key in table]
@@ -180,10 +136,10 @@ def before_the_model(
 # ---- state: what a step leaves in the model
 
 
-def find_state(comparison: Comparison, verdicts: Sequence[Verdict]) -> tuple[list[Finding], list[str]]:
-    """A finding for each module whose saved buffers depend on the cut, and a note on other attributes."""
+def find_state(comparison: Comparison, passes: Sequence[Pass]) -> tuple[list[Finding], list[str]]:
+    """Return a finding for each module whose saved buffers depend on the split, and a note on other state."""
     whole = comparison.reference.state
-    states = [verdict.result.state for verdict in verdicts if verdict.result.error is None]
+    states = [one.state for one in passes if one.failure is None]
     saved: dict[str, list[str]] = {}
     others: list[str] = []
     for key in dict.fromkeys(key for one in states for key in _differing(whole, one, comparison.limit)):

@@ -1,4 +1,4 @@
-"""Copies to probe, in float64 where the model runs in it; and what the caller has, put back."""
+"""Copies of model and loss to test, in float64 if they run in it; the originals are restored"""
 
 import copy
 import dataclasses
@@ -20,7 +20,7 @@ _COPIED = (Tensor, nn.Module, FunctionType, partial, list, dict, set)
 
 
 class Copied:
-    """A deep copy of model and loss, in `dtype` if there is one; passes share only its parameters."""
+    """A deep copy of model and loss, converted to `dtype` unless it is None; passes share its parameters."""
 
     def __init__(self, model: nn.Module, loss: object, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
@@ -34,21 +34,21 @@ class Copied:
                 f"{type(error).__name__}: {error}. Check them without what cannot be copied: "
                 "locks, files, outputs that a forward has kept."
             ) from error
-        for value in list(memo.values()):  # all that was copied
+        for value in list(memo.values()):  # everything copied
             if isinstance(value, Tensor):
                 value.data = widen(value.data, dtype)
         _hook_again(memo, [*model.parameters(), *module_of(loss).parameters()])
         self.named = named_parameters(self._model, self._loss)
 
     def fresh(self) -> tuple[nn.Module, Any]:
-        """Another copy, which shares the parameters and nothing else."""
+        """Return another copy, which shares only the parameters."""
         shared = [*self._model.parameters(), *module_of(self._loss).parameters()]
         memo: dict[int, Any] = {id(parameter): parameter for parameter in shared}
         return copy.deepcopy(self._model, memo), _copy(self._loss, memo)
 
 
 def named_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
-    """Trainable parameters of the model by name, and of the loss under `loss.`."""
+    """Return the trainable parameters of the model by name, and those of the loss under `loss.`."""
     named = dict(model.named_parameters())
     own = set(named.values())
     named |= {f"loss.{name}": p for name, p in module_of(loss).named_parameters() if p not in own}
@@ -57,28 +57,27 @@ def named_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def untouched(model: nn.Module, loss: object) -> Generator[None]:
-    """Afterwards model, loss and random streams are as before: a copy may share what it writes to."""
+    """Restore model, loss and random streams afterwards: a deep copy may share state with its original."""
     modules = model, module_of(loss)
-    streams = rng.capture_process()
-    objects = ObjectState(modules)  # all but the values of tensors
+    objects = ObjectState(modules)  # except values of tensors
     tensors = {t for root in modules for t in (*root.parameters(), *root.buffers())}
     values = [(t, t.detach().clone()) for t in tensors if not nn.parameter.is_lazy(t)]
     try:
-        yield
+        with rng.preserved():
+            yield
     finally:
         objects.put_back()
         with torch.no_grad():
             for tensor, value in values:
-                if not torch.equal(tensor, value):  # what is constant may be expanded, and not writable
+                if not torch.equal(tensor, value):  # an unchanged one may be expanded, and not writable
                     tensor.copy_(value)
-        rng.restore_process(streams)
 
 
 def _hook_again(memo: Mapping[int, Any], parameters: Iterable[nn.Parameter]) -> None:
-    """Hooks on gradients, which a deep copy of a parameter loses, on the copies."""
+    """Register the hooks on gradients again, which deepcopy does not copy."""
     for parameter in parameters:
         twin = memo.get(id(parameter))
-        if twin is None:  # a `__deepcopy__` of the model's own kept it from sight
+        if twin is None:  # not copied, because of a `__deepcopy__` of the model
             continue
         on_gradient, once_accumulated = private.hooks_of_tensor(parameter)
         for hook in on_gradient.values():
@@ -88,12 +87,12 @@ def _hook_again(memo: Mapping[int, Any], parameters: Iterable[nn.Parameter]) -> 
 
 
 def widen(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A real floating tensor in another dtype; any other as it is."""
+    """Convert a real floating tensor to a dtype; return any other unchanged."""
     return value if dtype is None or not value.is_floating_point() else value.to(dtype)
 
 
 def _copy(loss: Any, memo: dict[int, Any]) -> Any:
-    """A copy of what computes the loss: functions with what they close over, modules, callable objects."""
+    """Copy a loss: functions with their closures, modules, callable objects."""
     if id(loss) in memo:
         return memo[id(loss)]
     if isinstance(loss, FunctionType):
@@ -113,13 +112,13 @@ def _copy(loss: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copy_function(function: FunctionType, memo: dict[int, Any]) -> Callable[..., Any]:
-    """The same code over copies of the cells, the defaults, and the globals that are tensors or modules."""
+    """Copy a function with its closure, its defaults, and the tensors and modules among its globals."""
     cells = function.__closure__ or ()
     used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
     changed = {name: value for name, value in used.items() if isinstance(value, Tensor | nn.Module)}
     defaults, named = function.__defaults__, function.__kwdefaults__ or {}
     if not (cells or changed or any(isinstance(v, _COPIED) for v in (*(defaults or ()), *named.values()))):
-        return function  # torch's own functions, among others, are known by what they are
+        return function  # torch's own functions are recognised by identity
     scope = function.__globals__
     if changed:
         scope = scope | {name: _copy_held(value, memo) for name, value in changed.items()}
@@ -140,5 +139,5 @@ def _copy_function(function: FunctionType, memo: dict[int, Any]) -> Callable[...
 
 
 def _copy_held(value: Any, memo: dict[int, Any]) -> Any:
-    """What a function holds, as far as it may matter to a pass; data sets, files and the like stay shared."""
+    """Copy a tensor, module, function or container; data sets, files and the like stay shared."""
     return _copy(value, memo) if isinstance(value, _COPIED) else memo.get(id(value), value)

@@ -1,135 +1,69 @@
-"""What a term is divided by: the candidate that makes all cuts agree; and gradients that add up, or not."""
+"""Denominators: counts of a batch that may divide a term, and the one that makes all splits agree"""
 
-import inspect
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anybatch.check.outputs import Evaluation
-from anybatch.check.rows import find_axis, take
 from anybatch.core import tree
 from anybatch.losses import TARGET_KEYS
+from anybatch.state import Reachable
 
-CLASSES = 10_000  # a longer list holds something else
-MASKS = 4  # as many are tried in pairs
-FILLS = (-100, 0, -1)  # what fills up targets most often: torch's and Hugging Face's, zero, scikit-learn's
+FILLS = (-100, 0, -1)  # common fill values of targets: torch's and Hugging Face's, zero, scikit-learn's
+Cuts = Sequence[Sequence[Evaluation]]  # the micro-batches of each split
+
+_EXACT = 1e-13  # error of float64 on few terms
+_EPSILON = 1e-4  # the share of an error that an epsilon in a denominator may leave
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """Something that might be the denominator."""
+    """A possible denominator."""
 
-    words: str  # what it counts
-    code: str  # how it is counted, of a micro-batch called `micro`
-    count: Callable[[Sequence[Tensor]], float]  # counts it, given the leaves of a micro-batch
+    words: str
+    code: str  # Python code that counts it in `micro`
+    weight: Tensor | None = None  # class weights, under the name `weight` in `counted`
+    counted: str = ""  # the code to evaluate; `code` if empty
 
-
-# What may be counted of a tensor, in words and in code, with {} where its name belongs; and how.
-Count = tuple[str, str, Callable[[Tensor], Tensor | int]]
-ELEMENTS: Count = ("the elements of {}", "{}.numel()", lambda value: value.numel())
+    def count(self, micro: Any) -> float:
+        """Evaluate the code on a micro-batch."""
+        names = {"micro": micro, "torch": torch, "weight": self.weight}
+        return float(eval(self.counted or self.code, names))  # the code is made below
 
 
 def candidates(batch: Any, weights: Mapping[str, Tensor]) -> list[Candidate]:
-    """What a loss of this batch may have to be divided by, the plainest first."""
+    """Return what a loss of this batch may have to be divided by, the plainest first."""
     nest = tree.flatten(batch)
     names = ["micro" + path if path != "the batch itself" else "micro" for path in nest.paths]
-    found = [Candidate("the rows", f"len({names[0]})", lambda leaves: float(len(leaves[0])))]
-    for index, name in enumerate(names):
-        found += _of_view(index, name, name, [ELEMENTS], lambda leaf: leaf)
-    # Targets are what is counted most often: by their name, or because they come last.
+    found = [Candidate("the rows", f"len({names[0]})")]
+    found += [Candidate(f"the elements of {name}", f"{name}.numel()") for name in names]
+    # Targets are counted most often: by their name, or because they come last.
     order = sorted(range(len(names)), key=lambda index: (not _is_target(nest.paths[index]), -index))
     for index in order:
-        found += _of_leaf(index, names[index], nest.leaves[index])
-    found += _of_pairs(names, nest.leaves)
+        name, leaf = names[index], nest.leaves[index]
+        found += _counts(leaf, name, name)
+        if leaf.dim() > 1 and leaf.shape[1] > 1:
+            words, code = f"{name} (shifted by one)", f"{name}[:, 1:]"
+            found += [*_counts(leaf, words, code), Candidate(f"the elements of {words}", f"{code}.numel()")]
     for index in order:
         name, leaf = names[index], nest.leaves[index]
-        if _is_class(leaf):
-            found += [_of_classes(index, name, key, weight, leaf) for key, weight in weights.items()]
+        valid = name if not _is_class(leaf) or int(leaf.min()) >= 0 else f"{name}[{name} >= 0]"
+        for key, weight in weights.items() if _is_class(leaf) else ():
+            words, code = f"the sum of the class weights {key}[{name}]", f"{key}[{valid}].sum()"
+            found.append(Candidate(words, code, weight.detach().double(), f"weight[{valid}].sum()"))
     return found
 
 
-def _of_leaf(index: int, name: str, leaf: Tensor) -> Iterator[Candidate]:
-    entries = list(_entries(leaf))
-    yield from _of_view(index, name, name, entries, lambda leaf: leaf)
-    if leaf.dim() > 1 and leaf.shape[1] > 1:
-        words, code = f"{name} (shifted by one)", f"{name}[:, 1:]"
-        yield from _of_view(index, words, code, [*entries, ELEMENTS], lambda leaf: leaf[:, 1:])
-    yield from _of_view(index, name, name, _rows(leaf), lambda leaf: leaf)
-
-
-def _of_view(
-    index: int, words: str, code: str, counts: Iterable[Count], view: Callable[[Tensor], Tensor]
-) -> Iterator[Candidate]:
-    for what, how, count in counts:
-        yield Candidate(
-            what.format(words),
-            how.format(code),
-            lambda leaves, count=count: float(count(view(leaves[index]))),
-        )
-
-
-def _entries(leaf: Tensor) -> Iterator[Count]:
+def _counts(leaf: Tensor, words: str, code: str) -> Iterator[Candidate]:
     if _is_class(leaf):
-        last = [int(value) for value in leaf.reshape(-1)[-1:]]
-        for fill in dict.fromkeys((*FILLS, *last)):
-            words, code = f"the entries of {{}} that are not {fill}", f"({{}} != {fill}).sum()"
-            yield words, code, lambda value, fill=fill: (value != fill).sum()
-    if leaf.dtype == torch.bool:
-        yield "the entries of {} that are not set", "(~{}).sum()", lambda value: (~value).sum()
+        for fill in dict.fromkeys((*FILLS, *[int(value) for value in leaf.reshape(-1)[-1:]])):
+            yield Candidate(f"the entries of {words} that are not {fill}", f"({code} != {fill}).sum()")
     if not leaf.is_complex() and bool((leaf >= 0).all()):
-        yield "the sum of {}", "{}.sum()", lambda value: value.double().sum()
-
-
-def _rows(leaf: Tensor) -> Iterator[Count]:
-    if leaf.is_floating_point() and bool(leaf.isnan().any()):
-        yield (
-            "the entries of {} that are not NaN",
-            "(~{}.isnan()).sum()",
-            lambda value: (~value.isnan()).sum(),
-        )
-    if _is_class(leaf) and leaf.dim() == 1 and bool((leaf >= 1).all()):
-        yield "the sum of {}, less one for each row", "({} - 1).sum()", lambda value: (value - 1).sum()
-    if _is_class(leaf) and leaf.dim() > 1:
-        for fill in FILLS:
-            words = f"the rows of {{}} with an entry that is not {fill}"
-            code = f"({{}} != {fill}).flatten(1).any(1).sum()"
-            yield words, code, lambda value, fill=fill: (value != fill).flatten(1).any(1).sum()
-
-
-def _of_pairs(names: Sequence[str], leaves: Sequence[Tensor]) -> Iterator[Candidate]:
-    """Two masks at once."""
-    masks = [index for index, leaf in enumerate(leaves) if leaf.dim() > 1 and _is_mask(leaf)]
-    for one, other in itertools.combinations(masks[:MASKS], 2):
-        if leaves[one].shape == leaves[other].shape:
-            yield Candidate(
-                f"the entries that both {names[one]} and {names[other]} count",
-                f"({names[one]} * {names[other]}).sum()",
-                lambda leaves, one=one, other=other: float((leaves[one] * leaves[other]).sum()),
-            )
-
-
-def _of_classes(index: int, name: str, key: str, weight: Tensor, leaf: Tensor) -> Candidate:
-    values = weight.detach()
-
-    def count(leaves: Sequence[Tensor]) -> float:
-        labels = leaves[index].long()
-        valid = (labels >= 0) & (labels < len(values))
-        return float(torch.where(valid, values[torch.where(valid, labels, 0)], 0).double().sum())
-
-    code = f"{key}[{name}].sum()" if int(leaf.min()) >= 0 else f"{key}[{name}[{name} >= 0]].sum()"
-    return Candidate(f"the sum of the class weights {key}[{name}]", code, count)
-
-
-def _is_mask(leaf: Tensor) -> bool:
-    return leaf.dtype == torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
+        yield Candidate(f"the sum of {words}", f"{code}.sum()")
 
 
 def _is_target(path: str) -> bool:
@@ -141,92 +75,56 @@ def _is_class(leaf: Tensor) -> bool:
 
 
 def held_weights(*holders: Any) -> dict[str, Tensor]:
-    """Real tensors of one axis held by functions, modules and partial losses: class weights, perhaps."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    left = [("", holder) for holder in reversed(holders)]
-    while left:
-        name, value = left.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Tensor):
-            if value.dim() == 1 and value.is_floating_point():
-                found.setdefault(name or "weight", value)
-        elif isinstance(value, list | tuple):
-            items = cast("list[Any]", value)
-            if 1 < len(items) <= CLASSES and all(isinstance(item, int | float) for item in items):
-                found.setdefault(f"torch.tensor({name})", torch.tensor(items, dtype=torch.float64))
-        else:
-            left += reversed(list(_inside(name, value)))
-    return found
-
-
-def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What a function, a module or an object holds, by name."""
-    if isinstance(value, FunctionType):
-        with suppress(ValueError):  # a variable of its closure that has no value yet
-            held = inspect.getclosurevars(value)
-            yield from (*held.nonlocals.items(), *held.globals.items())
-            yield from ((key, one.default) for key, one in inspect.signature(value).parameters.items())
-    elif isinstance(value, partial):
-        partly = cast("partial[Any]", value)
-        yield name, partly.func
-        yield from ((f"args[{index}]", item) for index, item in enumerate(partly.args))
-        yield from partly.keywords.items()
-    elif isinstance(value, nn.Module):
-        for prefix, module in value.named_modules():
-            plain = {key: item for key, item in vars(module).items() if isinstance(item, Tensor)}
-            for key, item in (plain | dict(module.named_buffers(recurse=False))).items():
-                yield f"{prefix}.{key}".strip("."), item
-        yield name, getattr(value, "function", None)  # of an observed one
-    elif hasattr(value, "__self__"):
-        yield name, value.__self__
-        if not isinstance(value.__self__, nn.Module):  # a trainer that holds weights
-            yield from (
-                (f"self.{key}", item) for key, item in getattr(value.__self__, "__dict__", {}).items()
-            )
-        yield name, getattr(value, "__func__", None)
-    elif callable(value) and not isinstance(value, type):
-        yield from getattr(value, "__dict__", {}).items()
+    """Return real tensors of one axis that functions, modules and objects hold, by name: class weights."""
+    found = Reachable(holders)
+    tables = [
+        *[scope for scope, _ in found.scopes],
+        *[one for one in found.containers if isinstance(one, dict)],
+    ]
+    names = {id(value): key for table in tables for key, value in table.items() if isinstance(key, str)}
+    tensors = [one for one in found.values if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)]
+    weights = [one for one in tensors if one.dim() == 1 and one.is_floating_point()]
+    return {names.get(id(one), "weight"): one for one in reversed(weights)}
 
 
 # ---- which of them fits
 
 
-Reading = Callable[[Evaluation], float]
-Cuts = Sequence[Sequence[Evaluation]]  # the micro-batches of each cut
-
-_EXACT = 1e-13  # float64 on few terms
-_EPSILON = 1e-4  # what an epsilon in a denominator may leave of an error
-
-
 def fit(
-    options: Iterable[Candidate],
-    readings: Sequence[Reading],
+    options: Sequence[Candidate],
+    name: str,
     whole: Evaluation,
     parted: Cuts,
     *,
     tolerance: float,
     error: float,
 ) -> tuple[Candidate, bool] | None:
-    """The candidate that makes all cuts agree, and whether something small is left, as of an epsilon."""
+    """Return the candidate that makes all splits agree, and True if an epsilon is left.
+
+    Args:
+        options: the candidates.
+        name: of the term.
+        whole: the whole batch.
+        parted: the micro-batches of each split.
+        tolerance: relative error that counts as rounding.
+        error: relative error with the term's own weights.
+    """
     found = [
-        (min(max(_misfit_of(one, read, whole, parts) for parts in parted) for read in readings), one)
+        (max((_misfit(one, name, whole, parts) for parts in parted), default=math.inf), one)
         for one in options
     ]
-    best = min((misfit for misfit, _ in found), default=math.inf)
+    best = min((value for value, _ in found), default=math.inf)
     # Means of single terms lose less than gradients.
-    if not parted or best > max(tolerance / 10, _EPSILON * min(error, 1.0)):
+    if best > max(tolerance / 10, _EPSILON * min(error, 1.0)):
         return None
-    # The first of those that fit as well as the best: in float32, and early in training when all tokens
-    # cost about the same, wrong ones come close too.
-    first = next(one for misfit, one in found if misfit <= max(10 * best, _EXACT))
+    # Take the first that fits as well as the best: in float32, and early in training when all tokens have
+    # about the same loss, wrong ones come close.
+    first = next(one for value, one in found if value <= max(10 * best, _EXACT))
     return first, best > tolerance / 10
 
 
 def misfit(weights: Sequence[float], values: Sequence[float], wanted: float) -> float:
-    """How far a weighted mean is from what it should be, relative to what is added up."""
+    """Return the error of a weighted mean, relative to the size of its addends."""
     used = [(weight, value) for weight, value in zip(weights, values, strict=True) if weight]
     total = math.fsum(weight for weight, _ in used)
     size = math.fsum(abs(weight * value) for weight, value in used)
@@ -235,48 +133,11 @@ def misfit(weights: Sequence[float], values: Sequence[float], wanted: float) -> 
     return abs(math.fsum(weight * value for weight, value in used) - total * wanted) / size
 
 
-def _misfit_of(candidate: Candidate, read: Reading, whole: Evaluation, parts: Sequence[Evaluation]) -> float:
+def _misfit(candidate: Candidate, name: str, whole: Evaluation, parts: Sequence[Evaluation]) -> float:
+    """Return the smaller error of two readings: sum over weight, or a sum that is a mean already."""
     try:
-        weights = [candidate.count(part.leaves) for part in parts]
-    except (RuntimeError, IndexError):
+        weights = [candidate.count(part.micro) for part in parts]
+    except (RuntimeError, IndexError):  # classes without a weight
         return math.inf
-    return misfit(weights, [read(part) for part in parts], read(whole))
-
-
-def gradients_add_up(name: str, whole: Evaluation, parts: Sequence[Evaluation], tolerance: float) -> bool:
-    """The gradient of a sum is, row by row, that of the parts' sums."""
-    difference = size = 0.0
-    for index, wanted in enumerate(whole.gradients[name]):
-        if any(len(part.gradients[name]) != len(whole.gradients[name]) for part in parts):
-            return True  # outputs that cannot be told apart
-        pieces = [part.gradients[name][index] for part in parts]
-        shares = [take(wanted, p.shape, part.part) for p, part in zip(pieces, parts, strict=True)]
-        if any(share is None for share in shares):
-            continue
-        if all(piece.shape == wanted.shape for piece in pieces):  # one value for all rows
-            pairs = [(sum(pieces[1:], start=pieces[0]), wanted)]
-        else:
-            pairs = [(p, s) for p, s in zip(pieces, shares, strict=True) if s is not None]
-        difference += sum((a - b).square().sum().item() for a, b in pairs)
-        size += sum(a.square().sum().item() + b.square().sum().item() for a, b in pairs)
-    return difference**0.5 <= tolerance * size**0.5
-
-
-def left_out(name: str, whole: Evaluation, parted: Cuts) -> list[int]:
-    """Rows into whose outputs no gradient flows in one cut, while it does in another."""
-    unused: set[int] = set()
-    used: set[int] = set()
-    first = parted[0][0] if parted and parted[0] else whole
-    for one in (whole, *[part for parts in parted for part in parts]):
-        for index, gradients in enumerate(one.gradients[name]):
-            peers = first.gradients[name], whole.gradients[name]
-            if any(index >= len(peer) for peer in peers):
-                continue
-            axis = find_axis(peers[1][index].shape, peers[0][index].shape, first.part)
-            if axis is None:
-                continue
-            there = gradients.unflatten(axis.place, (len(one.part.rows), axis.per_row))
-            flows = there.movedim(axis.place, 0).flatten(1).any(1).tolist()
-            used |= {row for row, flow in zip(one.part.rows, flows, strict=True) if flow}
-            unused |= {row for row, flow in zip(one.part.rows, flows, strict=True) if not flow}
-    return sorted(unused & used)
+    means = misfit(weights, [part.mean(name) for part in parts], whole.mean(name))
+    return min(means, misfit(weights, [part.sums[name] for part in parts], whole.sums[name]))

@@ -1,7 +1,6 @@
-"""Random draws replayed: in every cut each row gets the numbers that the whole batch drew for it."""
+"""Replayed random draws: in every split each row gets the numbers that the whole batch drew for it"""
 
 import math
-import random
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,60 +11,53 @@ import torch
 from torch import Tensor
 
 from anybatch.check.rows import Axis, Part, find_axis, select, take
-from anybatch.core import numpy_random
 from anybatch.state import SeenDraws, device_of, expected_of_bernoulli, has_own_generator, rng, stream_of
 
-Place = tuple[str, bytes]  # a stream and where it stands
+Place = tuple[str, bytes]  # a stream and its state
 
 
 class OutOfTime(BaseException):
-    """A pass was still running at its deadline; no `Exception`, so that no model takes it for its own."""
+    """Raised in a pass at its deadline; no `Exception`, so that no model catches it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Draw:
     """One draw of the whole batch."""
 
-    value: Tensor  # what was drawn
-    after: Tensor  # where the stream stood then
-    axis: Axis | None = None  # on which axis rows lie, as far as a part has shown it
+    value: Tensor  # the drawn numbers
+    after: Tensor  # the state of the stream after it
+    axis: Axis | None = None  # the axis of the rows; None until a part shows it
 
 
 class Draws(SeenDraws):
-    """Notes what a whole batch draws from torch's default streams, and gives the same to its parts.
+    """The random draws of a whole batch from torch's default streams, replayed for its parts.
 
-    A draw is known by where the stream stood before it: a forward that is repeated finds its own again. What
-    comes from a generator of the model's own, or after it has set a seed, is not replayed.
+    A draw is identified by the state of the stream before it, so a repeated forward finds its own draws.
+    Draws from another generator, or after the model has set a seed, are not replayed.
 
     Args:
-        seed: where all streams start in every pass: torch's, Python's and NumPy's.
-        without_dropout: whether Bernoulli draws return their expected value, which switches dropout off.
-        is_wide: whether what the model turns into float32 becomes float64.
+        seed: of all streams in every pass: torch's, Python's and NumPy's.
+        without_dropout: replace Bernoulli draws by their expected value, which switches dropout off.
+        is_wide: convert to float64 what the model converts to float32.
     """
 
     def __init__(self, seed: int, *, without_dropout: bool = False, is_wide: bool = False) -> None:
         super().__init__()
         self._seed, self._without_dropout, self._is_wide = seed, without_dropout, is_wide
         self._deadline = math.inf
-        before = rng.capture_process()
-        # Not the seed itself, which a model may set too, and then would seem to go on where the pass began.
-        seed = rng.derive_seed(seed, "check")
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if (numpy := numpy_random()) is not None:
-            numpy.seed(seed % 2**32)
-        self._start = rng.capture_process()
-        rng.restore_process(before)
+        with rng.preserved():
+            rng.seed_process(rng.derive_seed(seed, "check"))  # a model may set `seed` itself
+            self._start = rng.capture(rng.of_process())
         self._drawn: dict[Place, _Draw] = {}
         self._next: dict[str, bytes] = {}
         self._part = Part.whole(1)
-        self.count = 0  # draws since `begin`; `unreplayed` are those of them that are not replayed
-        self.has_packed = False  # whether nobody can tell of some draw what belongs to which row
-        self.has_dropout = False  # whether there were draws that `without_dropout` switches off
+        self.count = 0  # draws since `begin`, of which `unreplayed` were not replayed
+        self.has_packed = False  # True if the rows of some draw are unknown
+        self.has_dropout = False  # True if there were draws that `without_dropout` switches off
 
     def begin(self, part: Part, state: rng.RandomState | None = None) -> None:
-        """A micro-batch begins: streams go back to the start of the pass, or to where they stood before."""
-        rng.restore_process(self._start)
+        """Begin a micro-batch: reset the streams to the start of the pass, or to a state."""
+        rng.restore(self._start)
         if state is not None:
             rng.restore(state)
         self._part = part
@@ -75,12 +67,12 @@ class Draws(SeenDraws):
         self.count = self.unreplayed = 0
 
     def restarted(self, *, without_dropout: bool = False) -> "Draws":
-        """The same with nothing drawn yet."""
+        """Return new draws with the same seed."""
         return Draws(self._seed, without_dropout=without_dropout, is_wide=self._is_wide)
 
     @contextmanager
     def until(self, deadline: float) -> Generator[None]:
-        """What runs meanwhile is interrupted at this time, on the clock of `time.perf_counter`."""
+        """Raise OutOfTime in the operations inside after a deadline, on the clock of `time.perf_counter`."""
         before = self._deadline
         self._deadline = min(before, deadline)
         try:
@@ -91,7 +83,7 @@ class Draws(SeenDraws):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Every operation of torch comes by here; those that draw are answered from what was drawn."""
+        """Replay operations that draw; run all others."""
         kwargs = kwargs or {}
         if time.perf_counter() > self._deadline:
             raise OutOfTime
@@ -100,7 +92,7 @@ class Draws(SeenDraws):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Answer a draw from what the whole batch drew."""
+        """Replay a draw of the whole batch, or record it."""
         self.count += 1
         device = device_of(args, kwargs)
         stream = stream_of(device)
@@ -126,15 +118,15 @@ class Draws(SeenDraws):
         return result
 
     def _answer(self, draw: _Draw, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The rows of a draw, in the form in which this operation returns it."""
+        """Return the rows of a recorded draw in the form of this operation's result."""
         result: Any = func(*args, **kwargs)
         like = _numbers(func, args, result)
         value = self._rows_of(draw, like.shape)
         if value is not None and "randperm" in func.__name__ and len(value) < len(draw.value):
-            pass  # an order of other things than the whole's
+            pass  # a permutation of other items than the whole's
         elif value is None:
             self.unreplayed += 1
-        elif _is_rrelu(func):  # backward reads the slopes, 1 where there is nothing to bend
+        elif _is_rrelu(func):  # RReLU writes its slopes into its second argument, for backward
             cast("Tensor", result).copy_(args[0] * like.copy_(value))
         elif isinstance(result, tuple):  # native_dropout: the values kept, and the mask
             probability = args[1]
@@ -158,10 +150,9 @@ class Draws(SeenDraws):
 
 
 def _is_rrelu(func: Any) -> bool:
-    """Whether what is drawn is put into the second argument: RReLU."""
     return "rrelu_with_noise" in func.__name__
 
 
 def _numbers(func: Any, args: Sequence[Any], result: Any) -> Tensor:
-    """Where an operation puts what it draws."""
+    """Return the tensor into which an operation writes what it draws."""
     return args[1] if _is_rrelu(func) else result[1] if isinstance(result, tuple) else result

@@ -1,4 +1,4 @@
-"""What a check found: a kind, a culprit, a plain sentence, and the ways out."""
+"""Findings: a kind, a culprit, a sentence, and the ways out"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -7,20 +7,7 @@ from torch import nn
 
 from anybatch.batchnorm import BatchNorm
 
-SHOWN = 3  # modules of a kind and class, or buffers, that are named when they are printed
-
-#: The kinds of findings, and what they mean.
-KINDS = {
-    "denominator": "a mean of means: the term is divided by something that does not add up",
-    "meeting": "rows of the batch meet, so a row's result depends on its micro-batch",
-    "padding": "what stands in padded places, or how many there are, changes the result",
-    "position": "a row's result depends on its place in the micro-batch",
-    "state": "what an earlier micro-batch left behind changes the result of the next",
-    "buffer": "the update is exact, but a saved buffer depends on the number of micro-batches",
-    "detached": "results agree, but gradients are lost or changed by the cut",
-    "dropped rows": "rows that count in the whole batch are left out of a micro-batch",
-    "unexplained": "split and whole differ, and none of the above was found",
-}
+SHOWN = 3  # names of modules or buffers in a printed finding
 
 WAYS_OUT = {
     "meeting": (
@@ -65,12 +52,12 @@ BATCH_NORM_WAYS_OUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One place where split and whole part."""
+    """One cause of a difference between split and whole."""
 
-    kind: str  # one of `KINDS`
+    kind: str  # see the table in docs/check.md
     culprit: str  # a module as `name (Class)`, a term of the loss, or the loss function
     what: str  # a plain sentence
-    ways_out: tuple[str, ...]  # what may be done, the first is the usual one
+    ways_out: tuple[str, ...]  # ways to fix it, the usual one first
 
     def __str__(self) -> str:
         lines = [self.what, *[f"- {way}" for way in self.ways_out]]
@@ -80,7 +67,7 @@ class Finding:
 
 
 def summaries(findings: Iterable[Finding]) -> list[str]:
-    """Findings in words, where those that say the same of modules of one class are told once."""
+    """Return findings in words; modules of one class with the same fault are named in one text."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         name, _, rest = finding.culprit.rpartition(" (")
@@ -98,19 +85,19 @@ def _as_one(group: Sequence[Finding]) -> Finding:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and the number of the others."""
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def module_finding(
     kind: str, name: str, module: nn.Module, what: str, ways_out: tuple[str, ...] = ()
 ) -> Finding:
-    """A finding about a module, with the ways out of its kind if it has none of its own."""
+    """Return a finding about a module; its ways out are those of its kind unless given."""
     is_batch_norm = isinstance(module, BatchNorm)
     usual = BATCH_NORM_WAYS_OUT if is_batch_norm and kind == "meeting" else WAYS_OUT[kind]
     return Finding(kind=kind, culprit=culprit_of(name, module), what=what, ways_out=ways_out or usual)
 
 
 def culprit_of(name: str, module: nn.Module) -> str:
-    """A module as `name (Class)`."""
+    """Return a module as `name (Class)`."""
     return f"{name.strip('.') or 'the model'} ({type(module).__name__})"

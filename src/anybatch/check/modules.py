@@ -1,4 +1,4 @@
-"""Which module makes split and whole differ, and why: each runs by itself, on the same inputs, cut."""
+"""Modules that make split and whole differ, and why: each runs by itself on the same inputs, split"""
 
 import math
 import random
@@ -14,7 +14,7 @@ from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding
 from anybatch.check.passes import Bench, Call, Key
 from anybatch.check.rows import Axis, Part, agree, find_axis, select, take
-from anybatch.core import numpy_random
+from anybatch.state import rng
 
 ROW_BY_ROW = (
     "draws random numbers for one row after the other ({} times for {} rows, {} for half of them). They "
@@ -25,44 +25,44 @@ ROW_BY_ROW_WAYS_OUT = (
     "If any numbers will do, as in augmentation, this is no fault: check the rest in .eval().",
 )
 Run = Callable[[Sequence[Tensor], Part], list[Tensor]]
-GIVE_TENSOR = WAYS_OUT["position"][-1]  # the other one is about random numbers
+GIVE_TENSOR = WAYS_OUT["position"][-1]  # the first is about random numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ComparedCall:
-    """How a module's cut calls compare with its whole one."""
+    """A call of a module on the whole batch, compared with its calls on the parts."""
 
-    call: Call  # the whole call
-    fault: str  # "" where they agree, "outputs", "pooled", "gradients", "dropped rows", or "unknown"
-    unreplayed: int = 0  # random draws of the whole call that are not replayed
-    inputs: Sequence[Axis | None] = ()  # on which axis rows lie in each tensor that goes in
-    outputs: Sequence[Axis | None] = ()  # the same for what comes out
+    call: Call  # the call on the whole batch
+    fault: str  # "" if they agree, "outputs", "pooled", "gradients", "dropped rows" or "unknown"
+    unreplayed: int = 0  # random draws of this call that are not replayed
+    inputs: Sequence[Axis | None] = ()  # the axis of rows in each input
+    outputs: Sequence[Axis | None] = ()  # the axis of rows in each output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleTest:
-    """Finds out why a module differs, by running it on other inputs."""
+    """A test that finds why a module differs: it runs the module on changed inputs."""
 
-    bench: Bench  # where it is run
+    bench: Bench
     total: int  # rows of the batch
     tolerance: float  # relative error that counts as rounding
-    deadline: float = math.inf  # when no more rows are changed, on the clock of `time.perf_counter`
+    deadline: float = math.inf  # stop changing rows then, on the clock of `time.perf_counter`
 
     def explain(self, tested: ComparedCall) -> Finding:
-        """The finding about a module that differs."""
+        """Return the finding about a module that differs."""
         name = tested.call.key[0]
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(name)
         try:
             kind, what, *ways_out = self._classify(tested)
-        except Exception as error:  # not every module can be run on other rows than its own
+        except Exception as error:  # some modules cannot run on other rows
             kind, what = "unexplained", f"differs, and fails with {type(error).__name__} on other rows"
             ways_out = list[str]()
         place = name or type(module).__name__
         return module_finding(kind, name, module, f"`{place}` {what}.", tuple(ways_out))
 
     def _classify(self, tested: ComparedCall) -> tuple[str, ...]:
-        """The kind, what is wrong, and ways out other than those of the kind."""
+        """Return the kind, a sentence, and ways out that replace those of the kind."""
         if tested.fault == "gradients":
             if self._changes_buffers(tested):
                 return "state", "changes its buffers in each call, and its gradient depends on them"
@@ -104,7 +104,7 @@ class ModuleTest:
 
     @contextmanager
     def _fresh(self, call: Call) -> Generator[tuple[nn.Module, Run]]:
-        """A fresh copy, and runs of it, one after the other, from where the streams stood."""
+        """Yield a fresh copy of the module, and a function that runs it with the random streams of a call."""
         with self.bench.fresh() as (model, _), torch.no_grad():
             module = model.get_submodule(call.key[0])
 
@@ -115,13 +115,12 @@ class ModuleTest:
             yield module, run
 
     def _is_deterministic(self, tested: ComparedCall) -> bool:
-        """Whether it returns the same when it is called twice."""
         inputs = tested.call.inputs
         with self._fresh(tested.call) as (_, run):
             return self._are_same(run(inputs, self._whole), run(inputs, self._whole), self._whole)
 
     def _count_changed(self, tested: ComparedCall) -> int:
-        """How many other rows change with one row, whichever it is: other numbers in it, or another row."""
+        """Return how many other rows change with one row: with other numbers in it, or another row."""
         most = 0
         with self._fresh(tested.call) as (_, run):
             before = run(tested.call.inputs, self._whole)
@@ -139,7 +138,7 @@ class ModuleTest:
     def _differing(
         self, tested: ComparedCall, before: Sequence[Tensor], after: Sequence[Tensor], rows: Sequence[int]
     ) -> int:
-        """How many of some rows have another output."""
+        """Return how many of some rows have another output."""
 
         def differs(row: int) -> bool:
             part = Part((row,), self.total)
@@ -152,20 +151,21 @@ class ModuleTest:
         return sum(map(differs, rows))
 
     def _count_draws(self, tested: ComparedCall) -> tuple[str, int, int]:
-        """Streams that are not torch's and move; how often it draws for all rows, and for half of them."""
+        """Return moved streams of Python and NumPy, and the number of draws for all rows and for half."""
         counts: list[int] = []
         sources: set[str] = set()
         with self._fresh(tested.call) as (_, run):
             for rows in (self.total, self.total // 2):
                 part = Part(tuple(range(rows)), self.total)
-                before = _other_streams()
+                before = rng.capture(rng.of_process())
                 run(_select_all(tested.call.inputs, tested.inputs, part), part)
-                sources |= {name for name, state in _other_streams().items() if before.get(name) != state}
+                now = rng.capture(rng.of_process())
+                moved = [one for one in rng.of_process() if not rng.is_same(before, now, of=(one,))]
+                sources |= {"Python's random" if one is random else "NumPy" for one in moved}
                 counts.append(self.bench.draws.count)
         return " and ".join(sorted(sources)), counts[0], counts[1]
 
     def _changes_buffers(self, tested: ComparedCall) -> bool:
-        """Whether a call changes numbers that the module holds."""
         with self._fresh(tested.call) as (module, run):
             before = {name: buffer.clone() for name, buffer in module.named_buffers()}
             run(tested.call.inputs, self._whole)
@@ -175,7 +175,7 @@ class ModuleTest:
             )
 
     def _is_row_wise(self, tested: ComparedCall) -> bool:
-        """Whether rows keep their outputs, at the same places, when others are missing or all alike."""
+        """Return True if rows keep their outputs when other rows are missing or replaced."""
         with self._fresh(tested.call) as (_, run):
             before = run(tested.call.inputs, self._whole)
             for rows in dict.fromkeys((self.total - 1, (self.total + 1) // 2)):
@@ -186,14 +186,14 @@ class ModuleTest:
             for row in range(self.total):
                 if time.perf_counter() > self.deadline:
                     break
-                alone = Part((row,) * self.total, self.total)  # nobody but this row
+                alone = Part((row,) * self.total, self.total)  # this row in all places
                 after = run(_select_all(tested.call.inputs, tested.inputs, alone), self._whole)
                 if self._differing(tested, before, after, [row]):
                     return False
         return True
 
     def _is_equivariant(self, tested: ComparedCall) -> bool:
-        """Whether outputs move with the rows."""
+        """Return True if outputs move with the rows."""
         turned = Part(tuple(range(self.total))[::-1], self.total)
         with self._fresh(tested.call) as (_, run):
             before = run(tested.call.inputs, self._whole)
@@ -201,26 +201,19 @@ class ModuleTest:
         return self._are_same(_select_all(before, tested.outputs, turned), after, turned)
 
 
-def _other_streams() -> dict[str, str]:
-    """Where the streams stand that are not torch's."""
-    numpy = numpy_random()
-    found = {"Python's random": str(random.getstate())}
-    return found if numpy is None else found | {"NumPy": str(numpy.get_state()[1:4])}
-
-
 def _select_all(inputs: Sequence[Tensor], axes: Sequence[Axis | None], part: Part) -> list[Tensor]:
     return [select(value, axis, part) for value, axis in zip(inputs, axes, strict=True)]
 
 
 def _pattern(like: Tensor) -> Tensor:
-    """Numbers that differ from entry to entry."""
+    """Return numbers that differ from entry to entry."""
     return torch.cos(torch.arange(like.numel(), device=like.device)).view(like.shape).to(like.dtype)
 
 
 def _change_row(
     inputs: Sequence[Tensor], axes: Sequence[Axis | None], row: int, shift: int, total: int
 ) -> list[Tensor]:
-    """What stands in another row, so many rows on; for 0 other numbers, or the next row if none is real."""
+    """Replace a row by the one `shift` rows further; for 0 by other numbers, if any are real."""
     pairs = list(zip(inputs, axes, strict=True))
     real = not shift and any(axis is not None and value.is_floating_point() for value, axis in pairs)
     order = list(range(total))
@@ -243,19 +236,19 @@ def _change_row(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleSearch:
-    """Looks for the innermost modules that differ."""
+    """A search for the innermost modules that differ."""
 
-    bench: Bench  # where modules are run
+    bench: Bench
     parts: Sequence[Part]  # the micro-batches of a cut that differs from the whole
-    table: Mapping[Key, Call]  # the calls of the first micro-batch: their shapes tell on which axes rows lie
+    table: Mapping[Key, Call]  # calls of the first micro-batch: their shapes tell the axes of rows
     tolerance: float  # relative error that counts as rounding
-    deadline: float  # when to look no further, on the clock of `time.perf_counter`
+    deadline: float  # on the clock of `time.perf_counter`
 
     def find(self, outermost: Iterable[Call]) -> tuple[list[Finding], list[Finding]]:
-        """A finding for each innermost module that differs, in the order in which they run."""
+        """Return a finding for each innermost module that differs, and those on pooled outputs."""
         calls = list(outermost)
         tested = [one for call in calls for one in self._innermost(call, gradients=False)]
-        if all(one.fault == "pooled" for one in tested):  # else enough is found, and backward costs the most
+        if all(one.fault == "pooled" for one in tested):  # backward is the most expensive part
             tested += [one for call in calls for one in self._innermost(call, gradients=True)]
         module_test = ModuleTest(
             bench=self.bench, total=self.parts[0].total, tolerance=self.tolerance, deadline=self.deadline
@@ -280,7 +273,7 @@ class ModuleSearch:
             yield tested
 
     def _try(self, call: Call, gradients: bool) -> ComparedCall:
-        """Run a module on all rows at once, and on the same rows cut."""
+        """Run a module on all rows, and on the same rows split."""
         peer = self.table.get(call.key)
         shapes = [value.shape for value in call.inputs]
         if peer is None or len(peer.inputs) != len(shapes):
@@ -290,7 +283,7 @@ class ModuleSearch:
         try:
             with self.bench.draws.until(self.deadline):
                 return self._compare(call, axes, gradients)
-        except (Exception, OutOfTime):  # not every module can be run outside its model
+        except (Exception, OutOfTime):  # some modules cannot run outside their model
             return ComparedCall(call=call, fault="unknown")
 
     def _compare(self, call: Call, axes: Sequence[Axis | None], gradients: bool) -> ComparedCall:
@@ -345,7 +338,7 @@ class ModuleSearch:
     def _classify_gradients(
         self, whole: Sequence[Tensor], pieces: Sequence[Sequence[Tensor]], axes: Sequence[Axis | None]
     ) -> str:
-        """Gradients of inputs stand row by row, those of what rows share add up."""
+        """Compare gradients: those of inputs row by row, those of shared tensors added up."""
         difference = size = 0.0
         for index, (wanted, *mine) in enumerate(zip(whole, *pieces, strict=True)):
             axis = axes[index] if index < len(axes) else None
@@ -362,14 +355,14 @@ class ModuleSearch:
 def _run(
     call: Call, module: nn.Module, values: Sequence[Tensor], gradients: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What went in, as leaves of a graph if gradients are asked for, and what came out."""
+    """Call a module; return its inputs, as leaves of a graph if gradients are wanted, and its outputs."""
     leaves = [value.clone().requires_grad_(gradients and value.is_floating_point()) for value in values]
-    # A module may write into what it is given, and may switch on gradients of its inputs.
+    # A module may write to its inputs, and may call requires_grad_ on them.
     return leaves, call.repeat(module, [leaf * 1 if leaf.requires_grad else leaf for leaf in leaves])
 
 
 def _cotangents(whole: Sequence[Tensor], pieces: Sequence[Tensor], part: Part) -> list[Tensor | None]:
-    """What flows back into each output, the same for a row in every cut; nothing into outputs of no row."""
+    """Return gradients of outputs that are the same for a row in every split; None for pooled outputs."""
     found: list[Tensor | None] = []
     for like, piece in zip(whole, pieces, strict=True):
         pattern = _pattern(like)
@@ -386,7 +379,7 @@ def _gradients(
     inputs: Sequence[Tensor],
     parameters: Sequence[nn.Parameter],
 ) -> list[Tensor]:
-    """Gradients of inputs and parameters; zeros where none flows."""
+    """Return gradients of inputs and parameters; zeros for those that get none."""
     leaves = [*inputs, *parameters]
     pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad and c is not None]
     wanted = [leaf for leaf in leaves if leaf.requires_grad and pairs]
@@ -402,6 +395,6 @@ def _gradients(
 
 
 def _is_short(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
-    """Whether the first axes of the pieces add up to less than the whole's, all else being equal."""
+    """Return True if the first axes of the pieces add up to less than the whole's."""
     alike = all(piece.dim() == whole.dim() and piece.shape[1:] == whole.shape[1:] for piece in pieces)
     return alike and whole.dim() > 0 and sum(piece.shape[0] for piece in pieces) < whole.shape[0]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from anybatch.check.passes import Bench, Call
 from anybatch.check.rows import Cut, Part, take
 from anybatch.core import torch_private as private
-from anybatch.core import tree
 from anybatch.losses import resolve
 
 
@@ -23,22 +22,22 @@ class Evaluation:
     part: Part  # its rows
     sums: Mapping[str, float]  # by the term's name
     weights: Mapping[str, float]  # by the term's name
-    # by the term's name, gradients of the sum with respect to the model's outputs
+    # gradients of the sum with respect to the model's outputs, by the term's name
     gradients: Mapping[str, Sequence[Tensor]]
-    leaves: Sequence[Tensor]  # the tensors of the micro-batch
+    micro: Any  # the micro-batch
     unreplayed: int  # random draws that were not replayed
 
     def mean(self, name: str) -> float:
-        """Sum over weight; NaN without weight."""
+        """Return sum over weight; NaN without weight."""
         return self.sums[name] / self.weights[name] if self.weights[name] else math.nan
 
 
 def evaluate(
     bench: Bench, outermost: Sequence[Call], cuts: Sequence[Cut], *, pooled: bool
 ) -> list[Evaluation]:
-    """The terms of each micro-batch of these cuts, with the outputs of the calls of `outermost`."""
+    """Return the terms of each micro-batch of these splits, with the outputs of the calls in `outermost`."""
     found: list[Evaluation] = []
-    batches = [cut.batch(bench.subject.dtype) for cut in cuts]  # before draws look on: they note dtypes
+    batches = [cut.batch(bench.subject.dtype) for cut in cuts]  # outside of draws, which note dtypes
     with bench.fresh() as (model, loss):
         stub = Stub(model, outermost, pooled=pooled)
         for cut, batch in zip(cuts, batches, strict=True):
@@ -53,14 +52,14 @@ def evaluate(
                         sums={name: value.item() for name, value in terms.sums.items()},
                         weights={name: float(weight) for name, weight in terms.weigh().items()},
                         gradients={name: stub.gradients(value) for name, value in terms.sums.items()},
-                        leaves=tree.flatten(micro).leaves,
+                        micro=micro,
                     )
                 )
     return found
 
 
 class Stub:
-    """Outputs for the whole batch in place of those of outermost modules; with `pooled`, of no row too."""
+    """Hooks that replace the outputs of outermost modules by those of the whole batch."""
 
     def __init__(self, model: nn.Module, outermost: Sequence[Call], *, pooled: bool) -> None:
         self._pooled = pooled
@@ -73,12 +72,12 @@ class Stub:
             module.register_forward_hook(self._leaving(name))
 
     def begin(self, part: Part) -> None:
-        """A micro-batch of these rows begins."""
+        """Begin a micro-batch."""
         self._part, self._depth, self._leaves = part, 0, list[Tensor]()
         self._counts: Counter[str] = Counter()
 
     def gradients(self, value: Tensor) -> list[Tensor]:
-        """Gradients of a scalar with respect to the outputs that were put in place."""
+        """Return the gradients of a scalar with respect to the replaced outputs."""
         leaves = [leaf for leaf in self._leaves if leaf.requires_grad]
         if not leaves or not value.requires_grad:
             return [torch.zeros_like(leaf) for leaf in leaves]
@@ -96,7 +95,7 @@ class Stub:
             if self._depth:
                 return output
             known, count = self._known[name], self._counts[name]
-            self._counts[name] += 1  # of the outermost calls; a key counts inner ones too
+            self._counts[name] += 1  # outermost calls only; a key counts inner ones, too
             return self._replace(output, known[count]) if count < len(known) else output
 
         return hook
@@ -112,6 +111,6 @@ class Stub:
             if value is not None and (self._pooled or not (is_pooled or whole.dim() == 0)):
                 own = value.detach().clone().requires_grad_(leaves[place].requires_grad)
                 self._leaves.append(own)
-                # Not the leaf itself, which nothing may be written into.
+                # A leaf cannot be written to in place.
                 leaves[place] = own * 1 if own.requires_grad else own
         return private.pytree.tree_unflatten(leaves, form)

@@ -1,9 +1,9 @@
-"""One pass of a step over some rows, in one cut: its loss, gradient, state, and the calls of its modules."""
+"""One pass over some rows in one split: its loss, gradient, state, and the calls of its modules"""
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -16,25 +16,24 @@ from anybatch.check.finding import culprit_of
 from anybatch.check.rows import Cut, Part, is_close, shorten
 from anybatch.core import Batch, Event, Micro, Padding, StepReport, Total
 from anybatch.core import torch_private as private
-from anybatch.engine import Observer, carry_out
 from anybatch.losses import Terms, call_loss, module_of, resolve
 from anybatch.state import plain_kernels, rng
-from anybatch.step import Step
+from anybatch.step import Outcome, Step
 
-Places = tuple[int, int]  # of a padded row, and valid ones of it
-_NAME = "loss"  # of a term that comes without one
+Places = tuple[int, int]  # the length of a padded row, and its valid places
+_NAME = "loss"  # of an unnamed term
 
 
 class Observed(nn.Module):
-    """A user's function; a bare mean counts as a total of weight 1, as in a loop that adds up means."""
+    """A user's loss function; a bare mean counts as a total of weight 1."""
 
     def __init__(self, function: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
         self.function = function
-        self.bare: frozenset[str] = frozenset()  # terms that came as bare means
+        self.bare: frozenset[str] = frozenset()  # terms returned as bare means
 
     def forward(self, model: nn.Module, micro: Any) -> Any:
-        """The function's totals."""
+        """Return the function's totals."""
         value = call_loss(self.function, model, micro)
         if _is_scalar(value):
             value = {_NAME: value}
@@ -47,13 +46,13 @@ class Observed(nn.Module):
 
 
 def observe(loss: Any) -> Any:
-    """A function of the caller's own as one that is observed; any other loss as it is."""
+    """Wrap a function of the caller's; return any other loss unchanged."""
     resolved = resolve(loss)
     return replace(resolved, function=Observed(resolved.function)) if isinstance(resolved, Terms) else loss
 
 
 def bare_terms(loss: Any) -> frozenset[str]:
-    """The terms of which an observed loss has returned means that have lost their denominators."""
+    """Return the terms for which an observed loss returned bare means."""
     function = loss.function if isinstance(loss, Terms) else None
     return function.bare if isinstance(function, Observed) else frozenset()
 
@@ -65,22 +64,22 @@ def _is_scalar(value: object) -> bool:
 # ---- calls of modules
 
 
-Key = tuple[str, int]  # a module's name, and which of its calls
+Key = tuple[str, int]  # a module's name, and the number of the call
 
 
 class Call:
     """One call of a module."""
 
     def __init__(self, *, key: Key, values: list[Any], form: Any, state: rng.RandomState) -> None:
-        self.key = key  # the module, and which of its calls in this micro-batch
-        self.values, self.form = values, form  # its arguments, flat, and how they are put together again
-        self.state = state  # where the random streams stood
+        self.key = key  # the module, and the number of its call in this micro-batch
+        self.values, self.form = values, form  # the arguments, flattened, and their tree
+        self.state = state  # of the random streams
         self.outputs: list[Tensor] = []
-        self.inner: list[Call] = []  # calls made while this one ran, in the order in which they ended
+        self.inner: list[Call] = []  # calls inside this one, in the order of their ends
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The tensors it was given."""
+        """The tensors among the arguments."""
         return [value for value in self.values if isinstance(value, Tensor)]
 
     def repeat(self, module: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -91,39 +90,39 @@ class Call:
         return tensors(module(*args, **kwargs))
 
     def flat(self) -> "Iterator[Call]":
-        """This call after all those inside it."""
+        """Yield all calls inside this one, then itself."""
         for call in self.inner:
             yield from call.flat()
         yield self
 
 
 class Calls:
-    """Notes calls by hooks: of each part of a batch those of its last forward."""
+    """Hooks that record the calls of modules: for each part of a batch those of its last forward."""
 
     def __init__(self) -> None:
-        self.parts: dict[Part, list[Call]] = {}  # the outermost calls of each, in their order
+        self.parts: dict[Part, list[Call]] = {}  # outermost calls in order
         self._open: list[Call] = []
         self._counts: dict[str, int] = {}
         self._outermost: list[Call] = []
 
     def watch(self, model: nn.Module) -> None:
-        """Note the calls of a model from now on."""
+        """Register the hooks on a model."""
         for name, module in model.named_modules():
             module.register_forward_pre_hook(self._before(name), with_kwargs=True)
             module.register_forward_hook(self._after)
 
     def table(self, part: Part) -> dict[Key, Call]:
-        """All calls of a part by their key, innermost first."""
+        """Return all calls of a part by their key, innermost first."""
         return {call.key: call for outer in self.parts.get(part, []) for call in outer.flat()}
 
     def begin(self, part: Part) -> None:
-        """A micro-batch of these rows begins."""
+        """Begin a micro-batch of these rows."""
         self._open, self._counts, self._outermost = [], {}, []
         self.parts[part] = self._outermost
 
     def _before(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if private.is_in_backward():  # what is computed anew there has been noted before
+            if private.is_in_backward():  # recomputed calls are known
                 return
             count = self._counts.get(name, 0)
             self._counts[name] = count + 1
@@ -142,20 +141,20 @@ class Calls:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors of any nested value, whatever else stands in it."""
+    """Return the tensors of any nested value."""
     return [leaf for leaf in private.pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 # ---- state
 
 
-# By `module (Class)` and the attribute's dotted name: its value, and whether it is in the state dict.
-State = Mapping[tuple[str, str], tuple[Tensor, bool]]
+# (`module (Class)`, dotted name of the attribute) -> (value, True if it is in the state dict).
+State = dict[tuple[str, str], tuple[Tensor, bool]]
 
 
 def state_of(model: nn.Module, loss: nn.Module) -> State:
-    """What a model and its loss hold but for parameters and containers; the loss's under `loss.`."""
-    found: dict[tuple[str, str], tuple[Tensor, bool]] = {}
+    """Return the buffers and plain attributes of a model and its loss; those of the loss under `loss.`."""
+    found = State()
     known: set[nn.Module] = set()
     for root, prefix in ((model, ""), (loss, "loss.")):
         saved = set(root.state_dict())
@@ -179,24 +178,6 @@ def _is_plain(value: object) -> bool:
 # ---- passes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PassResult:
-    """What a pass came to."""
-
-    loss: float = math.nan  # of all its rows
-    gradients: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # by the parameter's name
-    weighed: bool = True  # False where no row had weight
-    scale: float = 0.0  # what its terms come to without their signs: an error of the loss is held against it
-    # norm of the gradient where it was largest on the way, 0 where nobody knows: its rounding
-    largest: float = 0.0
-    calls: Calls = field(default_factory=Calls)  # of its modules
-    state: State = field(default_factory=dict[tuple[str, str], tuple[Tensor, bool]])  # that it left behind
-    unreplayed: int = 0  # random draws of its last micro-batch that are not replayed
-    # terms of which the loss returned means that have lost their denominators
-    bare: frozenset[str] = frozenset()
-    error: Exception | None = None  # why the pass did not come to its end, if it did not
-
-
 class Recorder(Optimizer):
     """An optimizer that changes nothing and keeps the gradients it is given."""
 
@@ -206,7 +187,7 @@ class Recorder(Optimizer):
         super().__init__(list(self._named.values()), {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As it is: torch's own function would load its compiler first, which takes a second."""
+        """Add a group; torch's own function would first load its compiler, which takes a second."""
         self.param_groups.append(param_group)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore
@@ -217,8 +198,62 @@ class Recorder(Optimizer):
         }
 
 
+class Pass(Outcome):
+    """One pass over some rows in one split, with the calls of modules and the state that it leaves.
+
+    Attributes:
+        failure: the exception that ended the pass; None if it came to its end.
+        error: relative error of the gradient, once it is compared with a reference.
+        loss_error: the same of the loss.
+        words: a name of the split.
+        calls: calls of modules.
+        state: values that model and loss hold afterwards.
+        unreplayed: random draws of the last micro-batch that were not replayed.
+        bare: terms for which the loss returned means without their denominators.
+        largest: norm of the gradient where it was largest on the way; its rounding is relative to that.
+    """
+
+    def __init__(self, bench: "Bench", cut: Cut, batch: Batch, model: nn.Module, loss: Any) -> None:
+        self.failure: Exception | None = None
+        self.cut, self.words = cut, cut.words
+        self.error = self.loss_error = math.inf
+        self.calls, self.state, self._norms = Calls(), State(), list[float]()
+        self._bench, self._held = bench, (model, module_of(loss))
+        self.calls.watch(model)
+        watched: Any = _WatchedBatch(batch, cut.part, bench.draws, self.calls)
+        sizes = tuple([len(part.rows) for part in cut.parts])
+        try:
+            step = Step(
+                model, loss, Recorder(bench.subject.named), batch_norm=bench.batch_norm, strategy="local"
+            )
+            super().__init__(step.task(), watched, step.plan(batch.rows), sizes, bench.draws, is_dry=False)
+        except Exception as error:  # the user's code may raise anything
+            self.failure = error
+        finally:
+            bench.draws.is_watching = True
+            del self._held
+        self.unreplayed, self.bare = bench.draws.unreplayed, bare_terms(loss)
+        # The sum may be divided only at the end.
+        grown = max(self._norms) / self._norms[-1] if self._norms and self._norms[-1] else 0.0
+        self.largest = 0.0 if self.failure else grown * self.size
+
+    def holds(self, limit: float) -> bool:
+        """Return True if both errors are at most the limit."""
+        return self.error <= limit and self.loss_error <= limit
+
+    def told(self, event: Event) -> None:
+        """Note the size of the sums."""
+        if not isinstance(event, StepReport):
+            self._norms.append(norm(p.grad for p in self._bench.subject.named.values() if p.grad is not None))
+
+    def update(self, gradients: Mapping[str, Tensor]) -> None:
+        """Keep the gradient and the state."""
+        super().update(gradients)
+        self.state = state_of(*self._held)
+
+
 class _WatchedBatch:
-    """A batch that tells draws and calls when each micro-batch is taken."""
+    """A batch that tells draws and calls when a micro-batch begins."""
 
     def __init__(self, inner: Batch, part: Part, draws: Draws, calls: Calls) -> None:
         self._inner, self._part, self._draws, self._calls = inner, part, draws, calls
@@ -227,13 +262,13 @@ class _WatchedBatch:
         return getattr(self._inner, name)
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
-        """Micro-batches of the batch inside."""
+        """Yield the micro-batches of the inner batch."""
         micros = self._inner.micro_batches(parts)
         for index in parts:
             part = self._part.only(index)
             dtypes = set(self._draws.dtypes)
             micro = next(micros)
-            self._draws.dtypes = dtypes  # what a `collate` computes in is not the model's
+            self._draws.dtypes = dtypes  # leave out those of `collate`
             self._draws.begin(part)
             self._calls.begin(part)
             yield micro
@@ -241,18 +276,18 @@ class _WatchedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bench:
-    """Where passes are made: all on the same model, from the same random state."""
+    """A place for passes: all on the same model, from the same random state."""
 
-    subject: Copied  # the model and the loss
-    draws: Draws  # what is drawn
+    subject: Copied
+    draws: Draws
     batch_norm: Any = "micro"  # as for `anybatch.Step`
 
     @contextmanager
     def fresh(self) -> Generator[tuple[nn.Module, Any]]:
-        """Model and loss for one pass, observed, while draws are replayed."""
+        """Yield model and loss for one pass; draws are replayed inside."""
         default = torch.get_default_dtype()
         if self.subject.dtype is not None:
-            torch.set_default_dtype(self.subject.dtype)  # for what the model makes itself: states, masks
+            torch.set_default_dtype(self.subject.dtype)  # of tensors that the model makes: states, masks
         try:
             model, loss = self.subject.fresh()
             with torch.enable_grad(), plain_kernels(), self.draws:
@@ -260,65 +295,15 @@ class Bench:
         finally:
             torch.set_default_dtype(default)
 
-    def run(self, cut: Cut) -> PassResult:
+    def run(self, cut: Cut) -> Pass:
         """Make a pass."""
         batch = cut.batch(self.subject.dtype)
-        calls = Calls()
         with self.fresh() as (model, loss):
-            calls.watch(model)
-            recorder = Recorder(self.subject.named)
-            watched: Any = _WatchedBatch(batch, cut.part, self.draws, calls)
-            sizes: list[float] = []
-
-            def measure(event: Event) -> None:
-                if not isinstance(event, StepReport):
-                    sizes.append(norm(p.grad for p in self.subject.named.values() if p.grad is not None))
-
-            try:
-                step = Step(
-                    model,
-                    loss,
-                    recorder,
-                    micro_batch=cut.micro_batch,
-                    batch_norm=self.batch_norm,
-                    listeners=[measure],
-                    observers=[_Finished(self.draws)],
-                    strategy="local",
-                )
-                report = carry_out(step.plan(batch.rows), step.task(), watched)
-            except Exception as error:  # the user's code may raise anything
-                return PassResult(error=error, calls=calls)
-            finally:
-                self.draws.is_watching = True
-        used = [name for name, weight in report.weights.items() if weight]
-        scale = math.fsum(abs(step.coefficients.get(name, 1.0) * report.terms[name]) for name in used)
-        return PassResult(
-            loss=report.loss,
-            gradients=recorder.gradients,
-            weighed=report.updated,
-            scale=scale,
-            # The sum may have been divided only at the end.
-            largest=max(sizes) / sizes[-1] * norm(recorder.gradients.values()) if sizes[-1] else 0.0,
-            calls=calls,
-            state=state_of(model, module_of(loss)),
-            unreplayed=self.draws.unreplayed,
-            bare=bare_terms(loss),
-        )
-
-
-class _Finished(Observer):
-    """From here on a step looks at what it has, with a flag in float32 that no result depends on."""
-
-    def __init__(self, draws: Draws) -> None:
-        self._draws = draws
-
-    def update(self, gradients: Mapping[str, Tensor]) -> None:
-        """All is computed."""
-        self._draws.is_watching = False
+            return Pass(self, cut, batch, model, loss)
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
-    """The 2-norm of all entries."""
+    """Return the 2-norm of all entries."""
     dense = [value.detach().to_dense() if value.is_sparse else value.detach() for value in tensors]
     return math.hypot(*[torch.linalg.vector_norm(value).item() for value in dense])
 
@@ -332,11 +317,11 @@ def first_difference(
     *,
     is_left: bool = False,
 ) -> tuple[str, str] | None:
-    """The first module that gets the same in valid places but returns other values, and the first in it."""
+    """Return the first module with equal inputs and other outputs at valid places, and the first in it."""
     for part in parts:
         places = None if padding is None else (padding.length, padding.valid[part.rows[0]])
         table, differing = short.table(part), set[Key]()
-        for call in padded.table(part).values():  # those inside of a call come before it
+        for call in padded.table(part).values():  # inner calls first
             other = table.get(call.key)
             if other is None or _agree(call.outputs, other.outputs, tolerance, places, is_left) is not False:
                 continue

@@ -1,4 +1,4 @@
-"""Before the first comparison: a copy that runs, rows that differ, as many as there is time for."""
+"""Preparation of a check: a copy that runs, rows that differ, as many as there is time for"""
 
 import math
 import time
@@ -12,33 +12,33 @@ from torch.jit import ScriptModule
 
 from anybatch.check.copies import Copied, named_parameters
 from anybatch.check.draws import Draws, OutOfTime
-from anybatch.check.passes import Bench, PassResult
+from anybatch.check.passes import Bench, Pass
 from anybatch.check.rows import Cut, Part, rows_of, subset
 from anybatch.core import BatchError, Collate, PlanError, SampleBatch, TensorBatch, tree
 from anybatch.step import choose_rows
 
-ALL_ROWS = 64  # a batch of at most this size is tried whole where a few rows do not run
-ROWS = 8  # enough for ragged cuts of several rows
+ALL_ROWS = 64  # the most rows that are tried if a few rows do not run
+ROWS = 8  # enough for uneven splits of several rows
 PASSES = 3  # over all rows: the whole and two cuts
-LEAST = 3  # rows of which a ragged cut can be made; the whole and this cut are enough then
-BUDGET_S = 5.0  # for these passes and all that comes before them
-WIDE_S = 1.5  # a pass over two rows that takes longer in float64 is made in the model's own dtype
-WARM_S = 0.6  # a first pass that takes longer than this is not repeated to be measured
+LEAST = 3  # the fewest rows with an uneven split
+BUDGET_S = 5.0  # for these passes and everything before them
+WIDE_S = 1.5  # if a pass over two rows takes longer in float64, use the model's own dtype
+WARM_S = 0.6  # a longer first pass is not repeated for timing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """What a check works on."""
+    """The rows and the bench of a check."""
 
-    bench: Bench  # where passes are made
-    whole: Cut  # the chosen rows, uncut; as nested tensors where that is possible
-    # the same as the caller gave them, where `collate` makes the tensors of each micro-batch
+    bench: Bench
+    whole: Cut  # the chosen rows, uncut; collated if possible
+    # the same rows before `collate`; None without `collate`
     samples: Cut | None
-    notes: tuple[str, ...]  # what the caller should know
-    probed: PassResult | None = None  # the pass over the same rows, if it has been made
+    notes: tuple[str, ...]  # for the report
+    probed: Pass | None = None  # the pass over these rows, if already made
 
     def without_dropout(self) -> "Prepared":
-        """The same with dropout switched off."""
+        """Return a copy with dropout switched off."""
         note = "dropout was switched off: it is unknown which of its numbers belong to which row"
         bench = replace(self.bench, draws=self.bench.draws.restarted(without_dropout=True))
         return replace(self, bench=bench, notes=(*self.notes, note), probed=None)
@@ -71,7 +71,7 @@ def prepare(
         data = subset(batch, collate, chosen)
         return Cut(data=data, micro_batch=len(chosen), part=Part.whole(len(chosen)), collate=collate)
 
-    # Two rows may be too few for a model, and fewer than all for a loss that holds something for each row.
+    # Two rows may be too few for a model; a loss that holds a tensor per row needs all rows.
     cuts = [cut(size) for size in [2, wanted] + [total] * (total <= ALL_ROWS)]
     found = _first_that_runs(
         model, loss, cuts, batch_norm=batch_norm or "micro", seed=seed, is_short=rows is None
@@ -107,25 +107,25 @@ def _refuse(model: nn.Module, loss: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Found:
-    """A bench on which a pass came to its end."""
+    """A bench on which a pass came to its end, and that pass."""
 
-    bench: Bench  # on which a pass over these rows is the first
+    bench: Bench  # with no pass before this one
     cut: Cut  # the rows
-    result: PassResult  # the pass
-    seconds: float  # how long it took
-    notes: tuple[str, ...]  # what the caller should know
+    result: Pass  # the pass
+    seconds: float  # duration of the pass
+    notes: tuple[str, ...]  # for the report
 
 
 def _first_that_runs(
     model: nn.Module, loss: object, cuts: Sequence[Cut], *, batch_norm: str, seed: int, is_short: bool
 ) -> _Found:
-    """The first pass of a copy that comes to its end: in float64, else as it is."""
+    """Return the first pass that comes to its end: in float64, else in the own dtype."""
     errors: list[Exception] = []
 
     def run(dtype: torch.dtype | None, is_wide: bool, seconds: float) -> _Found | None:
         try:
             subject = Copied(model, loss, dtype)
-        except Exception as error:  # not every tensor can be widened
+        except Exception as error:  # some tensors cannot be converted
             errors.append(error)
             return None
         for cut in cuts:
@@ -133,10 +133,10 @@ def _first_that_runs(
             bench = Bench(subject=subject, draws=Draws(seed, is_wide=is_wide), batch_norm=batch_norm)
             with bench.draws.until(start + seconds):
                 result = bench.run(cut)
-            if result.error is None:
+            if result.failure is None:
                 taken = time.perf_counter() - start
                 return _Found(bench=bench, cut=cut, result=result, seconds=taken, notes=())
-            errors.append(result.error)
+            errors.append(result.failure)
         return None
 
     is_wide_already = all(p.dtype == torch.float64 for p in model.parameters())
@@ -157,9 +157,9 @@ def _first_that_runs(
 
 
 def _affordable(found: _Found, start: float) -> int:
-    """How many rows there is time for, by how long two of them took."""
+    """Return how many rows there is time for, given the time of two of them."""
     seconds = found.seconds
-    if seconds < WARM_S:  # the first pass pays for what is made once
+    if seconds < WARM_S:  # the first pass includes one-time costs
         begun = time.perf_counter()
         found.bench.run(found.cut)
         seconds = time.perf_counter() - begun
@@ -170,7 +170,7 @@ def _affordable(found: _Found, start: float) -> int:
 
 
 def _collated(whole: Cut, collate: Collate, draws: Draws) -> tuple[Cut | None, tuple[str, ...]]:
-    """All rows as one nest of tensors, so that cuts are compared on the very same padding."""
+    """Return all rows as one nest of tensors, so that all splits have the same padding."""
     draws.begin(whole.part)
     value = collate(list(whole.data))
     try:

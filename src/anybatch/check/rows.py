@@ -1,4 +1,4 @@
-"""Which rows a check runs on, on which axis they lie in a tensor, and how they are cut."""
+"""Rows of a check: their axis in a tensor, and their split into micro-batches"""
 
 import math
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ from anybatch.losses import TARGET_KEYS, find_paddings
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a batch, in the order in which they stand in a micro-batch."""
+    """Some rows of a batch, in their order in a micro-batch."""
 
     rows: tuple[int, ...]  # their places in the batch
     total: int  # rows of the batch
 
     @staticmethod
     def whole(total: int) -> "Part":
-        """All rows in their order."""
+        """Return all rows in their order."""
         return Part(tuple(range(total)), total)
 
     def only(self, rows: Sequence[int]) -> "Part":
-        """Some of these rows, by their places in the micro-batch."""
+        """Return some of these rows, by their places in the micro-batch."""
         return Part(tuple([self.rows[row] for row in rows]), self.total)
 
     @property
@@ -37,14 +37,14 @@ class Part:
 
 
 class Axis(NamedTuple):
-    """The axis on which rows lie, and how many entries each row has there (heads, tokens, windows)."""
+    """The axis of the rows, and the entries of each row on it (heads, tokens, windows)."""
 
     place: int
     per_row: int
 
 
 def find_axis(whole: Sequence[int], piece: Sequence[int], part: Part) -> Axis | None:
-    """The first axis that shrinks from `total * n` to `rows * n`; None where none does, or none need to."""
+    """Return the first axis that shrinks from `total * n` to `rows * n`; None if there is none."""
     if len(whole) != len(piece) or len(part.rows) == part.total:
         return None
     for place, (size, got) in enumerate(zip(whole, piece, strict=True)):
@@ -55,7 +55,7 @@ def find_axis(whole: Sequence[int], piece: Sequence[int], part: Part) -> Axis | 
 
 
 def select(value: Tensor, axis: Axis | None, part: Part) -> Tensor:
-    """The entries of some rows; all of them where rows lie on no axis."""
+    """Return the entries of some rows; all of them if there is no axis of rows."""
     if axis is None:
         return value
     rows = torch.tensor(part.rows, device=value.device)
@@ -64,18 +64,18 @@ def select(value: Tensor, axis: Axis | None, part: Part) -> Tensor:
 
 
 def take(value: Tensor, shape: Sequence[int], part: Part) -> Tensor | None:
-    """What of a whole batch's tensor belongs to a part of this shape; other axes are cut at their end."""
+    """Return the entries of a whole tensor that belong to a part of this shape; trim other axes."""
     if value.dim() != len(shape):
         return None
     if tuple(value.shape) == tuple(shape):
         return value
     axis = find_axis(value.shape, shape, part)
-    # Without an axis of rows, a shorter first axis is more likely rows that got lost.
+    # Without an axis of rows, a shorter first axis means lost rows.
     return None if axis is None and value.shape[0] != shape[0] else shorten(select(value, axis, part), shape)
 
 
 def shorten(value: Tensor, shape: Sequence[int], *, from_end: bool = False) -> Tensor | None:
-    """The beginning of each axis, or its end; None where the value is shorter than that."""
+    """Return the beginning of each axis, or its end; None if the value is shorter."""
     if value.dim() != len(shape) or any(a < b for a, b in zip(value.shape, shape, strict=True)):
         return None
     for place, wanted in enumerate(shape):
@@ -84,7 +84,7 @@ def shorten(value: Tensor, shape: Sequence[int], *, from_end: bool = False) -> T
 
 
 def agree(whole: Tensor, pieces: Sequence[tuple[Tensor, Part]], tolerance: float) -> bool | None:
-    """Whether the tensors of micro-batches are those of the whole batch; None where nobody can tell."""
+    """Return True if the tensors of micro-batches are those of the whole; None if that cannot be told."""
     expected = [take(whole, piece.shape, part) for piece, part in pieces]
     found = [value for value in expected if value is not None]
     if len(found) == len(pieces):
@@ -94,7 +94,7 @@ def agree(whole: Tensor, pieces: Sequence[tuple[Tensor, Part]], tolerance: float
 
 
 def _join(whole: Tensor, pieces: Sequence[Tensor]) -> Tensor | None:
-    """Pieces one after the other along the axis on which their sizes add up (packed tokens)."""
+    """Concatenate pieces along the axis on which their sizes add up (packed tokens)."""
     for axis in range(whole.dim()):
         rest = [(*p.shape[:axis], *p.shape[axis + 1 :]) for p in pieces if p.dim() == whole.dim()]
         same = all(shape == (*whole.shape[:axis], *whole.shape[axis + 1 :]) for shape in rest)
@@ -104,7 +104,7 @@ def _join(whole: Tensor, pieces: Sequence[Tensor]) -> Tensor | None:
 
 
 def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Whether two tensors are the same up to rounding, with infinities and NaN at the same places."""
+    """Return True if two tensors are equal up to rounding, with infinities and NaN at the same places."""
     if one.shape != other.shape:
         return False
     if not (one.is_floating_point() or one.is_complex()):
@@ -116,7 +116,7 @@ def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     if not one.numel():
         return True
     size = other.abs().max().item() or one.abs().max().item()
-    # Relative to the largest entry first: the fill value of a mask may be too large to be squared.
+    # Divide by the largest entry: the square of a mask's fill value may overflow.
     difference = torch.linalg.vector_norm((one - other) / (size or 1.0)).item()
     return difference <= tolerance * math.sqrt(one.numel())
 
@@ -125,12 +125,12 @@ def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 def rows_of(batch: Any, collate: Collate | None) -> int:
-    """Return how many rows a batch has."""
+    """Return the number of rows of a batch."""
     return (TensorBatch(batch) if collate is None else SampleBatch(batch, collate)).rows
 
 
 def subset(batch: Any, collate: Collate | None, rows: Sequence[int]) -> Any:
-    """These rows of a batch; tensors of their own."""
+    """Return a copy of these rows."""
     if collate is not None:
         return [batch[row] for row in rows]
     return tree.map_leaves(lambda leaf: leaf.detach()[list(rows)], batch)
@@ -141,7 +141,7 @@ def subset(batch: Any, collate: Collate | None, rows: Sequence[int]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cut:
-    """Rows, and how they are parted."""
+    """Rows and their split into micro-batches."""
 
     data: Any  # nested tensors, or samples
     micro_batch: int  # rows of each micro-batch
@@ -160,12 +160,12 @@ class Cut:
         return "1 by 1" if sizes[:1] == [1] else "+".join(map(str, sizes))
 
     def only(self, rows: Sequence[int]) -> "Cut":
-        """Some of the rows, uncut."""
+        """Return some of the rows, uncut."""
         data = subset(self.data, self.collate, rows)
         return replace(self, data=data, micro_batch=len(rows), part=self.part.only(rows))
 
     def batch(self, dtype: torch.dtype | None) -> Batch:
-        """The batch, of tensors of its own, in which floating numbers have this dtype."""
+        """Return a batch of copies, with floating tensors in a dtype."""
 
         def own(leaf: Tensor) -> Tensor:
             return widen(leaf.detach().clone(), dtype)
@@ -177,12 +177,12 @@ class Cut:
 
 
 def find_padding(batch: Any, model: nn.Module) -> Padding | None:
-    """The first padding that some row has."""
+    """Return the first padding that some row has."""
     return next((one for one in find_paddings(batch, model) if min(one.valid) < one.length), None)
 
 
 def trimmed(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
-    """The same rows, where each micro-batch is no longer than its longest row."""
+    """Return the same rows, each micro-batch trimmed to its longest row."""
     rows = range(len(whole.part.rows))
     batch = TrimmedBatch(whole.data, [padding], rows)
 
@@ -193,7 +193,7 @@ def trimmed(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
 
 
 def refilled(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
-    """The same rows with other content in padded places; masks and targets stay."""
+    """Return the same rows with other content in padded places; masks and targets stay."""
     nest = tree.flatten(whole.data)
     filled = torch.arange(padding.length) >= torch.tensor(padding.valid)[:, None]
     filled = filled.flip(1) if padding.is_left else filled

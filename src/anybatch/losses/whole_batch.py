@@ -1,6 +1,5 @@
 """A loss over the outputs of all rows, exact in two passes: first the outputs' gradient, then the model's."""
 
-import random
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -166,9 +165,9 @@ class WholeBatch(Plain):
             return self._pull(whole), 0
         here = whole.rows
         whole, first = _gathered(whole, self.gather)
-        streams = torch.get_rng_state(), random.getstate()
+        streams = rng.capture(rng.of_process())
         pull = self._pull(whole)
-        if not (torch.equal(streams[0], torch.get_rng_state()) and streams[1] == random.getstate()):
+        if not rng.is_same(streams, rng.capture(rng.of_process())):
             raise LossError(
                 f"Expected a loss over rows of several ranks to draw no random numbers, got {self.name}, "
                 "which would draw others on each rank. Draw them before the step, as part of the batch."

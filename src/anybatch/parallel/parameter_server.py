@@ -201,9 +201,8 @@ class ParameterServer(Single):
         began = time.perf_counter()
         scheduler = self._prepared(task, settings, remote)
         # Drawn from the driver's stream, which is restored. The parameters make it differ per update.
-        state = torch.get_rng_state()
-        seed = rng.derive_seed(int(torch.randint(2**62, ())), sum(one for _, one in self._known))
-        torch.set_rng_state(state)
+        with rng.preserved():
+            seed = rng.derive_seed(int(torch.randint(2**62, ())), sum(one for _, one in self._known))
         sizes = _ranges(batch.rows, self._units)
         options, learning_rate = options_of(task.optimizers), task.learning_rate()
         try:

@@ -1,7 +1,6 @@
 """A worker of a parameter server: pulls parameters, folds the rows of a unit, returns the sums."""
 
 import copy
-import random
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -262,11 +261,6 @@ def _is_plain(value: Any) -> bool:
 
 @contextmanager
 def _seeded(seed: int) -> Generator[None]:
-    before = rng.capture_process()
-    try:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+    with rng.preserved():
+        rng.seed_process(seed)
         yield
-    finally:
-        rng.restore_process(before)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from anybatch.batchnorm import BatchNormChoice
 from anybatch.core import Collate, DataError, PlanError, tree
 from anybatch.data import hold_out_rows
+from anybatch.state import rng
 
 OptimizerName = Literal["sgd", "adamw"]
 
@@ -90,7 +91,7 @@ class Recipe:
                 f"Expected options of {self.name} ({', '.join(map(_dashed, self.options)) or 'none'}), got "
                 f"{', '.join(map(_dashed, unknown))}. Leave it out, or choose another recipe."
             )
-        with torch.random.fork_rng(devices=[]):
+        with rng.preserved():
             torch.manual_seed(seed)
             return self.make(self.data if data is None else data, **asked)
 

@@ -1,4 +1,4 @@
-"""Which activations are kept, rebuilt or moved off the device; the result is the same to the bit."""
+"""Activation policies of blocks: keep, recompute or offload; the result is the same to the bit"""
 
 from anybatch.recompute import offload
 from anybatch.recompute.apply import apply_policies

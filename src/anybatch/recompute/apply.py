@@ -1,4 +1,4 @@
-"""Policies put on the blocks of a model for a while, without a trace afterwards."""
+"""Policies applied to the blocks of a model for a while"""
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,25 +24,25 @@ Forward = Callable[..., Any]
 
 _ABSENT = object()
 _FOUND: WeakKeyDictionary[nn.Module, dict[Choice, list[str]]] = WeakKeyDictionary()
-#: The policies, in training or not, under which a block has run again as it did, in this process.
+#: (policy, training mode) of verified recomputations of each block in this process.
 _VERIFIED: WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = WeakKeyDictionary()
 
 
 def apply_policies(model: nn.Module, choice: Choice, *, verify: bool = True) -> AbstractContextManager[None]:
-    """For a while the named blocks evaluate under their policies; the result is the same to the bit.
+    """Evaluate the named blocks under their policies for a while; the result is bit-identical.
 
     "recompute" keeps only the arguments of a block and runs all of it again in backward; "selective" keeps
     the results of matrix products, convolutions and attention as well; "offload" moves what the block saves
-    to the host and back. Where gradients are off nothing changes. Backward belongs inside, too.
+    to the host and back. Without gradients nothing changes. Call backward inside, too.
 
-    A block that runs again starts from the buffers, attributes and random streams that it started from, and
-    all it writes is put back: BatchNorm's statistics are updated once, dropout repeats its masks. Its outputs
-    are compared with those of the first run, bit for bit, until they were the same once in this process under
-    this policy. That takes one more run, which saves nothing.
-    Hooks of the block itself run once; those of modules inside it run again with it.
+    A recomputation starts from the buffers, attributes and random streams of the first run, and everything
+    it writes is put back: BatchNorm's statistics are updated once, dropout repeats its masks. Its outputs are
+    compared bit for bit with those of the first run, until they were equal once in this process under this
+    policy. That takes one more run, which saves nothing.
+    Hooks of the block itself run once; those of modules inside it run again.
 
     Args:
-        model: whose blocks are meant.
+        model: the model.
         choice: (name, policy) of each block, as `choose_blocks` makes it.
         verify: compare also the outputs of blocks that were compared before.
 
@@ -72,7 +72,7 @@ def _applied(model: nn.Module, choice: Choice, verify: bool) -> Generator[None]:
     found: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for name, block, policy in blocks:
-            # A compiled block is called by another name, and stays compiled.
+            # A compiled block has another method, and stays compiled.
             slot = "forward" if private.compiled_call_of(block) is None else private.COMPILED_CALL
             evaluate = getattr(block, slot)
             if policy in ("recompute", "selective"):
@@ -93,7 +93,7 @@ def _applied(model: nn.Module, choice: Choice, verify: bool) -> Generator[None]:
 
 
 def _beside(model: nn.Module, choice: Choice) -> list[str]:
-    """Blocks beside those named, which keep what they save and can be watched; the search is slow."""
+    """Return the other blocks, which are watched only; cached, because the search is slow."""
     known = _FOUND.setdefault(model, {})
     names = known.get(choice)
     if names is None or not all(_is_there(model, name) for name in names):
@@ -115,7 +115,7 @@ def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify:
     contexts = selective.contexts if policy == "selective" else noop_context_fn
     look = partial(Reachable, [block], is_block=True)
     look_once = cache(look)
-    # Its noise is saved before it is filled: a run that stops at the last tensor saved has none.
+    # RReLU saves its noise before filling it, so a run that stops early has none.
     is_filled_late = any(isinstance(module, nn.RReLU) for module in block.modules())
 
     def once(*args: Any, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify:
         arguments = with_empty_cache(block, args, kwargs)
         done, way = _VERIFIED.setdefault(block, set()), (policy, block.training)
         call = Call(name, once, look_once() if way in done else look(), arguments)
-        # Where a step is traced, tensors are fakes, and nothing can be compared.
+        # A traced step has fake tensors, which cannot be compared.
         if (verify or way not in done) and any(map(is_readable, call.tensors or block.parameters())):
             call.verified = partial(done.add, way)
         return _run(call, contexts, stops=not is_filled_late)
@@ -139,7 +139,7 @@ def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify:
 
 @private.not_compiled
 def _run(call: Call, contexts: Callable[[], Any], *, stops: bool) -> Any:
-    # `Call` replays random streams: torch does so only on the devices of the arguments.
+    # `Call` replays random streams; torch would replay only those of the arguments' devices.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
     runs, failed = count(), list[BaseException]()
 
@@ -159,7 +159,7 @@ def _run(call: Call, contexts: Callable[[], Any], *, stops: bool) -> Any:
 
 
 def _watched(policy: str, block: nn.Module, forward: Forward, offload: Offload) -> Forward:
-    """A forward that tells the offload when it runs, and saves under it where the policy says so."""
+    """Wrap a forward: tell the offload when it runs, and save under it if the policy is "offload"."""
     kinds = {parameter.device.type for parameter in block.parameters()}
     kind = next(iter(kinds - {"cpu"}), "cpu") if policy == "offload" else ""
 
@@ -176,7 +176,7 @@ def _watched(policy: str, block: nn.Module, forward: Forward, offload: Offload) 
 
 
 def _block(model: nn.Module, name: str) -> nn.Module:
-    """The module of this name; none on the way to it may be compiled."""
+    """Return the module of this name; raise PlanError if a module around it is compiled."""
     block = model
     for part in name.split(".") if name else ():
         if private.compiled_call_of(block) is not None or private.compiled_from(block) is not None:

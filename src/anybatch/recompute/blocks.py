@@ -12,28 +12,28 @@ from anybatch.core import PlanError
 from anybatch.core import torch_private as private
 from anybatch.integrations import is_layer, recomputes_itself
 
-#: What may be done with the activations of a block; one that is not named keeps them.
+#: Policies for the activations of a block; other blocks keep them.
 Policy = Literal["recompute", "selective", "offload"]
 POLICIES = get_args(Policy)
-#: What a caller may ask for: `choose_blocks`.
+#: Values of the `recompute` option: see `choose_blocks`.
 Asked = Literal["all"] | Policy | Sequence[str] | Mapping[str, Policy] | None
 
 #: (module name, policy) of each block whose activations are not kept, in the order of the model.
 Choice = tuple[tuple[str, str], ...]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_STACK = 0.75  # a stack has so much of its parameters in its blocks; in Swin's stages it is 94 %
+_STACK = 0.75  # the least share of a stack's parameters in its blocks; 94 % in Swin's stages
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
-    """The names of the repeated blocks: where a model's work is, one after another.
+    """Return the names of the repeated blocks, which run one after another.
 
     A block is a module with children and parameters whose class occurs at least twice in the model: GPT-2's
-    layers, ResNet's bottlenecks, a U-Net's double convolutions. Of nested ones it is the outermost, with two
-    exceptions. A stack is looked into: a module that holds several blocks of one class in a list, and in them
-    three quarters of its parameters, such as T5's encoder. Experts work side by side, so the layer that
-    holds them is the block. Torch's containers are looked into, too. What transformers marks as a layer is a
-    block even where it stands alone. A compiled module counts as what it compiles.
+    layers, ResNet's bottlenecks, a U-Net's double convolutions. The outermost of nested ones counts, with two
+    exceptions. A stack is searched for blocks: a module that holds several blocks of one class in a list, and
+    in them three quarters of its parameters, such as T5's encoder. Experts run side by side, so the layer
+    that holds them is the block. Torch's containers are searched, too. A layer of transformers is a block
+    even if there is only one. A compiled module counts as the module that it compiles.
 
     Returns:
         Names as in `named_modules`, in the order of the model, none within another.
@@ -58,14 +58,13 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def choose_blocks(model: nn.Module, asked: object) -> Choice:
-    """Read what a caller asks for.
+    """Read the `recompute` option.
 
     Args:
-        model: whose blocks are meant.
+        model: the model.
         asked: None for none; a policy for all blocks that `find_blocks` finds, "all" for "recompute";
-            patterns of module names, as of files, to recompute those (the outermost modules that a pattern
-            matches; of a list of blocks its elements); or a mapping from pattern to policy, of which the last
-            that matches a module counts.
+            file patterns of module names, to recompute these (the outermost modules that a pattern matches;
+            for a list of blocks its elements); or a mapping from pattern to policy, whose last match counts.
 
     Raises:
         PlanError: it is something else, a pattern matches no module, or blocks are within one another.
@@ -102,7 +101,7 @@ def choose_blocks(model: nn.Module, asked: object) -> Choice:
 
 
 def _inner(module: nn.Module) -> nn.Module:
-    """What a compiled module compiles; others as they are."""
+    """Return the module that a compiled module compiles; others unchanged."""
     if isinstance(module, torch.jit.ScriptModule):
         return module
     return private.compiled_from(module) or module
@@ -118,12 +117,12 @@ def _may_be_block(module: nn.Module) -> bool:
 
 
 def _is_scripted(module: nn.Module) -> bool:
-    """Whether torch.jit has compiled a part of it, whose state is out of reach."""
+    """Return True if torch.jit has compiled a part of it, whose state is out of reach."""
     return any(isinstance(one, torch.jit.ScriptModule) for one in module.modules())
 
 
 def _elements(module: nn.Module) -> Iterator[nn.Module]:
-    """What a module holds in torch's containers, or in itself where its class derives from one."""
+    """Yield the elements of a module's lists, or its own if its class derives from a list."""
     for name, child in module.named_children():
         if "expert" not in name and type(child) in _CONTAINERS:
             yield from child.children()
@@ -133,7 +132,7 @@ def _elements(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_stack(modules: Sequence[nn.Module], repeated: set[type[nn.Module]]) -> bool:
-    """Whether modules of one class are mostly lists of blocks of another."""
+    """Return True if modules of one class are mostly lists of blocks of another."""
     inside = 0
     for module in modules:
         elements = list(_elements(module))
@@ -144,7 +143,7 @@ def _is_stack(modules: Sequence[nn.Module], repeated: set[type[nn.Module]]) -> b
 
 
 def _size(module: nn.Module) -> int:
-    """Elements of its parameters; tables of embeddings, which may be the whole model's, do not count."""
+    """Return the number of elements of its parameters; embedding tables do not count."""
     tables = {p for one in module.modules() if isinstance(one, nn.Embedding) for p in one.parameters()}
     return sum(parameter.numel() for parameter in module.parameters() if parameter not in tables)
 
@@ -170,7 +169,7 @@ def _patterns(asked: object) -> dict[str, str]:
 
 
 def checked(policy: object) -> str:
-    """The policy, if it is one of `POLICIES`; otherwise a PlanError."""
+    """Return the policy; raise PlanError if it is none of `POLICIES`."""
     if policy not in POLICIES:
         raise PlanError(
             f"Expected a policy, one of {POLICIES}, got {policy!r}. Pass one of them, or a list of patterns "
@@ -180,7 +179,7 @@ def checked(policy: object) -> str:
 
 
 def _matched(model: nn.Module, pattern: str) -> list[str]:
-    """The outermost modules that a pattern matches; of a list its elements, since nobody calls the list."""
+    """Return the outermost modules that a pattern matches; for a ModuleList its elements."""
     found: list[str] = []
     lists: set[str] = set()
     for name, module in model.named_modules():
@@ -202,12 +201,12 @@ def _matched(model: nn.Module, pattern: str) -> list[str]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether this is a sequence of blocks, not of layers without parts."""
+    """Return True for a sequence of blocks, not of layers without parts."""
     return type(module) is nn.Sequential and len(module) > 0 and all(map(_may_be_block, module))
 
 
 def _check(model: nn.Module, name: str, policy: str, choice: Choice) -> None:
-    """Refuse a block that holds another, that is recomputed already, or that cannot be."""
+    """Refuse a block that contains another, that is recomputed already, or that is scripted."""
     block = model.get_submodule(name)
     inner = next((other for other, _ in choice if other.startswith(f"{name}.")), None)
     if inner:

@@ -1,6 +1,5 @@
-"""A block's forward, run again in backward from the state it began in, and compared with the first run."""
+"""A block's forward, recomputed in backward from its former state, and compared with the first run"""
 
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import AnybatchError, BlockError, PlanError, numpy_random, recomputing, tensors_in
+from anybatch.core import AnybatchError, BlockError, PlanError, recomputing, tensors_in
 from anybatch.core import torch_private as private
-from anybatch.state import Contents, Reachable, ways
+from anybatch.state import Contents, Reachable, rng
 
 _ADVICE = (
     "Look for a generator of its own, state that its forward changes, and values read from an object that "
@@ -22,35 +21,16 @@ _ADVICE = (
 )
 
 
-class Draws:
-    """Where random streams stand: torch's on each device in use, Python's, NumPy's, and those given."""
-
-    def __init__(self, generators: Sequence[Any]) -> None:
-        cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        known = map(ways, (torch.default_generator, *cuda, *generators))
-        self._noted = [(put, read()) for read, put in known]
-        self._python = random.getstate()
-        self._numpy = None if (numpy := numpy_random()) is None else numpy.get_state()
-
-    def restore(self) -> None:
-        """Put the streams back to where they stood."""
-        for put, state in self._noted:
-            put(state)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            numpy_random().set_state(self._numpy)
-
-
 class State:
-    """What a block's forward reads and may write besides its arguments, as it stands when this is made.
+    """The state that a block's forward reads and may write besides its arguments.
 
     Copies of buffers with one axis are always kept, because BatchNorm's kernels write to them without a new
-    version; of others only if the forward wrote to them.
+    version; copies of others only if the forward wrote to them.
     """
 
     def __init__(self, inside: Reachable) -> None:
-        self._draws = Draws(inside.generators)
         self._inside = inside
+        self._random = self._streams()
         self._tables = Contents(_tables(inside))
         self._parameters = Contents(map(private.parameters_of, inside.modules))
         self._slots = [(slots, slots.copy()) for slots in map(private.buffers_of, inside.modules) if slots]
@@ -58,8 +38,11 @@ class State:
         self._copies = {buffer: buffer.detach().clone() for buffer in buffers if _is_noted(buffer)}
         self._versions = {buffer: private.version(buffer) for buffer in self._copies}
 
+    def _streams(self) -> rng.RandomState:
+        return rng.capture((*rng.of_process(), *self._inside.generators))
+
     def keep_what_changed(self) -> None:
-        """After the forward: drop what it cannot have changed."""
+        """Drop, after the forward, what it cannot have changed."""
         self._tables.keep_what_changed()
         for buffer, version in self._versions.items():
             if private.version(buffer) == version and buffer.dim() > 1:
@@ -67,7 +50,7 @@ class State:
 
     @contextmanager
     def again(self, name: str) -> Generator[None]:
-        """For a while all is as it was, then as it was found; buffers that others changed are refused."""
+        """Restore this state for a while, then the present one; refuse buffers that others changed."""
         for buffer, version in self._versions.items():
             if buffer not in self._copies and private.version(buffer) != version:
                 raise PlanError(
@@ -75,13 +58,13 @@ class State:
                     f"of shape {tuple(buffer.shape)} that was written meanwhile. Leave this block out of "
                     "`recompute`."
                 )
-        # Copies are put into the slots: to autograd the buffers themselves stay unwritten.
+        # Copies replace the buffers, so that autograd sees no write to the buffers themselves.
         fresh = {buffer: value.clone() for buffer, value in self._copies.items()}
-        draws, modules = Draws(self._inside.generators), self._inside.modules
+        random, modules = self._streams(), self._inside.modules
         parameters, buffers = map(private.parameters_of, modules), map(private.buffers_of, modules)
         now = Contents([*_tables(self._inside), *parameters, *buffers])
         try:
-            self._draws.restore()
+            rng.restore(self._random)
             self._tables.put_back()
             self._parameters.put_back()
             for slots, before in self._slots:
@@ -90,15 +73,17 @@ class State:
             yield
         finally:
             now.put_back()
-            draws.restore()
+            rng.restore(random)
 
 
 class Call:
-    """One call of a block: its forward when first called, the same again each time after that.
+    """A call of a block: runs the forward at first, and recomputes it each time after that.
 
-    `inside` is where the block's state lives; `tensors` are those among the arguments, each once. If
-    `verified` is set before the first run, outputs of the second are compared with those of the first,
-    unless one was changed in place meanwhile, and it is called where they are equal.
+    If `verified` is set before the first run, outputs of the second are compared with those of the first,
+    unless one was changed in place meanwhile. If they are equal, `verified` is called.
+
+    Attributes:
+        tensors: the tensors among the arguments, each once.
     """
 
     def __init__(self, name: str, forward: Callable[..., Any], inside: Reachable, arguments: Any) -> None:
@@ -112,11 +97,11 @@ class Call:
         self._outputs: list[tuple[Tensor, int]] = []
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Run the forward, or run it again; see `apply_policies` for what is refused."""
+        """Run or recompute the forward; see `apply_policies` for what is refused."""
         if not self._first:
             return self._again(tensors)
         args, kwargs = self._first.pop()
-        self.tensors = []  # autograd keeps them, and tells if they are changed
+        self.tensors = []  # autograd keeps them, and detects changes
         self._state = State(self._inside)
         versions = private.versions(tensors)
         others = _versions(self._inside) if self.verified is not None else []
@@ -153,12 +138,12 @@ class Call:
             raise
 
     def _verify(self, tensors: Sequence[Tensor]) -> None:
-        """Compare the outputs in a run of its own, which saves nothing and so takes little memory."""
+        """Compare the outputs with those of an extra run, which saves nothing and so needs little memory."""
         expected, self._outputs = self._outputs, []
         if any(private.version(one) != version for one, version in expected):
             return
         args, kwargs = _put_together(self._arguments, tensors)
-        # No mode sees it: neither a meter, nor the one that gives out what a selective block has kept.
+        # Without modes: neither a meter nor the mode of a selective block may see this run.
         nothing_saved = saved_tensors_hooks(_nothing, _nothing)
         with private.disable_current_modes(), recomputing(), self._state.again(self._name), nothing_saved:
             found = _readable(self._forward(*args, **kwargs))
@@ -175,11 +160,11 @@ class Call:
 
 
 def _nothing(value: Any) -> Any:
-    """In the place of what is saved."""
+    """Return None in the place of a saved tensor."""
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether it has values that can be compared: dense, on a device, and no fake."""
+    """Return True if the values can be compared: dense, on a device, and not a fake tensor."""
     is_odd = tensor.is_meta or tensor.is_quantized or tensor.is_inference()
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not is_odd
 
@@ -189,14 +174,14 @@ def _readable(result: Any) -> list[Tensor]:
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """To the bit, but for the sign of zero and what kind of NaN it is."""
+    """Return True if tensors are bit-identical, except for the sign of zero and the kind of NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _versions(inside: Reachable) -> list[tuple[Tensor, int]]:
-    """The versions of parameters and of tensors that are no buffers, which nobody puts back."""
+    """Return versions of parameters and of tensors that are no buffers, which are never put back."""
     held = [one for module in inside.modules for one in private.parameters_of(module).values()]
     leaves = [one for one in inside.values if isinstance(one, Tensor) and one.is_leaf]
     found = [one for one in (*held, *leaves) if one is not None and not (is_lazy(one) or one.is_inference())]
@@ -209,7 +194,7 @@ class _Place:
 
 
 def _taken_apart(value: object, tensors: list[Tensor], places: dict[int, _Place]) -> Any:
-    """The same nest with a place for each tensor; the same tensor has the same place."""
+    """Replace each tensor of a nest by its place; the same tensor has the same place."""
     if not isinstance(value, Tensor):
         return _rebuilt(value, lambda one: _taken_apart(one, tensors, places))
     if value.is_inference():  # a constant, and autograd could not keep it
@@ -227,7 +212,7 @@ def _put_together(value: object, tensors: Sequence[Tensor]) -> Any:
 
 
 def _rebuilt(value: Any, change: Callable[[object], Any]) -> Any:
-    """A list, tuple or dict of changed elements; anything else as it is."""
+    """Return a list, tuple or dict of changed elements; anything else unchanged."""
     kind: Any = type(value)
     if kind is dict or (isinstance(value, OrderedDict) and kind.__init__ is OrderedDict.__init__):
         return kind([(key, change(one)) for key, one in value.items()])
@@ -235,7 +220,7 @@ def _rebuilt(value: Any, change: Callable[[object], Any]) -> Any:
 
 
 def _tables(inside: Reachable) -> list[Any]:
-    """All in which a forward may put one thing in the place of another, but for parameters and buffers."""
+    """Return the containers in which a forward may replace objects, but for parameters and buffers."""
     return [*map(vars, inside.modules), *inside.containers]
 
 

@@ -1,4 +1,4 @@
-"""Offload: what a block saves for backward waits in host memory."""
+"""Offload: tensors that blocks save for backward wait in host memory"""
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
@@ -14,33 +14,33 @@ from torch.autograd.graph import saved_tensors_hooks
 from anybatch.core import PlanError, moving, tensors_in
 from anybatch.core import torch_private as private
 
-#: Bytes below which a tensor stays: a copy's latency is then longer than its transfer.
+#: Smaller tensors stay on the device: the latency of a copy is longer than its transfer.
 SMALLEST = 64 * 1024
 
 Key = tuple[int, int, torch.dtype]
 
 
 class HostLink:
-    """How storages travel to the host and back, each as a tensor of one axis; on the CPU by plain copies."""
+    """Copies of storages to the host and back, each as a tensor of one axis; plain copies on the CPU."""
 
     def away(self, flat: Tensor) -> tuple[Tensor, Any]:
-        """Start to copy to the host; the copy, and a mark that tells when it is done."""
+        """Start to copy to the host; return the copy, and a mark that tells when it is done."""
         return flat.clone(), None
 
     def back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-        """Start to copy to the device; the copy, and a mark that tells when it is done."""
+        """Start to copy to the device; return the copy, and a mark that tells when it is done."""
         return host.to(device, copy=True), None
 
     def wait(self, mark: Any) -> None:
-        """Let what is computed from here on come after the mark."""
+        """Order the following computation after the mark."""
 
 
 class CudaLink(HostLink):
-    """Copies on a stream of its own, beside the computation, from and to pinned memory.
+    """Copies on a separate stream, parallel to the computation, from and to pinned memory.
 
-    All device memory is made on the stream that computes. The streams wait for each other before each copy,
-    and before what was copied is read or freed. So no memory is reused while a copy needs it, and none is
-    held longer, as with `record_stream`.
+    All device memory is allocated on the computing stream. The streams wait for each other before each copy,
+    and before a copied storage is read or freed. No memory is reused while a copy needs it, and none is held
+    longer than that, which `record_stream` would do.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,17 +48,17 @@ class CudaLink(HostLink):
         self._side = torch.cuda.Stream(device)
 
     def away(self, flat: Tensor) -> tuple[Tensor, Any]:
-        """To pinned memory."""
+        """Copy to pinned memory."""
         host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
         return host, self._copy(host, flat)
 
     def back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-        """From pinned memory."""
+        """Copy from pinned memory."""
         flat = torch.empty(host.shape, dtype=host.dtype, device=device)
         return flat, self._copy(flat, host)
 
     def wait(self, mark: Any) -> None:
-        """The stream that computes waits."""
+        """Make the computing stream wait."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def _copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event:
@@ -69,42 +69,42 @@ class CudaLink(HostLink):
 
 
 def _nothing() -> None:
-    """A reference to nothing."""
+    """Return None, as a dead weak reference."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Moved:
-    """One storage of a device, in host memory or on its way."""
+    """A storage of a device, in host memory or on its way."""
 
     device: torch.device
     version: int  # of the source when it was saved
-    source: Tensor | None  # it, until it has left
-    host: Tensor  # its copy; the source itself until the block that saved it is left
+    source: Tensor | None  # the storage on the device, until its copy is done
+    host: Tensor  # its copy; the source itself until the block ends
     mark: Any = None  # when the copy is done
-    taken: Callable[[], Tensor | None] = _nothing  # what came back, as long as anybody needs it
-    is_changed: bool = False  # whether the source was written to while it was here
+    taken: Callable[[], Tensor | None] = _nothing  # the storage that came back, while it is used
+    is_changed: bool = False  # True if the source was written to before it left
 
     def look(self) -> None:
-        """Note whether the source was written to, which the copy may or may not have seen."""
+        """Check if the source was written to, which the copy may or may not have seen."""
         if self.source is not None and private.version(self.source) != self.version:
             self.is_changed = True
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Visit:
-    """One call of a block, whatever its policy."""
+    """One call of a block of any policy."""
 
-    before: "Callable[[], Visit | None]"  # the call that backward comes to after this one, if still there
+    before: "Callable[[], Visit | None]"  # the call that backward reaches next, if alive
     moved: list[ReferenceType[_Moved]] = field(default_factory=list[ReferenceType[_Moved]])
 
     def alive(self) -> list[_Moved]:
-        """What autograd still holds."""
+        """Return the storages that autograd still holds."""
         return [moved for moved in (each() for each in self.moved) if moved is not None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """A tensor that autograd saved: a view of a storage that was moved."""
+    """A tensor that autograd saved: a view of a moved storage."""
 
     moved: _Moved
     visit: Visit
@@ -114,25 +114,25 @@ class Saved:
 
 
 class Offload:
-    """Moves what blocks save to the host, and back before backward needs it.
+    """The saved tensors of blocks, moved to the host and back before backward needs them.
 
-    A storage is moved once, however many of its views are saved. While a block computes, what the block
-    before it saved is on its way; when backward enters it, that begins to come back. Blocks that keep what
-    they save take part, so that the bytes of one that is moved do not depend on them. What is small, on
-    another device or among `stay` (parameters and buffers) is never moved.
+    A storage is moved once, however many of its views are saved. While a block computes, the storages of the
+    block before it are copied; when backward enters a block, those of the block before it begin to come back.
+    Blocks without offload take part, so that the memory of an offloaded one does not depend on them. Small
+    tensors, tensors on another device and those in `stay` (parameters and buffers) are never moved.
     """
 
     def __init__(self, stay: Iterable[Tensor]) -> None:
         self._stay = {private.storage_key(tensor) for tensor in stay}
         self._links: dict[torch.device, HostLink] = {}
-        self._coming: dict[_Moved, tuple[Tensor, Any]] = {}  # brought back, and not yet taken
+        self._coming: dict[_Moved, tuple[Tensor, Any]] = {}  # came back, and not yet used
         self._last: Callable[[], Visit | None] = _nothing  # in forward
         self._entered: Callable[[], Visit | None] = _nothing  # in backward
 
     @contextmanager
     def saving(self, kind: str) -> Generator[Visit]:
-        """What one call of a block, which it yields, runs under; `kind` is "" where nothing is moved."""
-        self.close()  # what an interrupted backward has left
+        """Run one call of a block, which it yields; nothing is moved if `kind` is empty."""
+        self.close()  # of an interrupted backward
         before = self._last()
         visit = Visit(self._last)
         known: dict[Key, _Moved] = {}
@@ -142,7 +142,7 @@ class Offload:
                 yield visit
         finally:
             known.clear()  # autograd holds it
-        # Not before: an operation may save what it fills afterwards (nn.RReLU's noise).
+        # Copy after the block: an operation may fill a tensor after saving it (nn.RReLU's noise).
         for moved in visit.alive():
             with moving():
                 moved.host, moved.mark = self._link(moved.device).away(moved.host)
@@ -154,13 +154,13 @@ class Offload:
         self._last = ref(visit)
 
     def watch(self, visit: Visit, outputs: Any) -> None:
-        """Let what the block before this one saved come back when backward enters this one's outputs."""
+        """Bring back the storages of the block before this one when backward reaches these outputs."""
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 output.grad_fn.register_hook(partial(self._enter, visit))
 
     def close(self) -> None:
-        """Free what came back and was not taken, once its copy is done."""
+        """Free storages that came back unused, once their copies are done."""
         for moved, (_, mark) in self._coming.items():
             self._link(moved.device).wait(mark)
         self._coming.clear()
@@ -178,12 +178,12 @@ class Offload:
     def _pack(self, kind: str, visit: Visit, known: dict[Key, _Moved], tensor: Tensor) -> Tensor | Saved:
         if not self._is_moved(tensor, kind):
             return tensor
-        # The storage stays until `known` is cleared, so nothing else has its place. What was written to
-        # meanwhile is moved again.
+        # The storage lives until `known` is cleared, so its key is unique. A storage written to meanwhile is
+        # moved again.
         key = (private.storage_key(tensor), private.version(tensor), tensor.dtype)
         moved = known.get(key)
         if moved is None:
-            # All of its storage, on one axis.
+            # The whole storage, on one axis.
             numbers = tensor.untyped_storage().nbytes() // tensor.element_size()
             flat = tensor.detach().as_strided((numbers,), (1,), 0)
             moved = known[key] = _Moved(tensor.device, key[1], source=flat, host=flat)

@@ -1,4 +1,4 @@
-"""Selective recompute: matrix products, convolutions and attention are kept, the cheap is rebuilt."""
+"""Selective recompute: keep matrix products, convolutions and attention, recompute the rest"""
 
 from collections import Counter
 from contextlib import AbstractContextManager
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 
 from anybatch.core import torch_private as private
 
-#: Operations whose results are kept, by their names in `torch.ops.aten`, as far as this torch has them.
+#: Operations in `torch.ops.aten` whose results are kept, if this torch has them.
 KEPT = (
     "mm",
     "addmm",
@@ -38,22 +38,22 @@ KEPT = (
 
 
 def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What `torch.utils.checkpoint` runs a forward under, and the same forward again.
+    """Return the contexts of a forward and of its recomputation, for `torch.utils.checkpoint`.
 
-    The second allows more than torch's: several backward passes, and other operations that come more or less
-    often than the first time. Where a kept result was changed in place, or attention drops out (the draws
-    after it would be others), all of the block is rebuilt.
+    The second allows more than torch's: several backward passes, and other operations that run more or less
+    often than the first time. If a kept result was changed in place, or attention has dropout (the draws
+    after it would differ), the whole block is recomputed.
     """
     keeping: Any = create_selective_checkpoint_contexts(_policy)[0]
     return keeping, _Reusing(keeping.storage)
 
 
 class _Reusing(private.TorchDispatchMode):
-    """Operations whose results are kept give those; the others run."""
+    """A dispatch mode that returns kept results; other operations run."""
 
     def __init__(self, store: dict[Any, dict[int, Any]]) -> None:
         super().__init__()
-        self._store = store  # operation -> how many of its kind came before -> its result, in wrappers
+        self._store = store  # operation -> number of the call -> wrapped result
         self._is_dense = (
             getattr(store, "default_factory", None) is list
         )  # torch 2.6: those kept only, in a list
@@ -62,11 +62,11 @@ class _Reusing(private.TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether compiled code runs under it as ever."""
+        """Return True, so that compiled code runs under it as usual."""
         return True
 
     def __enter__(self) -> Self:
-        # Where a result was changed in place, none is used.
+        # If one result was changed in place, none is used.
         wrappers = [leaf for leaf in private.pytree.tree_leaves(self._store) if hasattr(leaf, "val")]
         if any(isinstance(one.val, Tensor) and private.version(one.val) != one.version for one in wrappers):
             self._store.clear()
@@ -82,7 +82,7 @@ class _Reusing(private.TorchDispatchMode):
         place = self._came[func]
         self._came[func] += 1
         results = self._store.get(func, {})
-        # The last time each is free as soon as it has been used.
+        # Free each result in its last use.
         found = results.pop(place, None) if self._is_last else results.get(place)
         if not any(hasattr(leaf, "val") for leaf in private.pytree.tree_leaves(found)):
             return func(*args, **(kwargs or {}))
@@ -90,7 +90,7 @@ class _Reusing(private.TorchDispatchMode):
 
 
 def _unwrapped(wrapper: Any) -> Any:
-    """A new tensor each time, since autograd writes to it."""
+    """Return a new tensor each time, because autograd writes to it."""
     return wrapper.val.detach() if isinstance(wrapper.val, Tensor) else wrapper.val
 
 

@@ -1,4 +1,4 @@
-"""What code may change, noted and put back: random streams, buffers, modes, gradients, attributes."""
+"""Snapshots of all that code may change: random streams, buffers, modes, gradients, attributes"""
 
 from anybatch.state import rng
 from anybatch.state.draws import (
@@ -9,7 +9,7 @@ from anybatch.state.draws import (
     plain_kernels,
     stream_of,
 )
-from anybatch.state.objects import Contents, ObjectState, Reachable, ways
+from anybatch.state.objects import Contents, ObjectState, Reachable
 from anybatch.state.snapshot import Effects, ModuleState, Snapshot, evaluating
 
 __all__ = [
@@ -27,5 +27,4 @@ __all__ = [
     "plain_kernels",
     "rng",
     "stream_of",
-    "ways",
 ]

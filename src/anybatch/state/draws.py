@@ -1,4 +1,4 @@
-"""Random draws seen: every operation of torch goes by, and those that draw can be answered otherwise."""
+"""Random draws of torch, seen by a dispatch mode that can replace them"""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,14 +13,14 @@ from anybatch.core import torch_private as private
 
 
 class SeenDraws(private.TorchDispatchMode):
-    """While it is entered, `draw` makes each random draw of torch; here all but dropout as usual.
+    """A dispatch mode that passes each random draw to `draw`, which here replaces dropout only.
 
-    Dropout gives its expected value, so that it is the same in every cut.
+    Dropout gives its expected value, which is the same in every split.
 
     Attributes:
-        dtypes: floating dtypes that were computed in.
-        unreplayed: draws whose numbers are others in another cut.
-        is_watching: set it to False, and nothing is noted any more, and all is drawn as usual.
+        dtypes: floating dtypes of results.
+        unreplayed: draws whose numbers differ in another split.
+        is_watching: set to False to stop noting and replacing.
 
     Example:
         >>> with SeenDraws() as draws:
@@ -37,19 +37,19 @@ class SeenDraws(private.TorchDispatchMode):
         self.is_watching = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Of a class that keeps torch's compiler out, where it has been loaded."""
+        """Make it of a class that torch's compiler skips, if the compiler is loaded."""
         kind: Any = _uncompiled(cls) if private.is_compiler_loaded() else cls
         return super().__new__(kind)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch loads its compiler at the first operation, to keep it out, which takes a second."""
+        """Return False: else torch loads its compiler at the first operation, which takes a second."""
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Every operation of torch comes by here."""
+        """Run an operation, or draw."""
         kwargs = kwargs or {}
         if not self.is_watching:
             return func(*args, **kwargs)
@@ -58,7 +58,7 @@ class SeenDraws(private.TorchDispatchMode):
         result = func(*args, **kwargs)
         first = result[0] if isinstance(result, tuple) and result else result
         if isinstance(first, Tensor) and first.is_floating_point() and any(map(_is_floating, args)):
-            self.dtypes.add(first.dtype)  # not of constants, which are exact
+            self.dtypes.add(first.dtype)  # constants are exact
         return result
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -79,7 +79,7 @@ def _is_floating(value: object) -> bool:
 @cache
 def _uncompiled(kind: type[SeenDraws]) -> type[SeenDraws]:
     class Uncompiled(kind):  # pyright: ignore[reportGeneralTypeIssues]
-        """The same, into which no compiled model's compiler looks."""
+        """The same class, skipped by torch's compiler."""
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
@@ -95,9 +95,9 @@ def _uncompiled(kind: type[SeenDraws]) -> type[SeenDraws]:
 
 @contextmanager
 def plain_kernels() -> Generator[None]:
-    """Without kernels that draw unseen: compiled code, and on a GPU attention and recurrent layers.
+    """Disable kernels whose draws no mode sees: compiled code, and on a GPU attention and recurrent layers.
 
-    Torch's compiler would never again compile a function that it has met while a dispatch mode was entered.
+    Torch's compiler never compiles a function again that it has met under a dispatch mode.
     """
     with ExitStack() as stack:
         if private.is_compiler_loaded():
@@ -109,38 +109,38 @@ def plain_kernels() -> Generator[None]:
 
 
 def expected_of_bernoulli(args: Sequence[Any]) -> Tensor:
-    """What a Bernoulli draw gives on average, in its place."""
+    """Fill the tensor of a Bernoulli draw with its expected value."""
     chance = args[1] if len(args) > 1 else 0.5
     return args[0].copy_(chance) if isinstance(chance, Tensor) else args[0].fill_(chance)
 
 
 def has_own_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether numbers come from another generator than torch's own of the device."""
+    """Return True if the numbers come from another generator than the device's default one."""
     stream = stream_of(device_of(args, kwargs))
     return any(isinstance(one, torch.Generator) and one is not stream for one in (*args, *kwargs.values()))
 
 
 def device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """Where an operation draws."""
+    """Return the device on which an operation draws."""
     for value in args:
         if isinstance(value, Tensor):
             return value.device
     device = torch.device(kwargs.get("device") or "cpu")
-    # One that is named without its number is the current one.
+    # A CUDA device without an index is the current one.
     return torch.empty(0, device=device).device if device.type == "cuda" else device
 
 
 def stream_of(device: torch.device) -> torch.Generator:
-    """Torch's own generator of a device."""
+    """Return the default generator of a device."""
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     return torch.default_generator
 
 
 def _is_idle(func: Any, args: Sequence[Any]) -> bool:
-    """Operations that could draw, but do not here: dropout in evaluation, and kernels that do it all at once.
+    """Return True for an operation that does not draw here: dropout in evaluation, fused kernels.
 
-    Of those, `plain_kernels` leaves only the ones without dropout.
+    `plain_kernels` leaves only fused kernels without dropout.
     """
     name = func.__name__
     if "native_dropout" in name:

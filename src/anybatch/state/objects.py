@@ -1,6 +1,5 @@
-"""Python objects that a run may change: found from some roots, noted and put back."""
+"""Python objects that a run may change: found from some roots, captured and restored"""
 
-import random
 import sys
 import weakref
 from collections import OrderedDict, deque
@@ -18,19 +17,20 @@ from torch.optim import Optimizer
 
 from anybatch.core import all_loaded, loaded
 from anybatch.core import torch_private as private
+from anybatch.state import rng
 
-MOST_ITEMS, MOST_OF_BLOCKS = 100_000, 1_000  # of a container that is looked into: longer ones are data
-MOST_BYTES = 1 << 20  # of a tensor that is copied
+MOST_ITEMS, MOST_OF_BLOCKS = 100_000, 1_000  # items of a container that is followed: longer ones are data
+MOST_BYTES = 1 << 20  # of a copied tensor
 ALL_BYTES = 1 << 26  # of all copies together
 
 _CACHED = type(lru_cache(lambda: None))
 _PYTHON = {"numpy", *sys.stdlib_module_names}
-_CLOSED = _PYTHON - {"types", "argparse", "collections"}  # whose objects hold nothing of the caller's
+_CLOSED = _PYTHON - {"types", "argparse", "collections"}  # packages whose objects cannot reference user state
 _CLOSED_TO_BLOCKS = _CLOSED | {"torch", "transformers", "anybatch"}
 _INSTALLED = ("site-packages", "dist-packages")
 _PLAIN = {str, int, float, bool, complex, bytes, type(None), type(...), range, slice}
 _ATOMS = _PLAIN | {torch.Size, torch.dtype, torch.device}
-_OF_MODULES = frozenset(vars(nn.Module()))  # what torch keeps in every module
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module
 _PARTS = {
     MethodType: ("__self__", "__func__"),
     BuiltinFunctionType: ("__self__",),
@@ -43,19 +43,19 @@ _PARTS = {
 
 
 class ObjectState:
-    """All that can be reached from some objects, as it is now, so that it can be put back in place.
+    """The state of everything that can be reached from some objects, which can be put back in place.
 
-    Attributes of objects, lists, dicts, sets, closures and random generators of one's own; small arrays;
-    gradients of all tensors. Values of tensors only if it is said. Only what has changed is written to. What
-    a function cached meanwhile (`functools.lru_cache`) is dropped, with all that it had cached before. Names
-    of modules and classes, and slots, are followed, and not put back.
+    It covers attributes of objects, lists, dicts, sets, closures, random generators, small arrays, and the
+    gradients of all tensors. Values of tensors are optional. Only what has changed is written to. A
+    `functools.lru_cache` that was filled meanwhile is cleared. Names of modules and classes, and slots, are
+    followed but not put back.
 
     Args:
         roots: models, losses, functions, optimizers.
-        but_for: copy the values of small tensors too, all but these; None for those of NumPy's arrays only.
+        but_for: copy also the values of small tensors except these; None to copy only NumPy arrays.
 
     Attributes:
-        modules: all modules that were reached.
+        modules: all reached modules.
 
     Example:
         >>> model = nn.Linear(1, 1)
@@ -71,17 +71,17 @@ class ObjectState:
         self.modules: tuple[nn.Module, ...] = tuple(found.modules)
         self._undo: list[Callable[[], object]] = [Contents(found.containers).put_back]
         self._undo += [partial(_put_cell_back, cell, *_held_by(cell)) for cell in found.cells]
-        self._undo += [partial(put, read()) for read, put in map(ways, found.generators)]
+        self._undo += [partial(put, read()) for read, put in map(rng.ways, found.generators)]
         tensors = [one for one in found.values if isinstance(one, Tensor)]
         self._undo += [partial(_put_gradient_back, t, t.grad, t.requires_grad) for t in tensors if t.is_leaf]
         caches = {id(one): one for one in (*found.caches, *_known_caches())}
         self._caches = [(one, one.cache_info().misses) for one in caches.values()]
-        # NumPy's arrays are written to even where tensors are only traced.
+        # A traced run writes to NumPy arrays, but not to tensors.
         values = [one for one in found.values if but_for is not None or not isinstance(one, Tensor)]
         self._undo += _copies(values, {id(tensor) for tensor in but_for or ()})
 
     def put_back(self) -> None:
-        """Make everything what it was, as often as wanted."""
+        """Put everything back; may be called again."""
         for undo in self._undo:
             undo()
         for cache, misses in self._caches:
@@ -90,18 +90,18 @@ class ObjectState:
 
 
 class Reachable:
-    """What can be reached from some objects, each thing once.
+    """Everything that can be reached from some objects, each once.
 
     Args:
-        roots: where to begin.
-        is_block: only the state of a block that its forward may change: no code, hooks, parameters or
-            buffers, and no objects of torch or transformers.
+        roots: the objects to start from.
+        is_block: follow only the state of a block that its forward may change: no code, hooks, parameters
+            or buffers, and no objects of torch or transformers.
 
     Attributes:
         modules: also those in lists, dicts and objects that a module holds.
         generators: random generators: torch's, NumPy's and Python's.
         containers: lists, dicts, sets and deques, and the attributes of objects as dicts.
-        values: tensors and arrays; of a block those that are neither parameters nor buffers.
+        values: tensors and arrays; for a block those that are neither parameters nor buffers.
         cells: the variables of closures.
         scopes: the globals of functions, and the names that they read.
         caches: functions under `functools.lru_cache`.
@@ -117,14 +117,14 @@ class Reachable:
         self.caches: list[Any] = []
         self._is_block, self._most = is_block, MOST_OF_BLOCKS if is_block else MOST_ITEMS
         self._open: list[Any] = []
-        self._seen: dict[int, object] = {}  # the object too, so that its id stays its own
+        self._seen: dict[int, object] = {}  # keeps the object, so that its id stays unique
         self._push(roots)
         while self._open:
             self._visit(self._open.pop())
         self._seen.clear()
 
     def joined(self, arguments: Iterable[object]) -> "Reachable":
-        """Of a block: with the state of what a call is given; tensors there are the caller's."""
+        """Return a block's state together with that of the arguments of a call, tensors excepted."""
         given = [one for one in arguments if type(one) not in _ATOMS and not isinstance(one, Tensor)]
         if not given:
             return self
@@ -141,16 +141,16 @@ class Reachable:
                 self._open.append(value)
 
     def _visit(self, value: Any) -> None:
-        kind = type(value)  # what a proxy says of itself would run code of its own
+        kind, numpy = type(value), loaded("numpy")  # `isinstance` would run a proxy's own code
         if issubclass(kind, type | ModuleType):
             return
         if issubclass(kind, Tensor):
             self._tensor(value)
         elif kind is FunctionType or kind in _PARTS:
             self._code(value, kind)
-        elif is_generator(kind):
+        elif rng.is_generator(kind):
             self.generators.append(value)
-        elif issubclass(kind, _of_numpy("ndarray")):
+        elif numpy is not None and issubclass(kind, numpy.ndarray):
             self.values.append(value)
         else:
             if issubclass(kind, dict | list | deque | set):
@@ -207,7 +207,7 @@ class Reachable:
             return
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict:
-            # Their hooks are called around an update, never where a step is tried out.
+            # Hooks of an update never run in a trial.
             self._container(attributes, *(private.STEP_HOOKS if issubclass(kind, Optimizer) else ()))
         for part in kind.__mro__:
             slots = vars(part).get("__slots__", ())
@@ -215,7 +215,7 @@ class Reachable:
 
 
 class Contents:
-    """What lists, dicts, sets and deques hold, noted so that it can be put back.
+    """The contents of lists, dicts, sets and deques, which can be put back.
 
     Example:
         >>> found = [1]
@@ -230,41 +230,14 @@ class Contents:
         self._noted = [(one, _content(one)) for one in containers]
 
     def keep_what_changed(self) -> None:
-        """Forget those that hold what they held."""
+        """Forget containers that are unchanged."""
         self._noted = [pair for pair in self._noted if not holds(*pair)]
 
     def put_back(self) -> None:
-        """Write to those that hold something else."""
+        """Restore containers that have changed."""
         for container, content in self._noted:
             if not holds(container, content):
                 fill(container, content)
-
-
-def ways(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """How to read where a generator stands, and how to set it."""
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    if hasattr(generator, "bit_generator"):
-        bits = generator.bit_generator
-        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
-    return generator.get_state, generator.set_state
-
-
-def is_generator(kind: type) -> bool:
-    """Whether it is a class of random generators: torch's, NumPy's or Python's."""
-    if issubclass(kind, random.Random):
-        return not issubclass(kind, random.SystemRandom)
-    return issubclass(
-        kind, (torch.Generator, *_of_numpy("random.Generator"), *_of_numpy("random.RandomState"))
-    )
-
-
-def _of_numpy(name: str) -> tuple[type, ...]:
-    """A class of NumPy, if it is loaded."""
-    found: Any = loaded("numpy")
-    for part in name.split(".") if found is not None else ():
-        found = getattr(found, part)
-    return () if found is None else (found,)
 
 
 def _top(module: object) -> str:
@@ -272,7 +245,7 @@ def _top(module: object) -> str:
 
 
 def _is_read(module: object) -> bool:
-    """Whether code and classes of a module are looked into: not ours, Python's, or an installed package's."""
+    """Return True for a module of the caller's: not this package, torch, Python's own or an installed one."""
     return _is_top_read(_top(module))
 
 
@@ -284,13 +257,13 @@ def _is_top_read(top: str) -> bool:
 
 
 def _known_caches() -> list[Any]:
-    """The caches of all modules that are loaded, torch's and Python's left out."""
+    """Return the `lru_cache`s of all loaded modules but torch's and Python's."""
     return [cache for one in _caches_of(len(sys.modules)) if (cache := one()) is not None]
 
 
 @lru_cache(maxsize=1)
 def _caches_of(_: int) -> list["weakref.ref[Any]"]:
-    """Searched for once for each number of modules."""
+    """Search the caches again for each number of modules."""
     own = _PYTHON | {"torch", "anybatch"}
     scopes = [vars(module) for module in all_loaded() if _top(vars(module).get("__name__")) not in own]
     found = [value for scope in scopes for value in list(scope.values()) if type(value) in (_CACHED, type)]
@@ -300,7 +273,7 @@ def _caches_of(_: int) -> list["weakref.ref[Any]"]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """What code reads: globals, attributes, and keys that are written out."""
+    """Yield what code reads: globals, attributes, and literal keys."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -310,12 +283,12 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _base(container: Any) -> Any:
-    """The class whose methods run no code of the container's own."""
+    """Return the builtin class whose methods run no code of a subclass."""
     return next(one for one in (OrderedDict, dict, list, deque, set) if isinstance(container, one))
 
 
 def _content(container: Any) -> Any:
-    """What a container holds, in its order: a dict, a set or a list."""
+    """Return a copy of the content in its order: a dict, a set or a list."""
     if type(container) is dict:
         return container.copy()
     base = _base(container)
@@ -326,7 +299,7 @@ def _content(container: Any) -> Any:
 
 
 def holds(container: Any, content: Any) -> bool:
-    """Whether a container still holds the very same."""
+    """Return True if a container holds the same objects as `content`."""
     now = container if type(container) in (dict, list) else _content(container)
     if isinstance(content, set):
         return now == content
@@ -340,7 +313,7 @@ def _are_same(one: Collection[Any], other: Collection[Any]) -> bool:
 
 
 def fill(container: Any, content: Any) -> None:
-    """Let a container hold this, in this order."""
+    """Replace the content of a container, in this order."""
     base = _base(container)
     if not isinstance(content, dict):
         base.clear(container)
@@ -360,7 +333,7 @@ def _put_gradient_back(tensor: Tensor, gradient: Tensor | None, requires_grad: b
 
 
 def _held_by(cell: CellType) -> list[Any]:
-    """What a cell holds; nothing where it is still empty."""
+    """Return the content of a cell in a list; an empty list for an empty cell."""
     try:
         return [cell.cell_contents]
     except ValueError:
@@ -375,7 +348,7 @@ def _put_cell_back(cell: CellType, *content: Any) -> None:
 
 
 def _copies(values: Iterable[Any], known: Collection[int]) -> Iterator[Callable[[], object]]:
-    """How the small ones are put back, as many as may be copied."""
+    """Yield functions that put back small tensors and arrays."""
     room = ALL_BYTES
     for value in values:
         if id(value) in known or not _is_copied(value) or value.nbytes > min(room, MOST_BYTES):

@@ -1,28 +1,33 @@
-"""Random streams: noted and put back, so that a replay repeats them."""
+"""Random streams: captured and restored, so that a replay repeats them"""
 
 import hashlib
+import pickle
 import random
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from anybatch.core import numpy_random
+from anybatch.core import loaded, numpy_random
 from anybatch.core import torch_private as private
 
 
 class RandomState(NamedTuple):
-    """Where torch's generators stood: what a replay starts from."""
+    """The states of torch's default generators and of some others."""
 
-    cpu: Tensor  # state of the CPU generator, uint8
-    # state of each CUDA device's generator, uint8; empty where CUDA is not in use
-    cuda: tuple[Tensor, ...] = ()
+    cpu: Tensor  # uint8
+    cuda: tuple[Tensor, ...] = ()  # uint8, one per device; empty if CUDA is not initialised
+    others: tuple[tuple[Any, Any], ...] = ()  # (generator, state)
 
 
-def capture() -> RandomState:
-    """Note where the streams stand. CUDA is looked at only where it is in use already.
+def capture(generators: Iterable[Any] = ()) -> RandomState:
+    """Return the states of torch's default generators, and of others.
+
+    Args:
+        generators: generators of torch, NumPy or Python, or the modules `random` and `numpy.random`.
 
     Example:
         >>> state = capture()
@@ -31,31 +36,71 @@ def capture() -> RandomState:
         >>> torch.equal(torch.rand(2), first)
         True
     """
-    cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
-    return RandomState(torch.get_rng_state(), cuda)
+    cuda = tuple([one.get_state() for one in _of_cuda()])
+    return RandomState(torch.get_rng_state(), cuda, tuple([(one, ways(one)[0]()) for one in generators]))
 
 
 def restore(state: RandomState) -> None:
-    """Put the streams back to where they stood."""
+    """Set all generators to their captured states."""
     torch.set_rng_state(state.cpu)
-    if state.cuda:
-        torch.cuda.set_rng_state_all(list(state.cuda))
+    for generator, one in zip(_of_cuda(), state.cuda, strict=False):
+        generator.set_state(one)
+    for generator, one in state.others:
+        ways(generator)[1](one)
 
 
-def is_same(one: RandomState, other: RandomState) -> bool:
-    """Whether the streams stand at the same place."""
-    if len(one.cuda) != len(other.cuda):  # CUDA has come into use
+def is_same(one: RandomState, other: RandomState, *, of: Sequence[Any] | None = None) -> bool:
+    """Return True if two states are equal; with `of`, compare only these of the other generators."""
+    if len(one.cuda) != len(other.cuda):  # CUDA was initialised in between
         return False
-    pairs = zip((one.cpu, *one.cuda), (other.cpu, *other.cuda), strict=True)
-    # These are values, also where a step is traced, and no bytes of the step.
-    with private.disable_current_modes():
-        return all(torch.equal(a, b) for a, b in pairs)
+    pairs = list(zip((one.cpu, *one.cuda), (other.cpu, *other.cuda), strict=True)) if of is None else []
+    pairs += [
+        (a, b)
+        for (generator, a), (_, b) in zip(one.others, other.others, strict=False)
+        if of is None or generator in of
+    ]
+    with private.disable_current_modes():  # real tensors even while a step is traced, and not counted
+        return all(_is_equal(a, b) for a, b in pairs)
+
+
+def of_process() -> tuple[Any, ...]:
+    """Return the modules `random` and, if it is loaded, `numpy.random`: generators for `capture`."""
+    return (random,) if (numpy := numpy_random()) is None else (random, numpy)
+
+
+def ways(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """Return functions that get and set the state of a generator of torch, NumPy or Python."""
+    if hasattr(generator, "getstate"):
+        return generator.getstate, generator.setstate
+    if hasattr(generator, "get_state"):
+        return generator.get_state, generator.set_state
+    bits = generator.bit_generator
+    return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+
+
+def is_generator(kind: type) -> bool:
+    """Return True for a class of random generators of torch, NumPy or Python."""
+    if issubclass(kind, random.Random):
+        return not issubclass(kind, random.SystemRandom)
+    numpy = loaded("numpy")
+    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return issubclass(kind, (torch.Generator, *of_numpy))
+
+
+def _of_cuda() -> Sequence[torch.Generator]:
+    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return pickle.dumps(one) == pickle.dumps(other)
 
 
 @contextmanager
 def preserved() -> Generator[None]:
-    """Run something that may draw random numbers without moving the caller's streams."""
-    state = capture()
+    """Restore all streams of the process afterwards: torch's, Python's and NumPy's."""
+    state = capture(of_process())
     try:
         yield
     finally:
@@ -63,11 +108,11 @@ def preserved() -> Generator[None]:
 
 
 def derive_seed(seed: int, *keys: int | str) -> int:
-    """A seed for one purpose, from one seed for everything: streams that do not depend on call order.
+    """Return a seed for one purpose, which does not depend on the order of calls.
 
     Args:
         seed: the user's seed.
-        keys: what the stream is for, for instance `"order", epoch`.
+        keys: the purpose, for instance `"order", epoch`.
 
     Returns:
         A seed of 63 bits.
@@ -80,11 +125,20 @@ def derive_seed(seed: int, *keys: int | str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+def seed_process(seed: int) -> None:
+    """Seed torch's, Python's and NumPy's streams; CUDA's only if it is initialised."""
+    for generator in (torch.default_generator, *_of_cuda()):  # torch.manual_seed would seed CUDA later
+        generator.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := numpy_random()) is not None:
+        numpy.seed(seed % 2**32)
+
+
 def capture_process() -> dict[str, Any]:
-    """Every stream a training program may draw from: torch's, Python's and, where it is loaded, NumPy's.
+    """Return the states of torch's, Python's and, if it is loaded, NumPy's streams, for a checkpoint.
 
     Returns:
-        Nested tensors, tuples and numbers, for a checkpoint.
+        Nested tensors, tuples and numbers.
 
     Example:
         >>> state = capture_process()
@@ -93,7 +147,7 @@ def capture_process() -> dict[str, Any]:
         >>> random.random() == first
         True
     """
-    with private.disable_current_modes():  # NumPy's keys are values, also where a step is traced
+    with private.disable_current_modes():  # real tensors even while a step is traced
         torch_state = capture()
         state = {"cpu": torch_state.cpu, "cuda": torch_state.cuda, "python": random.getstate()}
         if (numpy := numpy_random()) is not None:
@@ -103,7 +157,7 @@ def capture_process() -> dict[str, Any]:
 
 
 def restore_process(state: Mapping[str, Any]) -> None:
-    """Put back what `capture_process` took, as far as this process has the same generators."""
+    """Restore the result of `capture_process`; CUDA's only if there are as many devices."""
     with private.disable_current_modes():
         cuda = tuple(state["cuda"]) if len(state["cuda"]) == torch.cuda.device_count() else ()
         restore(RandomState(cpu=state["cpu"], cuda=cuda))
@@ -114,10 +168,10 @@ def restore_process(state: Mapping[str, Any]) -> None:
 
 
 class Apart:
-    """Random streams of one purpose, such as loading data: what is drawn there leaves the caller's alone.
+    """The random streams of one purpose, such as loading data, separate from the caller's.
 
     Args:
-        seed: where torch's CPU stream, Python's and NumPy's begin.
+        seed: of torch's, Python's and NumPy's streams.
 
     Example:
         >>> state, one, other = torch.get_rng_state(), Apart(3), Apart(3)
@@ -131,33 +185,17 @@ class Apart:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._state: dict[str, Any] | None = None  # where it stands; None before the beginning
+        self._state: RandomState | None = None  # None before the first use
 
     @contextmanager
     def drawn(self) -> Generator[None]:
-        """Draw from these streams, from where they stood last."""
-        before = capture_process()
-        if self._state is None:
-            torch.default_generator.manual_seed(self._seed)  # torch.manual_seed would seed CUDA, too
-            random.seed(self._seed)
-            if (numpy := numpy_random()) is not None:
-                numpy.seed(self._seed % 2**32)
-        else:
-            restore_process(self._state)
-        try:
-            yield
-        finally:
-            self._state = capture_process()
-            restore_process(before)
-
-
-def has_moved(since: Mapping[str, Any]) -> bool:
-    """Whether anything was drawn, from any of these streams, since `capture_process`."""
-    now = capture_process()
-    was = since["cpu"], *since["cuda"], *since.get("numpy", ())
-    new = now["cpu"], *now["cuda"], *now.get("numpy", ())
-    same = [
-        torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
-        for one, other in zip(was, new, strict=False)
-    ]
-    return since["python"] != now["python"] or not all(same)
+        """Draw from these streams; the caller's are restored afterwards."""
+        with preserved():
+            if self._state is None:
+                seed_process(self._seed)
+            else:
+                restore(self._state)
+            try:
+                yield
+            finally:
+                self._state = capture(of_process())

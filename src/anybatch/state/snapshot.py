@@ -1,6 +1,5 @@
-"""What a forward may change, noted and put back: buffers, modes, attributes, gradients and random streams."""
+"""Snapshots of what a forward may change: buffers, modes, attributes, gradients and random streams"""
 
-import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,22 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import loaded, numpy_random, ran_out_of_memory
+from anybatch.core import ran_out_of_memory
 from anybatch.core import torch_private as private
 from anybatch.state import rng
-from anybatch.state.objects import fill, holds, is_generator, ways
+from anybatch.state.objects import fill, holds
 
-#: How to read where a stream stands, and how to set it.
-Stream = tuple[Callable[[], Any], Callable[[Any], object]]
-
-FIRST, EVERY = 3, 64  # looking steps: so many at first, then one of so many
+FIRST, EVERY = 3, 64  # looking steps: the first ones, then one of every so many
 
 
 class ModuleState:
-    """What can be noted of some modules, gathered once: their attributes, buffers, containers and generators.
+    """The attributes, buffers, containers and generators of some modules, gathered once.
 
     Args:
-        modules: those whose own state is meant; their children's is not.
+        modules: the modules; children must be listed themselves.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -35,7 +31,7 @@ class ModuleState:
         self.attributes = [vars(module) for module in modules]
         self.buffers = [private.buffers_of(module) for module in modules]
         self.hooks = [table for module in modules for table in private.hooks_of_module(module)]
-        # By place: a caller may put another list there before each step.
+        # Stored by name: a caller may assign another list before each step.
         kinds = (*_CONTAINERS, Tensor)
         self._places = [
             (own, name)
@@ -43,21 +39,21 @@ class ModuleState:
             for name, value in own.items()
             if name not in _OF_MODULES and isinstance(value, kinds)
         ]
-        self.streams = held(modules)
+        self.generators = _generators_of(modules)
 
     def containers(self) -> list[Any]:
-        """Lists, dicts and sets that are attributes now."""
+        """Return lists, dicts and sets that are attributes now."""
         if not self._places:
             return []
         values = [own.get(name) for own, name in self._places]
         return [value for value in values if type(value) in _CONTAINERS]
 
     def buffers_now(self) -> list[Tensor]:
-        """Tensors that are buffers now."""
+        """Return tensors that are buffers now."""
         return [one for slots in self.buffers if slots for one in slots.values() if one is not None]
 
     def tensors(self) -> list[Tensor]:
-        """Plain tensors that are attributes now, or items of containers that are."""
+        """Return plain tensors that are attributes now, or items of containers that are."""
         if not self._places:
             return []
         values = [own.get(name) for own, name in self._places]
@@ -66,21 +62,21 @@ class ModuleState:
 
 
 class Effects:
-    """What the forwards of a step have been seen to change, so that it is noted before each micro-batch.
+    """The changes that forwards of a step were seen to make, to be captured before each micro-batch.
 
-    To note everything each time would cost more than a small layer takes. So the first steps, and one of many
-    later ones, compare after each micro-batch; what has moved there is noted from then on. Where something
-    else has moved when a micro-batch fails, that shows, and the whole step begins again.
+    Capturing everything each time would cost more than a small layer. The first steps, and one of many later
+    ones, look: they compare after each micro-batch, and what has changed is captured from then on. If
+    something else has changed when a micro-batch fails, the whole step begins again.
 
     Attributes:
-        is_looking: whether this step is one of those that compare.
-        looks_next: whether the next one is.
-        draws: whether a forward draws from torch's random streams.
-        draws_process: whether one draws from Python's or NumPy's.
-        attributes: whether one changes attributes of modules.
-        buffers: those that a forward changes.
-        parameters: those that a forward writes to, as a momentum encoder's or an embedding's with a largest
-            norm.
+        is_looking: True if this step compares.
+        looks_next: True if the next step does.
+        draws: True if a forward draws random numbers.
+        draws_process: True if one draws from Python's or NumPy's stream.
+        attributes: True if one changes attributes of modules.
+        buffers: buffers that a forward changes.
+        parameters: parameters that a forward writes to, as in a momentum encoder or an embedding with
+            `max_norm`.
     """
 
     def __init__(self) -> None:
@@ -90,36 +86,36 @@ class Effects:
         self.parameters: tuple[Tensor, ...] = ()
 
     def __reduce__(self) -> tuple[type["Effects"], tuple[()]]:
-        """A copy looks afresh: it goes with copies of the modules."""
+        """Start deep copies with empty statistics."""
         return Effects, ()
 
     def begin(self, modules: Sequence[nn.Module]) -> None:
-        """The next step."""
+        """Begin a step."""
         self.is_looking = self.looks_next
         self._steps += 1
         self.looks_next = self._steps < FIRST or self._steps % EVERY == 0
-        if self._steps == 1:  # the one case of torch's own
+        if self._steps == 1:  # torch's only modules whose forward writes to a parameter
             embeddings = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
             self.writes([one.weight for one in embeddings if one.max_norm is not None])
 
     def changes(self, buffers: Iterable[Tensor]) -> None:
-        """A forward changes these."""
+        """Add buffers that a forward changes."""
         self.buffers = tuple(dict.fromkeys((*self.buffers, *buffers)))
 
     def writes(self, parameters: Iterable[Tensor]) -> None:
-        """A forward writes to these."""
+        """Add parameters that a forward writes to."""
         self.parameters = tuple(dict.fromkeys((*self.parameters, *parameters)))
 
 
 class Snapshot:
-    """The state of a step before it began, and of the micro-batch at hand before its forward.
+    """The state before a step, and before the current micro-batch.
 
     Args:
         state: of the modules.
-        effects: what forwards are known to change.
-        parameters: whose gradients are noted by reference.
-        rows: tensors of the batch: a forward should not write to them.
-        draws: whether making a micro-batch may draw random numbers, as a `collate` may.
+        effects: known changes by forwards.
+        parameters: their gradients are kept by reference.
+        rows: tensors of the batch, which a forward should not write to.
+        draws: True if making a micro-batch may draw random numbers, as a `collate` may.
 
     Example:
         >>> norm = nn.BatchNorm1d(2)
@@ -141,10 +137,9 @@ class Snapshot:
     ) -> None:
         effects = effects or _NO_EFFECTS
         self._state, self._effects, self._draws = state, effects, draws
-        self._random = rng.capture()
-        process = of_process() if draws or effects.draws_process or effects.is_looking else ()
-        streams = (*state.streams, *process)
-        self._streams = [(stream, stream[0]()) for stream in streams] if streams else []
+        process = rng.of_process() if draws or effects.draws_process or effects.is_looking else ()
+        self._generators = (*state.generators, *process)
+        self._random = rng.capture(self._generators)
         self._attributes = _Attributes(state)
         self._copies: dict[Tensor, Tensor] = {}
         if any(state.buffers) or effects.parameters:
@@ -153,43 +148,38 @@ class Snapshot:
         self._gradients = [*map(_gradient_of, parameters)]
         self._tensors = state.tensors()
         self._versions = private.versions((*rows, *parameters, *self._tensors))
-        # What is noted of each micro-batch besides.
-        self._notes = draws or effects.is_looking or effects.draws or bool(self._streams or effects.buffers)
+        # True if a micro-batch has more to capture than its gradients.
+        self._notes = (
+            draws or effects.is_looking or effects.draws or bool(self._generators or effects.buffers)
+        )
         self._notes = self._notes or effects.attributes or bool(effects.parameters)
         self._micro: _Micro | None = None
 
     def begin(self) -> None:
-        """The next micro-batch: note what its forward is known to change."""
+        """Begin a micro-batch: capture what its forward is known to change."""
         if self._notes:
-            self._micro = None  # lets the copies go that were made before the last one
+            self._micro = None  # frees the copies of the last micro-batch
             effects = self._effects
-            is_random = self._draws or effects.is_looking or effects.draws
             attributes, placed = None, []
             if effects.attributes or effects.is_looking:
                 attributes = _Attributes(self._state)
                 placed = [one for one in self._state.buffers_now() if one not in self._copies]
-            self._micro = _Micro(
-                rng.capture() if is_random else None,
-                [(stream, stream[0]()) for stream, _ in self._streams],
-                _copied((*effects.buffers, *effects.parameters, *placed)),
-                attributes,
-            )
+            copies = _copied((*effects.buffers, *effects.parameters, *placed))
+            self._micro = _Micro(rng.capture(self._generators), copies, attributes)
 
     def look(self) -> None:
-        """In a looking step, after a micro-batch: what its forward has changed is noted from now on."""
+        """Learn what the forward of a micro-batch has changed, in a looking step."""
         effects, micro = self._effects, self._micro
         if not effects.is_looking or micro is None:
             return
-        if micro.random is not None and not rng.is_same(micro.random, rng.capture()):
-            effects.draws = True
-        process = of_process()
-        if any(read() != state for (read, put), state in micro.streams if (read, put) in process):
-            effects.draws_process = True
+        now = rng.capture(self._generators)
+        effects.draws |= not rng.is_same(micro.random, now)
+        effects.draws_process |= not rng.is_same(micro.random, now, of=rng.of_process())
         self._learn({*effects.buffers, *effects.parameters}, micro.attributes or self._attributes)
         effects.writes(self.written())
 
     def _learn(self, known: Iterable[Tensor], attributes: "_Attributes") -> bool:
-        """Note what has changed from now on; whether anything has that was not noted."""
+        """Learn what has changed; return True if anything has that was not captured."""
         effects, noted = self._effects, set(known)
         new = [one for one, value in self._copies.items() if one not in noted and not _is_same(one, value)]
         effects.changes(new)
@@ -198,18 +188,18 @@ class Snapshot:
         return bool(new) or has_moved
 
     def written(self) -> list[nn.Parameter]:
-        """Parameters that a forward has written to and that were not noted."""
+        """Return parameters that a forward has written to and that were not captured."""
         known = set(self._effects.parameters)
         first = len(self._rows)
         pairs = zip(self._parameters, self._versions[first:], strict=False)
         return [p for p, version in pairs if p not in known and private.version(p) != version]
 
     def written_rows(self) -> bool:
-        """Whether a forward has written to the rows of the batch."""
+        """Return True if a forward has written to the rows of the batch."""
         return any(private.version(one) != was for one, was in zip(self._rows, self._versions, strict=False))
 
     def written_tensors(self) -> list[str]:
-        """Plain tensors, held as attributes of modules, that a forward has written to."""
+        """Return names of plain tensors in attributes of modules that a forward has written to."""
         first = len(self._rows) + len(self._parameters)
         tensors = zip(self._tensors, self._versions[first:], strict=True)
         moved = {id(one) for one, version in tensors if private.version(one) != version}
@@ -221,15 +211,14 @@ class Snapshot:
         ]
 
     def undo_micro_batch(self) -> bool:
-        """Put back what was noted of the micro-batch; whether everything is as it was before it."""
+        """Put back the state before the micro-batch; return True if it is complete."""
         micro = self._micro
         if micro is not None:
-            _put_streams_back(micro.random, micro.streams)
+            rng.restore(micro.random)
             _put_values_back(micro.copies)
             if micro.attributes is not None:
                 micro.attributes.put_back()
-        is_noted = micro is not None and micro.random is not None
-        if not is_noted and not rng.is_same(self._random, rng.capture()):  # it was taken to draw nothing
+        elif not rng.is_same(self._random, rng.capture()):  # draws were not expected
             self._effects.draws = True
             return False
         known = () if micro is None else micro.copies
@@ -237,25 +226,25 @@ class Snapshot:
         return not self._learn(known, attributes)
 
     def put_back(self) -> None:
-        """Put everything back as it was before the step; first what takes no memory."""
+        """Put back the state before the step; first what needs no memory."""
         self.put_gradients_back()
-        _put_streams_back(self._random, self._streams)
+        rng.restore(self._random)
         self.put_modules_back()
 
     def put_gradients_back(self, only: Sequence[nn.Parameter] | None = None) -> None:
-        """Put the gradients back that were there, of all parameters or only of these."""
+        """Put back the gradients found before the step, of all parameters or only of these."""
         chosen = None if only is None else set(only)
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             if chosen is None or parameter in chosen:
                 parameter.grad = gradient
 
     def put_modules_back(self) -> None:
-        """Put attributes and buffers back, and leave the rest as it stands."""
+        """Put back attributes and buffers only."""
         self._attributes.put_back()
         _put_values_back(self._copies)
 
     def gradients_found(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The gradients that were there before the step."""
+        """Return the gradients found before the step."""
         if not any(map(is_not, self._gradients, repeat(None))):
             return []
         pairs = zip(self._parameters, self._gradients, strict=True)
@@ -263,32 +252,30 @@ class Snapshot:
 
 
 class _Attributes:
-    """The attributes of modules, the items of containers among them, and which tensors are their buffers."""
+    """A copy of the attributes of modules, of containers among them, and of tables of buffers and hooks."""
 
     def __init__(self, state: ModuleState) -> None:
         self._state = state
         self.values = [*map(dict.copy, state.attributes)]
         self._containers = state.containers()
         self._items = [value.copy() for value in self._containers] if self._containers else []
-        # A model that says in an attribute that its hooks are set must not be left with one of the two.
+        # Hooks and an attribute that says that they are set must be put back together.
         self._tables: dict[int, Any] = {}
         for tables in (state.buffers, state.hooks):
             if any(tables):
                 self._tables |= {id(table): table.copy() for table in tables if table}
 
     def _pairs(self) -> Iterator[tuple[Any, Any]]:
-        """Every table and container, and what it held."""
+        """Yield every table and container, and its former content."""
         yield from zip(self._state.attributes, self.values, strict=True)
         yield from zip(self._containers, self._items, strict=True)
         for table in (*self._state.buffers, *self._state.hooks):
             yield table, self._tables.get(id(table), {})
 
     def are_moved(self) -> bool:
-        """Whether any is another one now."""
         return not all(holds(container, found) for container, found in self._pairs())
 
     def put_back(self) -> None:
-        """Put them back."""
         for container, found in self._pairs():
             if not holds(container, found):
                 fill(container, found)
@@ -296,10 +283,9 @@ class _Attributes:
 
 @dataclass(slots=True)
 class _Micro:
-    """What was noted before the micro-batch at hand."""
+    """The state before the current micro-batch."""
 
-    random: rng.RandomState | None
-    streams: list[tuple[Stream, Any]]
+    random: rng.RandomState
     copies: dict[Tensor, Tensor]
     attributes: _Attributes | None
 
@@ -310,7 +296,7 @@ _CONTAINERS = (list, dict, set)
 
 
 def _items_of(value: Any) -> Iterable[Any]:
-    """The items of a list, dict or set."""
+    """Return the items of a list, dict or set."""
     if type(value) not in _CONTAINERS:
         return ()
     return cast("Any", value).values() if isinstance(value, dict) else value
@@ -323,34 +309,22 @@ def _copied(tensors: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:
 def _put_values_back(copies: Mapping[Tensor, Tensor]) -> None:
     with torch.no_grad():
         for tensor, value in copies.items():
-            if not _is_same(tensor, value):  # what is constant may be expanded, and not writable
+            if not _is_same(tensor, value):  # an unchanged one may be expanded, and not writable
                 tensor.copy_(value)
-
-
-def _put_streams_back(state: rng.RandomState | None, streams: Iterable[tuple[Stream, Any]]) -> None:
-    if state is not None:
-        rng.restore(state)
-    for (_, put), value in streams:
-        put(value)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     try:
         return torch.equal(one, other)
     except Exception as error:
-        if not ran_out_of_memory(error):  # comparing takes some, copying none
+        if not ran_out_of_memory(error):  # comparing needs memory, copying does not
             raise
         return False
 
 
-def of_process() -> tuple[Stream, ...]:
-    """Python's and, where it is loaded, NumPy's."""
-    return (_PYTHON, _NUMPY) if numpy_random() is not None else (_PYTHON,)
-
-
-def held(modules: Sequence[nn.Module]) -> tuple[Stream, ...]:
-    """The generators of torch, NumPy and Python that modules hold, also in lists, tuples and dicts."""
-    found: list[Stream] = []
+def _generators_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+    """Return the generators that are attributes of modules, also in lists, tuples and dicts."""
+    found: list[Any] = []
     for module in modules:
         for name, value in vars(module).items():
             if name in _OF_MODULES or type(value) in _PLAIN:
@@ -358,46 +332,30 @@ def held(modules: Sequence[nn.Module]) -> tuple[Stream, ...]:
             if isinstance(value, dict):
                 value = [*cast("dict[Any, Any]", value).values()]
             inner = cast("list[Any]", value) if isinstance(value, list | tuple) else [value]
-            found += [ways(one) for one in inner if type(one) not in _PLAIN and is_generator(type(one))]
+            found += [one for one in inner if type(one) not in _PLAIN and rng.is_generator(type(one))]
     return tuple(found)
 
 
-def _numpy_state() -> tuple[Any, ...]:
-    """With the keys as bytes, so that two states can be compared."""
-    name, keys, *rest = numpy_random().get_state()
-    return name, keys.tobytes(), *rest
-
-
-def _set_numpy_state(state: tuple[Any, ...]) -> None:
-    name, keys, *rest = state
-    numpy = loaded("numpy")
-    numpy.random.set_state((name, numpy.frombuffer(keys, dtype="uint32"), *rest))
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))  # what every module has
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, Tensor})
-_PYTHON: Stream = (random.getstate, random.setstate)
-_NUMPY: Stream = (_numpy_state, _set_numpy_state)
 
 
 @contextmanager
 def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
-    """Evaluation mode without gradient; afterwards everything a forward may change is as before.
+    """Evaluate without gradient; restore everything that a forward may change afterwards.
 
-    That is modes, buffers, gradients, and the random streams of torch, Python and NumPy. The modes are set as
-    such, not by `eval()`, which some models use to change their weights.
+    These are modes, buffers, gradients, and the random streams of torch, Python and NumPy. Modes are set as
+    attributes, because some models change their weights in `eval()`.
     """
     everything = Snapshot(
         ModuleState(modules), parameters=[p for m in modules for p in m.parameters(recurse=False)]
     )
-    process = rng.capture_process()  # all, because collating may draw from Python's or NumPy's
     try:
-        for module in modules:
-            module.training = False
-        with torch.no_grad():
+        with rng.preserved(), torch.no_grad():  # collating may draw from Python's or NumPy's
+            for module in modules:
+                module.training = False
             yield
     finally:
         everything.put_back()
-        rng.restore_process(process)
-        # Older torch keeps what autocast cast without graph, and uses it where a gradient is wanted.
+        # Older torch caches weights cast without a graph, and reuses them where a gradient is wanted.
         torch.clear_autocast_cache()

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from anybatch.core import Batch, SampleBatch, tree
 
-CANDIDATES = 64  # rows that are looked at where each costs something: a `collate`, or many numbers
-_ENTRIES = 2**22  # as many rows as have this many numbers are looked at anyway
-_FEW = 8  # numbers of a row whose sum says something: weights, flags
+CANDIDATES = 64  # rows to choose from if each is expensive: a `collate`, or many numbers
+_ENTRIES = 2**22  # numbers in the rows to choose from, if they are cheap
+_FEW = 8  # a row with at most as many numbers is summed: weights, flags
 
 
 def choose_rows(batch: Batch, at_least: int = 0) -> Callable[[int], list[int]]:

@@ -1,7 +1,6 @@
-"""A few rows carried out in one split: their loss, gradient and buffers, compared with another split"""
+"""Outcome: the loss and finished gradient of some rows in one split, and its distance from another"""
 
 import math
-import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,10 +18,123 @@ from anybatch.engine import Observer, Plan, Task, carry_out
 from anybatch.losses import ModelLoss, ModelTerms, SummedLoss
 from anybatch.precision import LossScale, Precision
 from anybatch.state import Effects, SeenDraws, plain_kernels
-from anybatch.step.tolerance import limit_of
+from anybatch.step.tolerance import limit_of, shortest_of
 
 _LIMIT = 1e-2  # a smaller relative error of a float32 gradient may be rounding in a deep network
 _SIGNS = 8  # rows of a sketch
+
+
+class Outcome(Observer):
+    """The loss and the finished gradient of some rows in one split.
+
+    Args:
+        task: the model and loss; its optimizers are stepped unless `is_dry`.
+        batch: the rows.
+        plan: the settings; its rows and sizes are replaced.
+        sizes: rows of each micro-batch.
+        draws: sees all operations; no longer watches once the gradient is finished.
+        is_dry: make no update, and put everything back.
+
+    Raises:
+        OutOfMemoryError: a micro-batch did not fit.
+        Exception: an error of the model or the loss.
+    """
+
+    def __init__(
+        self, task: Task, batch: Batch, plan: Plan, sizes: tuple[int, ...], draws: SeenDraws, *, is_dry: bool
+    ) -> None:
+        self.gradients: dict[str, Tensor] = {}
+        self.rows, self.draws = batch.rows, draws
+        effects = Effects()
+        task = replace(
+            task.alone(),
+            loss=ModelLoss().begin() if isinstance(task.loss, ModelTerms) else task.loss,
+            effects=effects,
+            scale=LossScale(Precision()),  # a dry run neither looks for overflow nor divides by a scale
+            observers=(self,),
+            listeners=(self.told,),
+            schedulers=(),
+            before_cut=_allowed,
+        )
+        effects.begin(task.modules)
+        plan = replace(plan, rows=batch.rows, micro_batch=max(sizes), cut=sizes, non_finite="raise")
+        with torch.enable_grad(), plain_kernels():
+            self.report = carry_out(plan, task, batch, is_dry=is_dry)
+        if self.report.too_large:  # and so it was cut otherwise
+            raise OutOfMemoryError(f"Expected {max(sizes)} rows to fit, got none left. Take fewer.")
+        self.is_random = bool(draws.unreplayed or effects.draws or effects.draws_process)
+        self.dtypes = draws.dtypes | {p.dtype for p in task.parameters}
+        coefficients = task.loss.coefficients
+        terms = {name: value for name, value in self.report.terms.items() if self.report.weights.get(name)}
+        #: The loss with all terms positive; rounding of the loss is relative to it.
+        self.scale = math.fsum(abs(coefficients.get(name, 1.0) * value) for name, value in terms.items())
+
+    def told(self, event: Event) -> None:
+        """Look at a finished micro-batch, or at the report of the run."""
+
+    def update(self, gradients: Mapping[str, Tensor]) -> None:
+        """Keep the gradient."""
+        self.draws.is_watching = False
+        self.gradients = {name: self.kept(value.detach()) for name, value in gradients.items()}
+
+    def kept(self, gradient: Tensor) -> Tensor:
+        """Return a dense copy of a gradient."""
+        return gradient.to_dense() if gradient.is_sparse else gradient.clone()
+
+    @property
+    def is_weighed(self) -> bool:
+        """True if any row has weight."""
+        return any(self.report.weights.values())
+
+    @property
+    def size(self) -> float:
+        """The norm of the gradient."""
+        return math.hypot(*[value.norm().item() for value in self.gradients.values()])
+
+
+class Distance(NamedTuple):
+    """The relative errors of gradient and loss, and the parameter whose gradient differs most."""
+
+    gradient: float
+    loss: float
+    worst: str
+
+
+def distance(one: Outcome, other: Outcome, *alone: Outcome) -> Distance:
+    """Return how far `other` is from `one`, relative to the largest of `one` and `alone`.
+
+    Args:
+        one: the reference.
+        other: the same rows in another split.
+        alone: parts of the rows. In a trained model the gradients of rows cancel in the sum, and the size of
+            a part tells how large rounding is.
+    """
+    apart: dict[str, float] = {}
+    for name in sorted(one.gradients.keys() | other.gradients.keys()):
+        pair = one.gradients.get(name), other.gradients.get(name)
+        first, second = [torch.zeros(()) if value is None else value for value in pair]
+        apart[name] = (first - second).norm().item()
+    known = one, *alone
+    both_nan = math.isnan(one.report.loss) and math.isnan(other.report.loss)
+    return Distance(
+        _ratio(math.hypot(*apart.values()), max(each.size for each in known)),
+        0.0
+        if both_nan
+        else _ratio(
+            abs(one.report.loss - other.report.loss),
+            max(abs(one.report.loss), *[each.scale for each in known]),
+        ),
+        max(apart, key=lambda name: apart[name], default=""),
+    )
+
+
+def _ratio(difference: float, size: float) -> float:
+    if not math.isfinite(difference):
+        return math.inf
+    return difference / size if size else (math.inf if difference else 0.0)
+
+
+# ---- the outcomes of a look
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,79 +149,65 @@ class Split:
 
 
 def only_rows(task: Task, batch: Batch, rows: Sequence[int]) -> tuple[Task, Batch]:
-    """Return a batch of these rows, and the task with the settings that its loss has for them."""
+    """Return a batch of these rows, and the task with the loss settings that belong to them."""
     if isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch):
         task = replace(task, loss=task.loss.of_rows(batch, rows))
     return task, batch.only(rows)
 
 
-class Outcome(Observer):
-    """Loss and gradient of some rows in one cut; the model, its gradients and all else are as before."""
+class Looked(Outcome):
+    """An outcome of the caller's own model, which is restored; its gradients are kept as sketches."""
 
     def __init__(self, task: Task, few: Batch, plan: Plan, cut: Split, *, is_watched: bool) -> None:
-        self.gradients: dict[str, Tensor] = {}
-        self._draws, self._watch = _Watched(task.everyone), ExitStack()
-        effects = Effects()
-        task = task.alone()
-        own = replace(
-            task,
-            loss=ModelLoss().begin() if isinstance(task.loss, ModelTerms) else task.loss,
-            effects=effects,
-            scale=LossScale(Precision()),  # a dry run neither looks for overflow nor divides by a scale
-            observers=(self,),
-            listeners=(self._done,),
-            schedulers=(),
-            before_cut=_allowed,
-        )
-        effects.begin(own.modules)
-        order = range(few.rows)
-        chosen = few
-        if cut.is_interleaved:
-            own, chosen = only_rows(own, few, [*order[::2], *order[1::2]])
-        like = replace(plan, rows=few.rows, micro_batch=max(cut.sizes), cut=cut.sizes, non_finite="raise")
         self._model, self._versions, self.moved = task.model, _versions(task.model), ""
         self.buffers: dict[str, float] = {}
-        self._streams = [(read, pickle.dumps(read())) for read, _ in own.state.streams]
-        self._has_drawn = False
+        self.cut = cut
+        order = range(few.rows)
+        if cut.is_interleaved:
+            task, few = only_rows(task, few, [*order[::2], *order[1::2]])
+        self._seen, self._watch = _Watched(task.everyone), ExitStack()
         try:
-            with torch.enable_grad(), plain_kernels(), self._watch:
+            with self._watch:
                 if is_watched:
-                    self._watch.enter_context(self._draws)
-                self.report = carry_out(like, own, chosen.copied(), is_dry=True)
+                    self._watch.enter_context(self._seen)
+                super().__init__(task, few.copied(), plan, cut.sizes, self._seen, is_dry=True)
         finally:
-            self._draws.put_back()
-        if self.report.too_large:  # and so it was cut otherwise
-            raise OutOfMemoryError(f"Expected {max(cut.sizes)} rows to fit, got none left. Take fewer.")
-        draws = self._draws.unreplayed or effects.draws or effects.draws_process
-        self.is_random = bool(draws or self._has_drawn)
-        self.is_quiet = self._draws.is_quiet
-        self.dtypes = self._draws.dtypes | {p.dtype for p in task.parameters} | _short_of_devices(task, plan)
-        self.rows = few.rows
+            self._seen.put_back()
+        self.is_quiet = self._seen.is_quiet
+        self.dtypes |= _short_of_devices(task, plan)
 
-    def _done(self, event: Event) -> None:
-        """A forward that draws or writes does so in the first micro-batch. To watch takes long."""
-        if self._draws.is_quiet:
+    def told(self, event: Event) -> None:
+        """Stop watching: a forward that draws or writes does so in the first micro-batch."""
+        if self._seen.is_quiet:
             self._watch.close()
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
-        """Keep what shows a difference, in little memory."""
-        self._draws.is_watching = False
-        self._has_drawn = any(pickle.dumps(read()) != found for read, found in self._streams)
-        now = _versions(self._model)
-        self.moved = next((name for name, one in now.items() if self._versions.get(name) != one), "")
-        held = dict(self._model.named_buffers())
-        written = [name for name, one in now.items() if name in held and self._versions.get(name) != one]
-        self.buffers = {name: held[name].detach().double().norm().item() for name in written}
-        self.gradients = {name: _sketch(value.detach()) for name, value in gradients.items()}
+        """Keep the gradient, and the norms of buffers that were written to."""
+        super().update(gradients)
+        now, held = _versions(self._model), dict(self._model.named_buffers())
+        moved = [name for name, one in now.items() if self._versions.get(name) != one]
+        self.moved = moved[0] if moved else ""
+        self.buffers = {name: held[name].detach().double().norm().item() for name in moved if name in held}
 
-    @property
-    def size(self) -> float:
-        """The norm of the gradient."""
-        return math.hypot(*[value.norm().item() for value in self.gradients.values()])
+    def kept(self, gradient: Tensor) -> Tensor:
+        """Return a few sums of the rows of a gradient with random signs, of the same norm on average.
+
+        The difference of two sketches is that of the two gradients, in little memory: Alon, Matias and
+        Szegedy 1999, "The Space Complexity of Approximating the Frequency Moments", section 2.2.
+        """
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            signs = _signs(gradient.shape[0])[:, gradient.indices()[0].cpu()]
+            gradient = gradient.values()
+        elif gradient.dim() < 2 or gradient.shape[0] <= _SIGNS:
+            return gradient.clone()
+        else:
+            signs = _signs(gradient.shape[0])
+        return signs.to(gradient) @ gradient.flatten(1)
 
 
 class _Watched(SeenDraws):
-    """Keeps a copy of each parameter that a forward writes to, as a momentum encoder does, from before it."""
+    """A copy of each parameter from before a forward writes to it, as a momentum encoder does."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__()
@@ -120,7 +218,7 @@ class _Watched(SeenDraws):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What writes says so in its schema."""
+        """Copy what a mutable operation is given."""
         if private.is_mutable(func):
             for value in private.pytree.tree_leaves((args, kwargs)):
                 known = self._places.get(value.untyped_storage().data_ptr()) if _is_strided(value) else None
@@ -136,7 +234,7 @@ class _Watched(SeenDraws):
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing was drawn or written, so that other cuts need not be watched."""
+        """True if nothing was drawn or written, so that other splits need not be watched."""
         return not self._has_drawn and not self._copies
 
     def put_back(self) -> None:
@@ -161,18 +259,16 @@ class Difference(NamedTuple):
 def differ(one: Outcome, other: Outcome, *alone: Outcome) -> Difference | None:
     """Return the difference of two outcomes; None if it is rounding.
 
-    Nothing less counts than what numbers of size 1 leave behind where they cancel.
+    Rounding is at least that of numbers of size 1, which may cancel.
     """
-    dtypes = [dtype for dtype in one.dtypes | other.dtypes if dtype.is_floating_point]
-    shortest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+    shortest = shortest_of(one.dtypes | other.dtypes)
     eps, rounding = torch.finfo(shortest).eps, limit_of([shortest], one.rows)
     is_double, named = shortest == torch.float64, str(shortest).removeprefix("torch.")
-    outcomes = one, other, *alone
     small = None
     for name in sorted(one.report.terms.keys() & other.report.terms.keys()):
         first, second = one.report.terms[name], other.report.terms[name]
-        size = max(abs(each.report.terms.get(name, 0.0)) for each in outcomes)
-        if not math.isfinite(first):  # nothing to say, or the step will
+        size = max(abs(each.report.terms.get(name, 0.0)) for each in (one, other, *alone))
+        if not math.isfinite(first):  # the step itself will refuse it
             continue
         # NaN from a part of which the whole is finite is a fault, too: a mean over no valid element.
         if not abs(first - second) <= max(rounding * size, 100 * eps):
@@ -181,21 +277,15 @@ def differ(one: Outcome, other: Outcome, *alone: Outcome) -> Difference | None:
             if not is_small:
                 return found
             small = small or found
-    apart: dict[str, float] = {}
-    for name in one.gradients.keys() | other.gradients.keys():
-        pair = one.gradients.get(name), other.gradients.get(name)
-        first, second = [torch.zeros(()) if value is None else value for value in pair]
-        apart[name] = (first - second).norm().item()
-    error, size = math.hypot(*apart.values()), max(each.size for each in outcomes)
-    if not math.isfinite(error) or error <= max(rounding * size, 100 * eps):
+    size, far = max(each.size for each in (one, other, *alone)), distance(one, other, *alone, other)
+    if not math.isfinite(far.gradient) or far.gradient * size <= max(rounding * size, 100 * eps):
         return small
-    worst = max(apart, key=lambda name: apart[name])
-    is_small = not is_double and error <= max(_LIMIT, 3 * eps**0.5) * size
-    return Difference(f"gradients that differ by {error / size:.2g}, most in {worst}", named, is_small)
+    is_small = not is_double and far.gradient <= max(_LIMIT, 3 * eps**0.5)
+    return Difference(f"gradients that differ by {far.gradient:.2g}, most in {far.worst}", named, is_small)
 
 
 def _short_of_devices(task: Task, plan: Plan) -> set[torch.dtype]:
-    """Return float16 where float32 is multiplied with as short a mantissa (TF32)."""
+    """Return float16 if float32 is multiplied with as short a mantissa (TF32)."""
     is_short = plan.precision.compute == "tf32"
     if task.kinds - {"cpu"} and not is_short:
         try:
@@ -206,39 +296,23 @@ def _short_of_devices(task: Task, plan: Plan) -> set[torch.dtype]:
 
 
 def _allowed(task: Task, batch: Batch, plan: Plan, rows: int) -> None:
-    """Rows may be cut: where memory runs out the report says so."""
+    """Allow any cut of a trial run."""
 
 
 def outcome_of(
     task: Task, few: Batch, plan: Plan, cut: Split, *, is_watched: bool = True
-) -> "Outcome | Exception":
-    """What comes of a cut, or its error: a step meets that again, or would not meet it.
+) -> "Looked | Exception":
+    """Return the outcome of a split, or its error: a model may refuse a part that no step sends.
 
-    A model may refuse a single row, which a step need not send.
+    Raises:
+        OutOfMemoryError: a micro-batch did not fit.
     """
     try:
-        return Outcome(task, few, plan, cut, is_watched=is_watched)
+        return Looked(task, few, plan, cut, is_watched=is_watched)
     except OutOfMemoryError:
         raise
     except Exception as error:
         return error
-
-
-def _sketch(gradient: Tensor) -> Tensor:
-    """A few sums of the rows of a gradient with random signs, of the same norm on average.
-
-    The difference of two sketches is that of the two gradients, in little memory: Alon, Matias and Szegedy
-    1999, "The Space Complexity of Approximating the Frequency Moments", section 2.2.
-    """
-    if gradient.is_sparse:
-        gradient = gradient.coalesce()
-        signs = _signs(gradient.shape[0])[:, gradient.indices()[0].cpu()]
-        gradient = gradient.values()
-    elif gradient.dim() < 2 or gradient.shape[0] <= _SIGNS:
-        return gradient.clone()
-    else:
-        signs = _signs(gradient.shape[0])
-    return signs.to(gradient) @ gradient.flatten(1)
 
 
 @cache
@@ -248,6 +322,6 @@ def _signs(rows: int) -> Tensor:
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Names of parameters and buffers; which tensor each is, and how often it was written to."""
+    """Return the identity and version of each parameter and buffer by name."""
     named = chain(model.named_parameters(), model.named_buffers())
     return {name: (id(one), private.version(one)) for name, one in named}

@@ -10,19 +10,25 @@ from torch import Tensor
 from anybatch.core import tree
 from anybatch.engine import accumulation_dtype
 
-# Roundings that one forward and backward may lose. Measured on the losses and models of the laws: some 5,
-# and 100 where distances nearly cancel. Long mantissas leave room for deeper networks; short ones have none
-# to give, 16 roundings in bfloat16 are 6 % already.
+# Roundings of one forward and backward. Measured on the losses and models of the laws: about 5, and 100 if
+# distances nearly cancel. Long mantissas leave room for deeper networks; short ones have none, because 16
+# roundings in bfloat16 are 6 % already.
 _ROUNDINGS = {torch.float64: 2**12, torch.float32: 2**7, torch.float16: 2**4, torch.bfloat16: 2**4}
 
 
-# Deep networks lose more than the table's few layers. Short dtypes have nothing to give.
+# A factor for deep networks, which round more than the few layers of the table.
 _SLACK = {torch.float64: 16, torch.float32: 16}
+
+
+def shortest_of(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the floating dtype with the shortest mantissa; float32 if there is none."""
+    found = set(dtypes)
+    return next((dtype for dtype in reversed(_ROUNDINGS) if dtype in found), torch.float32)
 
 
 def limit_of(dtypes: Iterable[torch.dtype], rows: int) -> float:
     """Return the relative error that may be rounding, by the shortest dtype that was computed in."""
-    shortest = next((dtype for dtype in reversed(_ROUNDINGS) if dtype in set(dtypes)), torch.float32)
+    shortest = shortest_of(dtypes)
     return tolerance(shortest, rows) * _SLACK.get(shortest, 1)
 
 
