@@ -240,12 +240,13 @@ class Apart:
     def take(self, other: "InPlace | Apart") -> None:
         """Merge the sums of one `add` into these. Their memory may become ours; no `.grad` is left."""
         other.close()
-        self._unscale = 1.0
-        for name, bank in other.taken().banks.items():
-            self._add(name if name in self._banks else self._at, bank)
-        if isinstance(other, InPlace):
-            for parameter in self._parameters:
-                parameter.grad = None
+        self._unscale, is_in_place, bank = 1.0, isinstance(other, InPlace), self._banks[self._at]
+        gradients = [*map(_gradient_of, self._parameters)] if is_in_place else []
+        if self._compensated or not (gradients and _add_together(bank, self._parameters, gradients, 1.0)):
+            for name, found in other.taken().banks.items():
+                self._add(name if name in self._banks else self._at, found)
+        for parameter in self._parameters if is_in_place else ():
+            parameter.grad = None
 
     def close(self) -> None:
         """Take the hooks off."""

@@ -229,12 +229,12 @@ class Part:
 
     def evaluate(self, micro: Micro) -> Evaluated:
         """Run the model and the loss on the rows of a micro-batch."""
-        ways, loss = self.ways, self.loss_of(micro.indices)
+        ways, task, loss = self.ways, self.sums.task, self.loss_of(micro.indices)
         if ways.computing is None:
-            terms = loss.evaluate(self.task.model, micro.rows)
+            terms = loss.evaluate(task.model, micro.rows)
         else:
             with ways.computing():
-                terms = loss.evaluate(self.task.model, micro.rows)
+                terms = loss.evaluate(task.model, micro.rows)
         if self.sums.gradients is None:
             self._open(terms, len(micro.indices))
         known = self.sums.division.coefficients
@@ -243,8 +243,8 @@ class Part:
                 f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "
                 f"{sorted(known)}. Return ab.Total.zero() for a term that has nothing to add."
             )
-        if self.task.reader is not None:
-            self.task.reader.forward_done()
+        if task.reader is not None:
+            task.reader.forward_done()
         return terms
 
     def _open(self, terms: Evaluated, rows: int) -> None:
@@ -327,7 +327,8 @@ class Part:
                     parameter.grad = None
             if task.add_rows and not self._beside:
                 self._hold_beside()
-        sums.count(values, weights, len(self.left[0]))
+        assert self._micro is not None  # noqa: S101 - it was evaluated
+        sums.count(values, weights, len(self._micro.indices))
         if task.reader is not None:
             task.reader.done()
 
