@@ -184,7 +184,7 @@ def weights_of_other_rows(
 
 sums_in_the_parameters_dtype = _put(gradients, "accumulation_dtype", lambda own, chosen=None: chosen or own)
 memory_left_shared = _put(InPlace, "_own_memory", lambda self: None)
-gradients_of_the_step_before_left_over = _put(window, "clear", lambda parameters: None)
+gradients_of_the_step_before_left_over = _put(Window, "discard", lambda self, error=None: None)
 gradients_found_dropped = _put(Snapshot, "gradients_found", lambda self: [])
 what_was_accepted_comes_again = _put(InPlace, "has_accepted", False)
 

@@ -101,7 +101,8 @@ def ended(rank: int, size: int, at_rank: int) -> str:
     if rank == at_rank:
         step.model.fault.arm("forward", 1, NO)
         try:
-            step._step(step._begun(), make_batch(rank))  # without telling the others
+            step.strategy.abandon = lambda error: None  # type: ignore[method-assign]  # others are not told
+            step(make_batch(rank))
         except ValueError:
             os.kill(os.getpid(), signal.SIGKILL)
     before = snapshot(step)
