@@ -177,8 +177,15 @@ def ours(path: str, tree: ast.Module) -> set[str]:
 
 
 def face(house: House, package: str) -> set[str]:
-    """The names that a package shows: those in its `__all__`."""
-    for node in parse(house.get(f"{SRC}{package}/__init__.py", "")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return set(ast.literal_eval(node.value))
-    return set()
+    """The names that a package shows: those imported as themselves, and those that its `__init__` defines."""
+    tree = parse(house.get(f"{SRC}{package}/__init__.py", ""))
+    shown = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in tree.body:
+        match node:
+            case ast.ImportFrom(names=names):
+                shown |= {alias.name for alias in names if alias.asname == alias.name}
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                shown.add(name)
+            case _:
+                pass
+    return shown

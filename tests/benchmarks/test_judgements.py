@@ -10,8 +10,7 @@ from benchmarks import memory_gpt2, memory_peers, memory_planner, memory_predict
 from benchmarks.memory_contestants import OURS, ROWS, UPDATES
 from benchmarks.memory_report import Raw
 from benchmarks.precision_lenet5 import PRECISIONS
-from benchmarks.precision_overflow import AGAIN, SCALER
-from benchmarks.precision_overflow import OURS as OUR_WAY
+from benchmarks.precision_overflow import AGAIN, OURS as OUR_WAY, SCALER
 
 Record = Mapping[str, Any]
 Records = Sequence[Record]

@@ -10,9 +10,7 @@ import sklearn  # noqa: F401  (here, because its first import sets environment v
 import torch
 from torch import nn
 
-from anybatch.cli import main as cli
-from anybatch.cli import plan as plan_action
-from anybatch.cli import target
+from anybatch.cli import main as cli, plan as plan_action, target
 from anybatch.core.errors import PlanError
 from anybatch.engine.plan import Plan
 from anybatch.memory.ledger import Ledger

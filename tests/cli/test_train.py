@@ -11,8 +11,7 @@ import sklearn  # noqa: F401  (here, because its first import sets environment v
 import torch
 
 from anybatch.cli.main import main
-from anybatch.core import parse_bytes
-from anybatch.core import torch_private as private
+from anybatch.core import parse_bytes, torch_private as private
 from anybatch.engine import Observer
 from anybatch.testing import relative_error, tolerance
 from anybatch.train import checkpoint

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from anybatch.core.batch import OpenBatch, SampleBatch, TensorBatch, cut_sizes
 from anybatch.core.errors import BatchError

@@ -6,8 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import anybatch as ab

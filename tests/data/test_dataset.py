@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from anybatch.core.errors import DataError

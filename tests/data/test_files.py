@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from anybatch.core.errors import DataError

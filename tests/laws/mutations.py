@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anybatch.core import Cut, TensorBatch
-from anybatch.engine import Apart, Gradients, Sums, Window, gradients, window
+from anybatch.engine import Accumulation, Apart, Gradients, Sums, gradients, window
 from anybatch.engine.gradients import InPlace
 from anybatch.engine.part import Part
 from anybatch.losses import reductions as kinds
@@ -184,7 +184,7 @@ def weights_of_other_rows(
 
 sums_in_the_parameters_dtype = _put(gradients, "accumulation_dtype", lambda own, chosen=None: chosen or own)
 memory_left_shared = _put(InPlace, "_own_memory", lambda self: None)
-gradients_of_the_step_before_left_over = _put(Window, "discard", lambda self, error=None: None)
+gradients_of_the_step_before_left_over = _put(Accumulation, "discard", lambda self, error=None: None)
 gradients_found_dropped = _put(Snapshot, "gradients_found", lambda self: [])
 what_was_accepted_comes_again = _put(InPlace, "has_accepted", False)
 
@@ -226,8 +226,8 @@ def update_per_micro_batch(backward: Any, part: Part, terms: Evaluated) -> None:
         optimizer.step()
 
 
-@_in_place_of(Window, "write")
-def schedule_per_micro_batch(write: Any, one: Window) -> Any:
+@_in_place_of(Accumulation, "write")
+def schedule_per_micro_batch(write: Any, one: Accumulation) -> Any:
     report = write(one)
     for scheduler in [*one._task.schedulers] * (report.micro_batches - 1):
         scheduler.step()

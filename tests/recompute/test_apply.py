@@ -17,8 +17,7 @@ import anybatch as ab
 from anybatch.core.errors import PlanError
 from anybatch.integrations.transformers import with_empty_cache, with_own_cache
 from anybatch.memory.meter import Meter
-from anybatch.recompute import POLICIES, Choice, apply_policies, find_blocks
-from anybatch.recompute import offload as offload_module
+from anybatch.recompute import POLICIES, Choice, apply_policies, find_blocks, offload as offload_module
 from anybatch.testing import GradientRecorder
 from tests.integrations.heads import HEADS
 from tests.recompute.models import MODELS, every, make, run, seed, streams

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load as parse
-from safetensors.torch import save_file
+from safetensors.torch import load as parse, save_file
 from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR, StepLR

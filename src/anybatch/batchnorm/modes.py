@@ -7,8 +7,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from anybatch.core import PlanError
-from anybatch.core import torch_private as private
+from anybatch.core import PlanError, torch_private as private
 
 BatchNorm = private.BatchNorm
 

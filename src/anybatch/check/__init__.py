@@ -1,16 +1,10 @@
 """The self-test: compare splits with the whole batch on your model, and name the cause of a difference"""
 
-from anybatch.check.check import CheckReport, check, refuse_without_data
-from anybatch.check.copies import named_parameters
-from anybatch.check.passes import Recorder
-from anybatch.step import relative_error, tolerance
-
-__all__ = [
-    "CheckReport",
-    "Recorder",
-    "check",
-    "named_parameters",
-    "refuse_without_data",
-    "relative_error",
-    "tolerance",
-]
+from anybatch.check.check import (
+    CheckReport as CheckReport,
+    check as check,
+    refuse_without_data as refuse_without_data,
+)
+from anybatch.check.copies import named_parameters as named_parameters
+from anybatch.check.passes import Recorder as Recorder
+from anybatch.step import relative_error as relative_error, tolerance as tolerance

@@ -11,8 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import PlanError
-from anybatch.core import torch_private as private
+from anybatch.core import PlanError, torch_private as private
 from anybatch.losses import module_of
 from anybatch.state import ObjectState, rng
 

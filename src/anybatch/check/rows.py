@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.check.copies import widen
-from anybatch.core import Batch, Collate, Padding, SampleBatch, TensorBatch, TrimmedBatch, tree
-from anybatch.core import Cut as RowCut
+from anybatch.core import Batch, Collate, Cut as RowCut, Padding, SampleBatch, TensorBatch, TrimmedBatch, tree
 from anybatch.losses import TARGET_KEYS, find_paddings
 
 

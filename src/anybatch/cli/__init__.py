@@ -1,5 +1,3 @@
 """The command line: train, eval, plan, check and report."""
 
-from anybatch.cli import main
-
-__all__ = ["main"]
+from anybatch.cli import main as main

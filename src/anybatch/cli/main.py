@@ -12,10 +12,7 @@ from typing import Any, get_args
 
 from anybatch.batchnorm import BATCH_NORM_CHOICES
 from anybatch.check import check, refuse_without_data
-from anybatch.cli import plan as plan_action
-from anybatch.cli import report as report_action
-from anybatch.cli import target
-from anybatch.cli import train as actions
+from anybatch.cli import plan as plan_action, report as report_action, target, train as actions
 from anybatch.core import AnybatchError
 from anybatch.memory import CARDS
 from anybatch.parallel import RuleName, is_launched, rank, record

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from anybatch.cli import target
-from anybatch.cli import train as actions
+from anybatch.cli import target, train as actions
 from anybatch.observe import figure, memory
 from anybatch.recipes import find_recipe
 from anybatch.recompute import POLICIES

@@ -24,11 +24,10 @@ from anybatch.core import (
     format_bytes,
     format_count,
     format_seconds,
+    torch_private as private,
 )
-from anybatch.core import torch_private as private
 from anybatch.losses import ModelLoss
-from anybatch.memory import find_device as meter_device
-from anybatch.memory import parse_memory
+from anybatch.memory import find_device as meter_device, parse_memory
 from anybatch.observe import GradientFlow
 from anybatch.parallel import ParameterServer, is_launched, launch, rank, start_under_torchrun
 from anybatch.recipes import RECIPES, Training, find_recipe

@@ -25,14 +25,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException as DataDependentOutputException,
+    FakeTensor as FakeTensor,
+    FakeTensorMode as FakeTensorMode,
+)
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.optim import Optimizer
-from torch.utils import _python_dispatch as _modes
-from torch.utils import _pytree as pytree
+from torch.utils import _python_dispatch as _modes, _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false

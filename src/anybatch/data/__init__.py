@@ -1,18 +1,11 @@
 """Real data sets from files: digits, MNIST, CIFAR-10, folders of images, text."""
 
-from anybatch.data.dataset import Dataset, Split, hold_out, hold_out_rows
-from anybatch.data.load import load
-from anybatch.data.mnist import read_idx
-from anybatch.data.text import Lines, read_blocks, read_lines
-
-__all__ = [
-    "Dataset",
-    "Lines",
-    "Split",
-    "hold_out",
-    "hold_out_rows",
-    "load",
-    "read_blocks",
-    "read_idx",
-    "read_lines",
-]
+from anybatch.data.dataset import (
+    Dataset as Dataset,
+    Split as Split,
+    hold_out as hold_out,
+    hold_out_rows as hold_out_rows,
+)
+from anybatch.data.load import load as load
+from anybatch.data.mnist import read_idx as read_idx
+from anybatch.data.text import Lines as Lines, read_blocks as read_blocks, read_lines as read_lines

@@ -1,53 +1,40 @@
 """The step itself: plan, task, gradients, the loop and the update. Read window.py first."""
 
-from anybatch.engine.gradients import Apart, Gradient, Gradients, accumulation_dtype, multiply
-from anybatch.engine.observer import Observer, Reader
-from anybatch.engine.part import Part
-from anybatch.engine.plan import Plan, check_micro_batch
-from anybatch.engine.strategy import Agreed, Single, Strategy
-from anybatch.engine.sums import Sums
-from anybatch.engine.task import Progress, Signature, Task, admit, check_parts, context, gather, refuse_hooks
-from anybatch.engine.update import (
-    TornUpdateError,
-    clip,
-    learning_rate_of,
-    norm_of,
-    owned,
-    step_optimizers,
+from anybatch.engine import window_state as window_state
+from anybatch.engine.gradients import (
+    Apart as Apart,
+    Gradient as Gradient,
+    Gradients as Gradients,
+    accumulation_dtype as accumulation_dtype,
+    multiply as multiply,
 )
-from anybatch.engine.window import Source, Window, carry_out, snapshot
-
-__all__ = [
-    "Agreed",
-    "Apart",
-    "Gradient",
-    "Gradients",
-    "Observer",
-    "Part",
-    "Plan",
-    "Progress",
-    "Reader",
-    "Signature",
-    "Single",
-    "Source",
-    "Strategy",
-    "Sums",
-    "Task",
-    "TornUpdateError",
-    "Window",
-    "accumulation_dtype",
-    "admit",
-    "carry_out",
-    "check_micro_batch",
-    "check_parts",
-    "clip",
-    "context",
-    "gather",
-    "learning_rate_of",
-    "multiply",
-    "norm_of",
-    "owned",
-    "refuse_hooks",
-    "snapshot",
-    "step_optimizers",
-]
+from anybatch.engine.observer import Observer as Observer, Reader as Reader
+from anybatch.engine.part import Part as Part
+from anybatch.engine.plan import Plan as Plan, check_micro_batch as check_micro_batch
+from anybatch.engine.strategy import Agreed as Agreed, Single as Single, Strategy as Strategy
+from anybatch.engine.sums import Sums as Sums
+from anybatch.engine.task import (
+    Progress as Progress,
+    Signature as Signature,
+    Task as Task,
+    admit as admit,
+    check_parts as check_parts,
+    context as context,
+    gather as gather,
+    refuse_hooks as refuse_hooks,
+)
+from anybatch.engine.update import (
+    TornUpdateError as TornUpdateError,
+    clip as clip,
+    learning_rate_of as learning_rate_of,
+    norm_of as norm_of,
+    owned as owned,
+    step_optimizers as step_optimizers,
+)
+from anybatch.engine.window import (
+    Accumulation as Accumulation,
+    carry_out as carry_out,
+    clear as clear,
+    no_room_for_update as no_room_for_update,
+    snapshot as snapshot,
+)

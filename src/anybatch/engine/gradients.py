@@ -10,8 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Look, NonFinite, Number
-from anybatch.core import torch_private as private
+from anybatch.core import Look, NonFinite, Number, torch_private as private
 
 Gradient = dict[nn.Parameter, Tensor]
 BUCKET = 64 << 20  # bytes of gradients that are looked at together

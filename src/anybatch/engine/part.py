@@ -32,6 +32,9 @@ class Tried(NamedTuple):
     last: frozenset[int] = frozenset()  # first rows of micro-batches that were tried again uncut
 
 
+NOTHING_TRIED = Tried()
+
+
 class Ways:
     """The choices that are the same for every micro-batch of a plan; made once for a plan and a task.
 

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Batch, LossError, NonFiniteLossError, Number, OpenBatch
-from anybatch.core import torch_private as private
+from anybatch.core import Batch, LossError, NonFiniteLossError, Number, OpenBatch, torch_private as private
 from anybatch.engine.division import UNDECIDED, Division, to_host
 from anybatch.engine.gradients import Apart, Gradient, InPlace, accumulation_dtype
 from anybatch.engine.plan import Plan

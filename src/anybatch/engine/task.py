@@ -29,9 +29,9 @@ from anybatch.core import (
     SampleBatch,
     StepReport,
     TensorBatch,
+    torch_private as private,
     tree,
 )
-from anybatch.core import torch_private as private
 from anybatch.engine.gradients import accumulation_dtype, is_own_hook
 from anybatch.engine.observer import Observer, Reader
 from anybatch.engine.plan import Plan

@@ -19,8 +19,8 @@ from anybatch.core import (
     free_caches,
     ran_out_of_memory,
     released,
+    torch_private as private,
 )
-from anybatch.core import torch_private as private
 
 _KIND = attrgetter("device", "dtype")
 _TORN = "Some parameters may be updated and others not, which cannot be undone: go on from a checkpoint."

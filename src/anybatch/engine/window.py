@@ -2,12 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from itertools import repeat
-from operator import attrgetter, is_not
+from contextlib import ExitStack
 from time import perf_counter
-from types import TracebackType
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 
@@ -27,9 +24,8 @@ from anybatch.core import (
     ran_out_of_memory,
     released,
 )
-from anybatch.engine import window_state
 from anybatch.engine.gradients import Gradient
-from anybatch.engine.part import NO_READER, Part, Tried, Ways
+from anybatch.engine.part import NO_READER, NOTHING_TRIED, Part, Tried, Ways
 from anybatch.engine.plan import Plan
 from anybatch.engine.recover import NotUndoneError, Restart, recover, restart_after_end
 from anybatch.engine.sums import Sums
@@ -55,97 +51,46 @@ class Ended(NamedTuple):
     size: Tensor  # the same, on its device
 
 
-class Source(NamedTuple):
-    """The step that opens a window: it decides about each `add`."""
+class Accumulation:
+    """The micro-batches and sums of one update. A step has one `fold`, a window one for each `add`.
 
-    loss: object  # as the caller gave it
-    # (micro, is_first) -> the rows, their plan, and a context in which the device keeps to the budget
-    prepare: Callable[[Any, bool], tuple[Batch, Plan, AbstractContextManager[None]]]
-    learn: Callable[[Batch, Plan, Sums], None]
-    end: Callable[["Window"], StepReport]  # update, or hand the gradient over
-    closed: Callable[[], None]
+    Phases: open -> updated -> closed.
 
-
-class Window:
-    """Gradient accumulation for a loop that provides the micro-batches itself.
-
-    Call `add` (forward and backward) for each micro-batch, then `close`, which is `update` and `clear`. As a
-    context manager, a window closes itself at the end of the block; an exception discards it.
-
-    While it is open, the window keeps the gradient sums, and every `.grad` is None. If an `add` fails, the
-    window is as before that `add`. If memory runs out in an `add`, its rows are processed in halves. Do not
-    use a torch `GradScaler` with a window: `precision="fp16-mixed"` scales the loss.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from anybatch import Step
-        >>> model = nn.Linear(2, 1)
-        >>> step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> with step.window() as window:
-        ...     window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
+    Args:
+        task: the model, loss and optimizers.
+        settings: how rows are computed; a plan.
+        batch: the rows of a step; None for a window, whose rows come one micro-batch at a time.
     """
-
-    # A step is a window with one `add`: see `carry_out` below. Phases: open -> updated -> closed.
 
     __slots__ = (
         "__weakref__",
         "_before",
+        "_is_whole",
         "_phase",
-        "_report",
         "_rows",
-        "_seconds",
         "_settings",
         "_share",
         "_skipped",
-        "_source",
         "_sums",
         "_task",
-        "_trained",
     )
 
-    def __init__(
-        self, task: Task, settings: Plan, batch: Batch | None = None, source: Source | None = None
-    ) -> None:
-        self._task, self._settings, self._source = task, settings, source
-        self._before: Snapshot = snapshot(task, batch or OpenBatch())
+    def __init__(self, task: Task, settings: Plan, batch: Batch | None = None) -> None:
+        self._task, self._settings, self._is_whole = task, settings, batch is not None
+        self._before: Snapshot = snapshot(task, OpenBatch() if batch is None else batch)
         self._sums = Sums(settings, task, batch)
-        self._phase = "open"
-        self._share: Share | None = None
+        self._phase, self._rows = "open", 0
+        self._share: Share | None = None  # returns the loss of some rows; of a window
         self._skipped: NonFiniteLossError | None = None
-        self._report: StepReport | None = None
-        self._rows, self._seconds = 0, 0.0
-        self._trained: list[bool] = []
-
-    def open(self, state: Mapping[str, Any] | None = None) -> "Window":
-        """Begin, for callers who bring micro-batches; go on from a saved state if there is one."""
-        task = self._task
-        with task.loss.along(OpenBatch(), (), task.model, lambda: None) as self._share:
-            pass  # refused is a loss that needs the whole batch
-        self._trained = [*map(_is_trained, task.everyone)]
-        if state is not None:
-            source = self._source
-            assert source is not None  # noqa: S101 - only a step opens a window
-            self._rows, is_skipped = window_state.restore(state, self._sums, source.loss)
-            self._skipped = self._not_finite() if is_skipped else None
-        task.progress.unchecked = ""
-        task.strategy.begin(
-            task, self._settings
-        )  # before gradients that are refused on several ranks are gone
-        clear(task.parameters)
-        return self
 
     # ---- forward and backward
 
-    def fold(
-        self, plan: Plan, batch: Batch, tried: Tried, *, is_whole: bool = False, is_dry: bool = False
-    ) -> Part:
+    def fold(self, plan: Plan, batch: Batch, tried: Tried = NOTHING_TRIED, *, is_dry: bool = False) -> Part:
         """Run forward and backward of all rows; if this fails, all is as before it.
 
-        A whole batch is the only one of its window. It may divide early and use torch's uncut loss, its
-        snapshot is that of the window, and `discard` puts back.
+        A step may divide early and use torch's uncut loss; `discard` puts its snapshot back.
         """
-        task, wanted = self._task, plan
+        task, wanted, is_whole = self._task, plan, self._is_whole
         while True:
             before = self._before if is_whole else snapshot(task, batch)
             window = None if is_whole else self._sums
@@ -182,7 +127,7 @@ class Window:
 
     def fold_whole(self, plan: Plan, batch: Batch, tried: Tried, *, is_dry: bool) -> Part:
         """Run all rows of a step; their sums become the window's, without a copy."""
-        part = self.fold(plan, batch, tried, is_whole=True, is_dry=is_dry)
+        part = self.fold(plan, batch, tried, is_dry=is_dry)
         self._sums, self._rows = part.sums, batch.rows
         return part
 
@@ -306,7 +251,7 @@ class Window:
             raise
         return report
 
-    def finish(self, end: Callable[["Window"], StepReport]) -> StepReport:
+    def finish(self, end: Callable[["Accumulation"], StepReport]) -> StepReport:
         """End in this way, unless something was not finite and such an update is to be skipped."""
         try:
             if self._skipped is None:
@@ -314,13 +259,21 @@ class Window:
         except (NonFinite, NonFiniteLossError) as error:
             if self._settings.non_finite != "skip":
                 raise
-            self._skipped = error if isinstance(error, NonFiniteLossError) else self._not_finite()
+            self._skipped = error if isinstance(error, NonFiniteLossError) else self.not_finite()
         self._task.strategy.abandon(self._skipped)  # then the other ranks skip it, too
         reached = rng.capture_process()
         self._before.put_back()
         rng.restore_process(reached)  # the same random numbers would be as bad again
         self._phase = "updated"
         return report_of(self._sums, {}, math.nan, updated=False, rows=self._rows)
+
+    def not_finite(self) -> NonFiniteLossError:
+        """Return the error for a sum that is not finite, without the rows at fault."""
+        return NonFiniteLossError(
+            f"Expected a finite gradient, got NaN or infinity in the sum of {self._rows} rows. No update "
+            'was made. A step on all rows at once names those that are bad, and non_finite="drop" or '
+            '"skip" looks at each micro-batch as it comes.'
+        )
 
     # ---- when it is over
 
@@ -344,208 +297,16 @@ class Window:
                 clear(task.parameters)
             else:
                 self._before.put_gradients_back(task.parameters)
-            if self._source is None:  # a step has cleared theirs, too
+            if self._is_whole:  # a step has cleared theirs, too
                 self._before.put_gradients_back(task.others)
         self._phase = "closed"
-        if self._source is not None:
-            self._source.closed()
-
-    # ---- for callers who bring micro-batches
-
-    @property
-    def rows(self) -> int:
-        """Rows added so far."""
-        return self._rows
-
-    @property
-    def report(self) -> StepReport | None:
-        """The report of the update; None before it."""
-        return self._report
-
-    def add(self, micro: Any) -> None:
-        """Run forward and backward on one micro-batch, and add its gradient to the sums.
-
-        If this fails, the window is as before; on several ranks it ends, and the others raise at `close`.
-
-        Args:
-            micro: the rows of one micro-batch, in the same form as a batch.
-
-        Raises:
-            WindowError: the window is not open, or a `.grad` is not zero.
-            BatchError, LossError: see `Step.__call__`.
-        """
-        self._expect("open", "add a micro-batch")
-        try:
-            self._add(micro)
-        except BaseException as error:
-            if self._task.strategy.is_many and self._phase == "open":  # others must not wait for this one
-                self.discard(error)
-            raise
-
-    def _add(self, micro: Any) -> None:
-        began, source, task = perf_counter(), self._source, self._task
-        assert source is not None  # noqa: S101 - only a step opens a window
-        self._refuse_gradients()
-        self._refuse_unfrozen()
-        batch, plan, enforced = source.prepare(micro, not self._rows)
-        if self._skipped is None:
-            with enforced, context(plan, task):
-                part = self.fold(plan, batch, Tried())
-            if self._skipped is None:
-                try:
-                    self._sums.take(part.sums)
-                except BaseException as error:  # some sums may hold it and others not
-                    self.discard(error)
-                    raise
-                source.learn(batch, plan, part.sums)
-        self._rows += batch.rows
-        self._seconds += perf_counter() - began
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of an open window, to continue it in another process with `Step.window(state)`.
-
-        It holds copies on the CPU of the gradient sums, their counts and weights, and the loss scale. It does
-        not hold the model, the optimizer or the random state: save them with
-        `anybatch.train.checkpoint.save`, and this state as its `progress`.
-
-        Raises:
-            WindowError: the window is not open.
-
-        Example:
-            >>> import torch
-            >>> from torch import nn
-            >>> from anybatch import Step
-            >>> model = nn.Linear(2, 1)
-            >>> step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-            >>> window = step.window()
-            >>> window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
-            >>> state = window.state()
-            >>> window.discard()
-            >>> again = step.window(state)
-            >>> again.add((torch.zeros(2, 2), torch.zeros(2, 1)))
-            >>> again.close().cut
-            (3, 2)
-        """
-        self._expect("open", "be saved")
-        assert self._source is not None  # noqa: S101 - only a step opens a window
-        is_skipped = self._skipped is not None
-        return window_state.write(self._sums, self._source.loss, rows=self._rows, is_skipped=is_skipped)
-
-    def update(self) -> StepReport:
-        """Divide and clip the gradient, and step optimizers and schedulers.
-
-        The gradients stay in `.grad` until `clear`. If the update fails, the window is discarded.
-
-        Raises:
-            WindowError: nothing was added, the window is not open, or gradients were changed.
-            LossError: see `Step.__call__`.
-        """
-        self._expect("open", "update")
-        self._refuse_gradients()
-        task, source = self._task, self._source
-        assert source is not None  # noqa: S101 - only a step opens a window
-        if not (self._rows or task.strategy.is_many):  # other ranks may have rows
-            raise WindowError(
-                f"Expected at least one micro-batch in the window, got {self._rows} rows. "
-                "Call add() first, or discard()."
-            )
-        task.progress.began = perf_counter() - self._seconds
-        try:
-            with context(self._settings, task):
-                self._report = self.finish(source.end)
-        except BaseException as error:
-            failed = no_room_for_update(error, self._sums) if self._phase == "open" else None
-            if isinstance(error, NonFinite):
-                failed = self._not_finite()
-            self.discard(failed or error)
-            if failed is not None:
-                raise failed from None
-            raise
-        try:
-            task.tell(self._report)
-        except BaseException as error:
-            task.strategy.abandon(error)
-            raise
-        return self._report
-
-    def _not_finite(self) -> NonFiniteLossError:
-        return NonFiniteLossError(
-            f"Expected a finite gradient, got NaN or infinity in the sum of {self._rows} rows. No update "
-            'was made. A step on all rows at once names those that are bad, and non_finite="drop" or '
-            '"skip" looks at each micro-batch as it comes.'
-        )
-
-    def clear(self) -> None:
-        """Clear the gradients and end the window.
-
-        Raises:
-            WindowError: no update was made yet.
-        """
-        self._expect("updated", "clear")
-        self.discard()
-
-    def close(self) -> StepReport:
-        """Update and clear.
-
-        Raises:
-            WindowError, LossError: see `update`.
-        """
-        self._expect("open", "close")
-        try:
-            return self.update()
-        finally:
-            if self._phase == "updated":
-                self.clear()
-
-    def __enter__(self) -> "Window":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None and self._phase == "open":
-                self.close()
-        finally:
-            self.discard(error if self._phase == "open" else None)
-
-    def _refuse_gradients(self) -> None:
-        """Drop gradients that are zero, and refuse others by name: between two `add`s there are none."""
-        if not any(map(is_not, map(_gradient_of, self._task.parameters), repeat(None))):
-            return
-        found = [(p, p.grad) for p in self._task.parameters if p.grad is not None]
-        names = self._task.names()
-        wrong = [names[p] for p, gradient in found if not _is_zero(gradient)]
-        if wrong:
-            raise WindowError(
-                f"Expected no gradients while a window is open, got a `.grad` that is not zero of "
-                f"{wrong[:3]}. "
-                "Clear it with zero_grad(), and call backward() or clipping before the window is opened or "
-                "after it is over."
-            )
-        clear([p for p, _ in found])
-
-    def _refuse_unfrozen(self) -> None:
-        trained = [*map(_is_trained, self._task.everyone)]
-        if trained != self._trained:
-            raise WindowError(
-                f"Expected the same {sum(self._trained)} parameters to be trained throughout a window, got "
-                f"{sum(trained)}. Freeze and unfreeze between windows."
-            )
-
-    def _expect(self, phase: str, wish: str) -> None:
-        if self._phase != phase:
-            raise WindowError(
-                f"Expected a window that is {phase} to {wish}, got one that is {self._phase}. "
-                "Open a new one with step.window()."
-            )
 
 
 def carry_out(
     plan: Plan,
     task: Task,
     batch: Batch,
-    end: Callable[[Window], StepReport] = Window.write,
+    end: Callable[[Accumulation], StepReport] = Accumulation.write,
     *,
     is_dry: bool = False,
 ) -> StepReport:
@@ -564,12 +325,12 @@ def carry_out(
     Raises:
         OutOfMemoryError: one row does not fit, the update does not, or a smaller cut would change the result.
     """
-    end = Window.show if is_dry else end
+    end = Accumulation.show if is_dry else end
     task.progress.began = perf_counter()
     with context(plan, task):
-        window = Window(task, plan, batch)
+        window = Accumulation(task, plan, batch)
         try:
-            tried = Tried()
+            tried = NOTHING_TRIED
             while True:
                 part = window.fold_whole(plan, batch, tried, is_dry=is_dry)
                 try:
@@ -697,13 +458,3 @@ def clear(parameters: Iterable[nn.Parameter]) -> None:
     """Drop the gradients of these parameters."""
     for parameter in parameters:
         parameter.grad = None
-
-
-_gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
-_is_trained: Callable[[Tensor], bool] = attrgetter("requires_grad")
-
-
-def _is_zero(gradient: Tensor) -> bool:
-    return all_finite([gradient]) and not bool(
-        gradient.count_nonzero() if not gradient.is_sparse else gradient.coalesce().values().count_nonzero()
-    )

@@ -6,8 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import CheckpointError
-from anybatch.core import torch_private as private
+from anybatch.core import CheckpointError, torch_private as private
 from anybatch.engine.division import Division, to_host
 from anybatch.engine.gradients import Apart, Gradient, accumulation_dtype
 from anybatch.engine.sums import Redone, Sums

@@ -1,27 +1,14 @@
 """Special cases for other libraries: one file for each, which does not import it."""
 
 from anybatch.integrations.transformers import (
-    ROUTER_ADVICE,
-    RouterLoss,
-    WholeRouterLoss,
-    homes,
-    is_layer,
-    recomputes_itself,
-    recorded,
-    wants_router_loss,
-    with_empty_cache,
-    with_own_cache,
+    ROUTER_ADVICE as ROUTER_ADVICE,
+    RouterLoss as RouterLoss,
+    WholeRouterLoss as WholeRouterLoss,
+    homes as homes,
+    is_layer as is_layer,
+    recomputes_itself as recomputes_itself,
+    recorded as recorded,
+    wants_router_loss as wants_router_loss,
+    with_empty_cache as with_empty_cache,
+    with_own_cache as with_own_cache,
 )
-
-__all__ = [
-    "ROUTER_ADVICE",
-    "RouterLoss",
-    "WholeRouterLoss",
-    "homes",
-    "is_layer",
-    "recomputes_itself",
-    "recorded",
-    "wants_router_loss",
-    "with_empty_cache",
-    "with_own_cache",
-]

@@ -1,35 +1,21 @@
 """Losses as sums with weights: by torch's own names, or written by the user."""
 
-from anybatch.losses.inputs import TARGET_KEYS, call_model, split_batch
-from anybatch.losses.linear import linear_cross_entropy
-from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Share
-from anybatch.losses.model.model_loss import ModelLoss, ModelTerms
-from anybatch.losses.model.read import read_afresh
-from anybatch.losses.padding import find_paddings
-from anybatch.losses.resolve import check_loss, module_of, resolve
-from anybatch.losses.terms import Terms, call_loss
-from anybatch.losses.torch_losses import SummedLoss, summed_loss
-from anybatch.losses.whole_batch import WholeBatch
-
-__all__ = [
-    "TARGET_KEYS",
-    "EvaluateAgain",
-    "Evaluated",
-    "Loss",
-    "ModelLoss",
-    "ModelTerms",
-    "Share",
-    "SummedLoss",
-    "Terms",
-    "WholeBatch",
-    "call_loss",
-    "call_model",
-    "check_loss",
-    "find_paddings",
-    "linear_cross_entropy",
-    "module_of",
-    "read_afresh",
-    "resolve",
-    "split_batch",
-    "summed_loss",
-]
+from anybatch.losses.inputs import (
+    TARGET_KEYS as TARGET_KEYS,
+    call_model as call_model,
+    split_batch as split_batch,
+)
+from anybatch.losses.linear import linear_cross_entropy as linear_cross_entropy
+from anybatch.losses.loss import (
+    EvaluateAgain as EvaluateAgain,
+    Evaluated as Evaluated,
+    Loss as Loss,
+    Share as Share,
+)
+from anybatch.losses.model.model_loss import ModelLoss as ModelLoss, ModelTerms as ModelTerms
+from anybatch.losses.model.read import read_afresh as read_afresh
+from anybatch.losses.padding import find_paddings as find_paddings
+from anybatch.losses.resolve import check_loss as check_loss, module_of as module_of, resolve as resolve
+from anybatch.losses.terms import Terms as Terms, call_loss as call_loss
+from anybatch.losses.torch_losses import SummedLoss as SummedLoss, summed_loss as summed_loss
+from anybatch.losses.whole_batch import WholeBatch as WholeBatch

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from anybatch.core import LossError, Number, all_finite, ran_out_of_memory, tree
-from anybatch.core import torch_private as private
+from anybatch.core import LossError, Number, all_finite, ran_out_of_memory, torch_private as private, tree
 from anybatch.losses.inputs import TARGET_KEYS, split_batch
 from anybatch.precision import FIRST_SCALE
 

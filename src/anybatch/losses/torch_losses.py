@@ -8,8 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from anybatch.core import SHORT_DTYPES, Batch, LossError, Number
-from anybatch.core import torch_private as private
+from anybatch.core import SHORT_DTYPES, Batch, LossError, Number, torch_private as private
 from anybatch.losses.inputs import call_model, split_batch
 from anybatch.losses.loss import Evaluated, Loss, Plain, Share
 from anybatch.losses.reductions import (

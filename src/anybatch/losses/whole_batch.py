@@ -8,8 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Batch, LossError, NonFiniteLossError, Number, Total, tree
-from anybatch.core import torch_private as private
+from anybatch.core import Batch, LossError, NonFiniteLossError, Number, Total, torch_private as private, tree
 from anybatch.losses.cotangents import Pull, Seen, flows_of, joined, part
 from anybatch.losses.inputs import call
 from anybatch.losses.loss import Evaluated, Plain, Share, first_pass_rows

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from anybatch.core import PlanError, TraceError
-from anybatch.core import torch_private as private
+from anybatch.core import PlanError, TraceError, torch_private as private
 from anybatch.state import ObjectState, rng
 
 _ATEN: Any = torch.ops.aten

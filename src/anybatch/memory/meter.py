@@ -12,8 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from anybatch.core import is_moving, tensors_in
-from anybatch.core import torch_private as private
+from anybatch.core import is_moving, tensors_in, torch_private as private
 from anybatch.memory.ledger import Ledger
 from anybatch.memory.recording import (
     GRADIENTS,

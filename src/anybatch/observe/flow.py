@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.batchnorm import BatchNormChoice
-from anybatch.core import Collate, PlanError, check_whole, ran_out_of_memory
-from anybatch.core import torch_private as private
+from anybatch.core import Collate, PlanError, check_whole, ran_out_of_memory, torch_private as private
 from anybatch.engine import Observer
 from anybatch.losses import module_of
 from anybatch.observe.figure import checked

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.core import Batch, PlanError
-from anybatch.core import torch_private as private
+from anybatch.core import Batch, PlanError, torch_private as private
 from anybatch.engine import Sums, Task
 from anybatch.parallel.fingerprint import (
     buffers_of_model,

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.core import Batch, PlanError
-from anybatch.core import torch_private as private
+from anybatch.core import Batch, PlanError, torch_private as private
 from anybatch.engine import Plan, Task, owned
 from anybatch.losses import SummedLoss
 

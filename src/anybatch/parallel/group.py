@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anybatch.core import RankError
-from anybatch.core import torch_private as private
+from anybatch.core import RankError, torch_private as private
 
 _SIZE = 4096  # bytes of a message; fixed, so that all ranks send and expect the same size
 

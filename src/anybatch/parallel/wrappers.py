@@ -6,8 +6,7 @@ from typing import Literal, cast, get_args
 
 from torch import nn
 
-from anybatch.core import PlanError
-from anybatch.core import torch_private as private
+from anybatch.core import PlanError, torch_private as private
 from anybatch.engine import Single, Strategy
 from anybatch.parallel.group import Group, ranks, start_under_torchrun
 from anybatch.parallel.replicate import Replicate

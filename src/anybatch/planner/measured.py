@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from anybatch.core import Batch, BatchError, Micro, SampleBatch, cut_sizes, tree
-from anybatch.core import torch_private as private
+from anybatch.core import Batch, BatchError, Micro, SampleBatch, cut_sizes, torch_private as private, tree
 from anybatch.engine import Reader, Task
 from anybatch.losses import WholeBatch
 from anybatch.memory import MemoryReading

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from anybatch.core import Batch, SampleBatch, TensorBatch, tree
-from anybatch.core import torch_private as private
+from anybatch.core import Batch, SampleBatch, TensorBatch, torch_private as private, tree
 from anybatch.engine import Plan, Task, carry_out, owned, snapshot
 from anybatch.integrations import homes, wants_router_loss
 from anybatch.losses import Loss, ModelTerms, SummedLoss, Terms

@@ -1,29 +1,14 @@
 """Precisions: dtypes, the loss scale, float32 master weights, casts."""
 
-from anybatch.precision.apply import Working, at_work
-from anybatch.precision.loss_scale import FIRST_SCALE, LossScale
-from anybatch.precision.master_weights import Masters
+from anybatch.precision.apply import Working as Working, at_work as at_work
+from anybatch.precision.loss_scale import FIRST_SCALE as FIRST_SCALE, LossScale as LossScale
+from anybatch.precision.master_weights import Masters as Masters
 from anybatch.precision.policy import (
-    NAMED,
-    NON_FINITE_POLICIES,
-    NonFinitePolicy,
-    Precision,
-    PrecisionName,
-    check_non_finite,
-    find_precision,
+    NAMED as NAMED,
+    NON_FINITE_POLICIES as NON_FINITE_POLICIES,
+    NonFinitePolicy as NonFinitePolicy,
+    Precision as Precision,
+    PrecisionName as PrecisionName,
+    check_non_finite as check_non_finite,
+    find_precision as find_precision,
 )
-
-__all__ = [
-    "FIRST_SCALE",
-    "NAMED",
-    "NON_FINITE_POLICIES",
-    "LossScale",
-    "Masters",
-    "NonFinitePolicy",
-    "Precision",
-    "PrecisionName",
-    "Working",
-    "at_work",
-    "check_non_finite",
-    "find_precision",
-]

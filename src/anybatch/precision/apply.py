@@ -10,8 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from anybatch.batchnorm import BatchNorm
-from anybatch.core import SHORT_DTYPES, PlanError
-from anybatch.core import torch_private as private
+from anybatch.core import SHORT_DTYPES, PlanError, torch_private as private
 from anybatch.precision.casting import AutocastOff, Inner, Outer, cast_of, lengthened
 from anybatch.precision.loss_scale import LossScale
 from anybatch.precision.master_weights import Masters, lengthen, lengthen_states

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import SHORT_DTYPES, is_recomputing, mould, parts
-from anybatch.core import torch_private as private
+from anybatch.core import SHORT_DTYPES, is_recomputing, mould, parts, torch_private as private
 
 
 class Wrapper:

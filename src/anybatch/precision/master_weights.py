@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from anybatch.core import SHORT_DTYPES
-from anybatch.core import torch_private as private
+from anybatch.core import SHORT_DTYPES, torch_private as private
 
 
 class _Backup:

@@ -5,10 +5,8 @@ from anybatch.recipes.bert import BERT
 from anybatch.recipes.clip import CLIP
 from anybatch.recipes.gpt import GPT
 from anybatch.recipes.lenet5 import LENET5
-from anybatch.recipes.recipe import Recipe, Training
+from anybatch.recipes.recipe import Recipe as Recipe, Training as Training
 from anybatch.recipes.resnet import RESNET18, RESNET50
-
-__all__ = ["RECIPES", "Recipe", "Training", "find_recipe"]
 
 RECIPES = {recipe.name: recipe for recipe in (LENET5, RESNET18, RESNET50, BERT, GPT, CLIP)}
 

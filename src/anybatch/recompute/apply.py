@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
-from anybatch.core import PlanError
-from anybatch.core import torch_private as private
+from anybatch.core import PlanError, torch_private as private
 from anybatch.integrations import with_empty_cache, with_own_cache
 from anybatch.recompute import selective
 from anybatch.recompute.blocks import Choice, checked, find_blocks

@@ -8,8 +8,7 @@ from typing import Literal, cast, get_args
 import torch
 from torch import nn
 
-from anybatch.core import PlanError
-from anybatch.core import torch_private as private
+from anybatch.core import PlanError, torch_private as private
 from anybatch.integrations import is_layer, recomputes_itself
 
 #: Policies for the activations of a block; other blocks keep them.

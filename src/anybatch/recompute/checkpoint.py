@@ -11,8 +11,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import AnybatchError, BlockError, PlanError, recomputing, tensors_in
-from anybatch.core import torch_private as private
+from anybatch.core import (
+    AnybatchError,
+    BlockError,
+    PlanError,
+    recomputing,
+    tensors_in,
+    torch_private as private,
+)
 from anybatch.state import Contents, Reachable, rng
 
 _ADVICE = (

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from anybatch.core import PlanError, moving, tensors_in
-from anybatch.core import torch_private as private
+from anybatch.core import PlanError, moving, tensors_in, torch_private as private
 
 #: Smaller tensors stay on the device: the latency of a copy is longer than its transfer.
 SMALLEST = 64 * 1024

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from anybatch.core import all_loaded, loaded
-from anybatch.core import torch_private as private
+from anybatch.core import all_loaded, loaded, torch_private as private
 from anybatch.state import rng
 
 MOST_ITEMS, MOST_OF_BLOCKS = 100_000, 1_000  # items of a container that is followed: longer ones are data

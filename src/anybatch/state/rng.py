@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anybatch.core import loaded, numpy_random
-from anybatch.core import torch_private as private
+from anybatch.core import loaded, numpy_random, torch_private as private
 
 
 class RandomState(NamedTuple):

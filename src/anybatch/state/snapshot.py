@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import ran_out_of_memory
-from anybatch.core import torch_private as private
+from anybatch.core import ran_out_of_memory, torch_private as private
 from anybatch.state import rng
 from anybatch.state.objects import fill, holds
 

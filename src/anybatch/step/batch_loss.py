@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import LossError, PlanError, StepReport
-from anybatch.engine import Gradient, Window, check_parts, multiply
+from anybatch.engine import Accumulation, Gradient, check_parts, multiply
 from anybatch.losses import module_of
 from anybatch.precision import Precision, PrecisionName, find_precision
 from anybatch.step.step import Step
+from anybatch.step.window import Window
 
 
 class BatchLoss:
@@ -166,7 +167,7 @@ class GradientStep(Step):
             return self._chosen
         return [*dict.fromkeys([*self.model.parameters(), *module_of(self.loss).parameters()])]
 
-    def end(self, window: Window) -> StepReport:
+    def end(self, window: Accumulation) -> StepReport:
         """End before the update."""
         self._taken = {}
         return window.hand_over(self._take)

@@ -9,8 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.batchnorm import BatchNormChoice
-from anybatch.core import Collate
-from anybatch.core import torch_private as private
+from anybatch.core import Collate, torch_private as private
 from anybatch.parallel import unwrapped
 from anybatch.planner import PlanReport
 from anybatch.precision import Precision, PrecisionName, find_precision

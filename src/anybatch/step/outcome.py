@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import Batch, Event, OutOfMemoryError
-from anybatch.core import torch_private as private
+from anybatch.core import Batch, Event, OutOfMemoryError, torch_private as private
 from anybatch.engine import Observer, Plan, Task, carry_out
 from anybatch.losses import ModelLoss, ModelTerms, SummedLoss
 from anybatch.precision import LossScale, Precision

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,8 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.batchnorm import BatchNormChoice, warn_of_untrained
 from anybatch.core import (
-    Batch,
-    BatchError,
     BlockError,
     Collate,
     Listener,
@@ -26,15 +23,14 @@ from anybatch.core import (
     counted,
 )
 from anybatch.engine import (
+    Accumulation,
     Observer,
     Plan,
     Progress,
     Signature,
-    Source,
     Strategy,
     Sums,
     Task,
-    Window,
     admit,
     carry_out,
     check_parts,
@@ -58,6 +54,7 @@ from anybatch.state import Effects
 from anybatch.step.decide import Guard, Planning, whole_number
 from anybatch.step.length import Order, check_order, ordered
 from anybatch.step.remote import Remote
+from anybatch.step.window import Window
 
 
 class Step:
@@ -226,13 +223,13 @@ class Step:
             batch: as for a step.
             take: called with the sums of all rows.
         """
-        return self._step(self._begun(), batch, partial(Window.give_sums, take=take))
+        return self._step(self._begun(), batch, partial(Accumulation.give_sums, take=take))
 
-    def end(self, window: Window) -> StepReport:
+    def end(self, window: Accumulation) -> StepReport:
         """End a window with the update."""
         return window.write()
 
-    def _step(self, task: Task, batch: Any, end: Callable[[Window], StepReport]) -> StepReport:
+    def _step(self, task: Task, batch: Any, end: Callable[[Accumulation], StepReport]) -> StepReport:
         is_many, task.progress.unchecked = self.strategy.is_many, ""
         if is_many:
             self.strategy.begin(task, self.planning.settings)
@@ -331,38 +328,11 @@ class Step:
                 "step(batch), which cuts the batch into units for the workers."
             )
         try:
-            task = self._begun()
-            source = Source(
-                self.loss,
-                partial(self._prepare_add, task),
-                self.planning.learn_add,
-                self.end,
-                lambda: vars(self).update(open_window=None),
-            )
-            window = Window(task, self.planning.settings, source=source)
-            opened = vars(self)["open_window"] = window.open(state)
+            opened = vars(self)["open_window"] = Window(self, self._begun(), state)
         except BaseException as error:
             self.strategy.abandon(error)
             raise
         return opened
-
-    def _prepare_add(
-        self, task: Task, micro: Any, is_first: bool
-    ) -> tuple[Batch, Plan, AbstractContextManager[None]]:
-        batch, guard = admit(micro, task, self.collate), self.guard
-        if not batch.rows:
-            raise BatchError(
-                f"Expected rows in a window's add, got {batch.rows}. Leave the add out: a rank without rows "
-                "closes its window all the same."
-            )
-        if not is_first or self.strategy.is_many:
-            guard.refuse_meetings(task)
-        plan = self.planning.of_window(task, batch, guard)
-        if plan.is_cut:
-            guard.refuse_meetings(task)
-        if plan.is_cut or not is_first:
-            guard.look(task, batch, plan, plan.micro_batch)
-        return batch, plan, self.planning.enforced(task)
 
     @property
     def loss_module(self) -> nn.Module:

@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from anybatch.core import SHORT_DTYPES, PlanError, StepReport, check_whole, format_count, format_seconds
-from anybatch.core import torch_private as private
+from anybatch.core import (
+    SHORT_DTYPES,
+    PlanError,
+    StepReport,
+    check_whole,
+    format_count,
+    format_seconds,
+    torch_private as private,
+)
 from anybatch.step import Step
 
 

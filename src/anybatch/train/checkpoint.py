@@ -15,13 +15,11 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, contiguous_format, equal, float32, nn
-from torch import save as torch_save
+from torch import Tensor, contiguous_format, equal, float32, nn, save as torch_save
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.core import SHORT_DTYPES, CheckpointError
-from anybatch.core import torch_private as private
+from anybatch.core import SHORT_DTYPES, CheckpointError, torch_private as private
 from anybatch.precision import Masters
 from anybatch.train.serialize import Packer, digest_of, unpack
 

@@ -18,9 +18,9 @@ from anybatch.core import (
     TensorBatch,
     Total,
     cut_sizes,
+    torch_private as private,
     weighted_mean,
 )
-from anybatch.core import torch_private as private
 from anybatch.losses import resolve, split_batch
 from anybatch.state import evaluating
 from anybatch.step import Step

@@ -1,5 +1,3 @@
 """A model that computes its own loss: its means become sums with weights."""
 
-from anybatch.losses.model.model_loss import ModelLoss, ModelTerms
-
-__all__ = ["ModelLoss", "ModelTerms"]
+from anybatch.losses.model.model_loss import ModelLoss as ModelLoss, ModelTerms as ModelTerms

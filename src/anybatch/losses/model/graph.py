@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from anybatch.core import LossError
-from anybatch.core import torch_private as private
+from anybatch.core import LossError, torch_private as private
 from anybatch.integrations import RouterLoss
 from anybatch.losses.cotangents import nodes_behind
 from anybatch.losses.inputs import call

@@ -14,8 +14,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from anybatch.core import SHORT_DTYPES, Number
-from anybatch.core import torch_private as private
+from anybatch.core import SHORT_DTYPES, Number, torch_private as private
 from anybatch.losses.cotangents import nodes_behind
 from anybatch.losses.reductions import (
     CLASSES,

@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import SHORT_DTYPES, Number
-from anybatch.core import torch_private as private
+from anybatch.core import SHORT_DTYPES, Number, torch_private as private
 from anybatch.integrations import homes
 from anybatch.losses.loss import EvaluateAgain
 from anybatch.losses.model.graph import LossTerms

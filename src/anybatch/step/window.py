@@ -1,0 +1,298 @@
+"""Window: one exact update from micro-batches that the caller provides."""
+
+from collections.abc import Callable, Mapping
+from itertools import repeat
+from operator import attrgetter, is_not
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from anybatch.core import (
+    Batch,
+    BatchError,
+    Collate,
+    NonFinite,
+    OpenBatch,
+    StepReport,
+    WindowError,
+    all_finite,
+)
+from anybatch.engine import (
+    Accumulation,
+    Plan,
+    Task,
+    admit,
+    clear,
+    context,
+    no_room_for_update,
+    window_state,
+)
+from anybatch.step.decide import Guard, Planning
+
+
+class Opener(Protocol):
+    """The step that opens a window."""
+
+    collate: Collate | None
+    guard: Guard
+    planning: Planning
+    loss: object
+
+    def end(self, window: Accumulation) -> StepReport:
+        """Update, or hand the gradient over."""
+        ...
+
+
+class Window(Accumulation):
+    """Gradient accumulation for a loop that provides the micro-batches itself.
+
+    Call `add` (forward and backward) for each micro-batch, then `close`, which is `update` and `clear`. As a
+    context manager, a window closes itself at the end of the block; an exception discards it.
+
+    While it is open, the window keeps the gradient sums, and every `.grad` is None. If an `add` fails, the
+    window is as before that `add`. If memory runs out in an `add`, its rows are processed in halves. Do not
+    use a torch `GradScaler` with a window: `precision="fp16-mixed"` scales the loss.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from anybatch import Step
+        >>> model = nn.Linear(2, 1)
+        >>> step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with step.window() as window:
+        ...     window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
+    """
+
+    __slots__ = ("_report", "_seconds", "_step", "_trained")
+
+    def __init__(self, step: Opener, task: Task, state: Mapping[str, Any] | None = None) -> None:
+        with task.loss.along(OpenBatch(), (), task.model, lambda: None) as share:
+            pass  # refused is a loss that needs the whole batch
+        super().__init__(task, step.planning.settings)
+        self._step, self._share = step, share
+        self._trained = [*map(_is_trained, task.everyone)]
+        self._report: StepReport | None = None
+        self._seconds = 0.0
+        if state is not None:
+            self._rows, is_skipped = window_state.restore(state, self._sums, step.loss)
+            self._skipped = self.not_finite() if is_skipped else None
+        task.progress.unchecked = ""
+        task.strategy.begin(task, self._settings)  # refuses gradients on several ranks, so before they go
+        clear(task.parameters)
+
+    def discard(self, error: BaseException | None = None) -> None:
+        """End the window. Without an update, model, gradients and random state are as before it.
+
+        Args:
+            error: the reason, which other ranks are told.
+        """
+        if self._phase != "closed":
+            super().discard(error)
+            vars(self._step)["open_window"] = None  # which nobody else may set
+
+    @property
+    def rows(self) -> int:
+        """Rows added so far."""
+        return self._rows
+
+    @property
+    def report(self) -> StepReport | None:
+        """The report of the update; None before it."""
+        return self._report
+
+    def add(self, micro: Any) -> None:
+        """Run forward and backward on one micro-batch, and add its gradient to the sums.
+
+        If this fails, the window is as before; on several ranks it ends, and the others raise at `close`.
+
+        Args:
+            micro: the rows of one micro-batch, in the same form as a batch.
+
+        Raises:
+            WindowError: the window is not open, or a `.grad` is not zero.
+            BatchError, LossError: see `Step.__call__`.
+        """
+        self._expect("open", "add a micro-batch")
+        try:
+            self._add(micro)
+        except BaseException as error:
+            if self._task.strategy.is_many and self._phase == "open":  # others must not wait for this one
+                self.discard(error)
+            raise
+
+    def _add(self, micro: Any) -> None:
+        began, task, planning = perf_counter(), self._task, self._step.planning
+        self._refuse_gradients()
+        self._refuse_unfrozen()
+        batch = admit(micro, task, self._step.collate)
+        if not batch.rows:
+            raise BatchError(
+                f"Expected rows in a window's add, got {batch.rows}. Leave the add out: a rank without rows "
+                "closes its window all the same."
+            )
+        if self._skipped is None:
+            plan = self._plan(batch)
+            with planning.enforced(task), context(plan, task):
+                part = self.fold(plan, batch)
+            if self._skipped is None:
+                try:
+                    self._sums.take(part.sums)
+                except BaseException as error:  # some sums may hold it and others not
+                    self.discard(error)
+                    raise
+                planning.learn_add(batch, plan, part.sums)
+        self._rows += batch.rows
+        self._seconds += perf_counter() - began
+
+    def _plan(self, batch: Batch) -> Plan:
+        guard, task = self._step.guard, self._task
+        if self._rows or task.strategy.is_many:
+            guard.refuse_meetings(task)
+        plan = self._step.planning.of_window(task, batch, guard)
+        if plan.is_cut:
+            guard.refuse_meetings(task)
+        if plan.is_cut or self._rows:
+            guard.look(task, batch, plan, plan.micro_batch)
+        return plan
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of an open window, to continue it in another process with `Step.window(state)`.
+
+        It holds copies on the CPU of the gradient sums, their counts and weights, and the loss scale. It does
+        not hold the model, the optimizer or the random state: save them with
+        `anybatch.train.checkpoint.save`, and this state as its `progress`.
+
+        Raises:
+            WindowError: the window is not open.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from anybatch import Step
+            >>> model = nn.Linear(2, 1)
+            >>> step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> window = step.window()
+            >>> window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
+            >>> state = window.state()
+            >>> window.discard()
+            >>> again = step.window(state)
+            >>> again.add((torch.zeros(2, 2), torch.zeros(2, 1)))
+            >>> again.close().cut
+            (3, 2)
+        """
+        self._expect("open", "be saved")
+        is_skipped = self._skipped is not None
+        return window_state.write(self._sums, self._step.loss, rows=self._rows, is_skipped=is_skipped)
+
+    def update(self) -> StepReport:
+        """Divide and clip the gradient, and step optimizers and schedulers.
+
+        The gradients stay in `.grad` until `clear`. If the update fails, the window is discarded.
+
+        Raises:
+            WindowError: nothing was added, the window is not open, or gradients were changed.
+            LossError: see `Step.__call__`.
+        """
+        self._expect("open", "update")
+        self._refuse_gradients()
+        task = self._task
+        if not (self._rows or task.strategy.is_many):  # other ranks may have rows
+            raise WindowError(
+                f"Expected at least one micro-batch in the window, got {self._rows} rows. "
+                "Call add() first, or discard()."
+            )
+        task.progress.began = perf_counter() - self._seconds
+        try:
+            with context(self._settings, task):
+                self._report = self.finish(self._step.end)
+        except BaseException as error:
+            failed = no_room_for_update(error, self._sums) if self._phase == "open" else None
+            if isinstance(error, NonFinite):
+                failed = self.not_finite()
+            self.discard(failed or error)
+            if failed is not None:
+                raise failed from None
+            raise
+        try:
+            task.tell(self._report)
+        except BaseException as error:
+            task.strategy.abandon(error)
+            raise
+        return self._report
+
+    def clear(self) -> None:
+        """Clear the gradients and end the window.
+
+        Raises:
+            WindowError: no update was made yet.
+        """
+        self._expect("updated", "clear")
+        self.discard()
+
+    def close(self) -> StepReport:
+        """Update and clear.
+
+        Raises:
+            WindowError, LossError: see `update`.
+        """
+        self._expect("open", "close")
+        try:
+            return self.update()
+        finally:
+            if self._phase == "updated":
+                self.clear()
+
+    def __enter__(self) -> "Window":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._phase == "open":
+                self.close()
+        finally:
+            self.discard(error if self._phase == "open" else None)
+
+    def _refuse_gradients(self) -> None:
+        """Drop gradients that are zero, and refuse others by name: between two `add`s there are none."""
+        if not any(map(is_not, map(_gradient_of, self._task.parameters), repeat(None))):
+            return
+        found = [(p, p.grad) for p in self._task.parameters if p.grad is not None]
+        names = self._task.names()
+        wrong = [names[p] for p, gradient in found if not _is_zero(gradient)]
+        if wrong:
+            raise WindowError(
+                f"Expected no gradients while a window is open, got a `.grad` that is not zero of "
+                f"{wrong[:3]}. "
+                "Clear it with zero_grad(), and call backward() or clipping before the window is opened or "
+                "after it is over."
+            )
+        clear([p for p, _ in found])
+
+    def _refuse_unfrozen(self) -> None:
+        trained = [*map(_is_trained, self._task.everyone)]
+        if trained != self._trained:
+            raise WindowError(
+                f"Expected the same {sum(self._trained)} parameters to be trained throughout a window, got "
+                f"{sum(trained)}. Freeze and unfreeze between windows."
+            )
+
+    def _expect(self, phase: str, wish: str) -> None:
+        if self._phase != phase:
+            raise WindowError(
+                f"Expected a window that is {phase} to {wish}, got one that is {self._phase}. "
+                "Open a new one with step.window()."
+            )
+
+
+_gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+_is_trained: Callable[[Tensor], bool] = attrgetter("requires_grad")
+
+
+def _is_zero(gradient: Tensor) -> bool:
+    return all_finite([gradient]) and not bool(
+        gradient.count_nonzero() if not gradient.is_sparse else gradient.coalesce().values().count_nonzero()
+    )
