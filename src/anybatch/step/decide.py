@@ -224,11 +224,12 @@ class Planning:
         """The plan; where the result depends on the cut, rows stay uncut (`whole`) as long as that fits."""
         try:
             return budget.plan(request, replace(request, **whole) if request.depends_on_cut else None)
-        except TraceError:
-            error = error_of(request.task, request.batch, self.settings)
-            if error is None:
-                raise
-        raise error  # the model's own; out here, since the trace's error would hold its fake tensors
+        except TraceError as found:
+            traced: list[TraceError] = [found]
+        error = error_of(request.task, request.batch, self.settings)
+        if error is not None:
+            traced.clear()  # the model's own error would hold it, and it all fake tensors
+        raise error or traced.pop()
 
     def _request(self, task: Task, batch: Batch, rows: int, *, as_it_comes: bool = False) -> Request:
         norms = task.batch_norms if self.settings.batch_norm is None else ()
