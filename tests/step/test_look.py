@@ -181,6 +181,25 @@ def test_samples_whole_batch_losses_and_windows_are_looked_at_too() -> None:
         window.add(make_batch())
 
 
+def collate_boxes(samples: list[Any]) -> Any:
+    """Stack images; concatenate their boxes, of which an image may have none."""
+    places = torch.cat([torch.full((len(boxes),), place) for place, (_, boxes) in enumerate(samples)])
+    return torch.stack([x for x, _ in samples]), torch.cat([boxes for _, boxes in samples]), places
+
+
+def of_boxes(model: nn.Module, micro: Any) -> ab.Total:
+    x, boxes, places = micro
+    return ab.Total((model(x)[places] - boxes).square().sum(), len(boxes))
+
+
+@pytest.mark.parametrize("options", [{}, {"order": "length"}, {"micro_batch": None, "memory": "1GiB"}])
+def test_samples_with_an_empty_tensor_are_looked_at(options: dict[str, Any]) -> None:
+    samples = [(torch.randn(4), torch.rand(row % 3, 3)) for row in range(ROWS)]
+    step = make(Perceptron(4, 3), of_boxes, collate=collate_boxes, **options)
+    assert step(samples).checked
+    assert ab.check(Perceptron(4, 3), of_boxes, samples[:4], collate=collate_boxes).exact
+
+
 class OwnLoss(nn.Module):
     """A model whose own loss is one of its scores and labels."""
 

@@ -50,8 +50,9 @@ def choose_rows(batch: Batch, at_least: int = 0) -> Callable[[int], list[int]]:
 
 
 def _leaves(value: object) -> list[Tensor]:
-    """Return the tensors of one collated row, its numbers on one axis."""
-    return [leaf.detach()[:1] for leaf in tree.flatten(value).leaves if leaf.dim()]
+    """Return the first row of each tensor of a collated sample; zeros of an empty one (no boxes)."""
+    first = [leaf.detach()[:1] for leaf in tree.flatten(value).leaves if leaf.dim()]
+    return [one if len(one) else one.new_zeros(1, *one.shape[1:]) for one in first]
 
 
 def _spread(total: int, most: int) -> list[int]:
