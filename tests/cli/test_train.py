@@ -36,6 +36,9 @@ def make():
 def held_out():
     return *make(), rows(6)
 
+def drawn():
+    return *make(), (torch.randn(6, 3), torch.randn(6, 1))
+
 def wide():
     return nn.Sequential(nn.Linear(3, 300), nn.Linear(300, 300), nn.Linear(300, 1)), nn.MSELoss(), rows()
 
@@ -97,6 +100,15 @@ def test_a_function_is_trained_resumed_and_evaluated(
     assert whole.progress["config"].get("optimizer") == {"SGD": None, "Adam": None}.get(
         kinds.get(function, ""), "adamw"
     )
+
+
+def test_rows_that_a_function_draws_are_evaluated_as_in_the_training(
+    here: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", f"{here}:drawn", *FAST, "--epochs", 1, "--seed", 5, "--out", "run"]
+    _, trained, _ = run(capsys, *command, "--json")
+    _, evaluated, _ = run(capsys, "eval", "run", "--json")
+    assert json.loads(evaluated)["loss"] == json.loads(trained)["loss"]
 
 
 def flows(folder: str) -> dict[int, dict[str, list[float]]]:

@@ -423,6 +423,7 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     name, seed = config["recipe"], found.progress["run"]["seed"]
     asked = {} if ":" in name else {one: config[one] for one in find_recipe(name).options if one in config}
     data = read_settings(str(path.parent)).get("data") if options.data is None else options.data
+    torch.manual_seed(seed)  # as `train` does: the user's function may draw its rows
     training = find_training(name, data, seed, asked)
     if training.vocabulary != config.get("vocabulary", ""):
         raise CheckpointError(
