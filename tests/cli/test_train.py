@@ -109,6 +109,8 @@ def test_rows_that_a_function_draws_are_evaluated_as_in_the_training(
     _, trained, _ = run(capsys, *command, "--json")
     _, evaluated, _ = run(capsys, "eval", "run", "--json")
     assert json.loads(evaluated)["loss"] == json.loads(trained)["loss"]
+    _, told, _ = run(capsys, *command[:-1], "again")
+    assert f"(validation loss {json.loads(trained)['loss']:.4f})" in told
 
 
 def flows(folder: str) -> dict[int, dict[str, list[float]]]:

@@ -370,7 +370,7 @@ def _config(options: argparse.Namespace, training: Training) -> dict[str, Any]:
 def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
     best = f"stopped     {trainer.stopped}\n" if trainer.stopped else ""
     if trainer.best is not None:
-        best += f"best        {out / BEST}  (validation accuracy {trainer.best:.4f})\n"
+        best += f"best        {out / BEST}  (validation {trainer.best_by} {trainer.best:.4f})\n"
     told = {name: many for name, many in result.get("servers", {}).items() if many and name != "staleness"}
     if told:
         best += f"servers     {', '.join(f'{name} {many:,}' for name, many in told.items())}\n"
