@@ -358,6 +358,35 @@ def test_no_more_rows_go_through_together_than_are_known_to_fit(
     assert len(capsys.readouterr().out.split()) == again.micro_batches  # never twice for rows of a kind
 
 
+def test_a_hook_on_a_parameter_is_named_as_a_cause() -> None:
+    model = Perceptron(4, 3)
+    name, weight = next(iter(model.named_parameters()))
+    weight.register_hook(lambda gradient: gradient / gradient.norm())
+    with pytest.raises(LossError, match=rf"a hook on '{name}' changes the gradient of each micro-batch"):
+        look(by_labels, model=model)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("Expected all rows, got 8. Pass a function:\n    f", "Expected all rows, got 8"),
+        ("Return it from a function:\n    f", "Return it from a function"),
+        (20 * "word or two ", r"two word or \(\.\.\.\)"),
+    ],
+)
+def test_an_error_in_the_warning_ends_with_its_sentence(said: str, shown: str) -> None:
+    def of_many_rows(model: nn.Module, micro: Any) -> ab.Total:
+        if len(micro[1]) < 10:
+            raise ValueError(said)
+        return by_labels(model, micro)
+
+    step = make(Perceptron(4, 3), of_many_rows, 10)
+    step(make_batch(20))
+    step(make_batch(20))
+    with pytest.warns(UserWarning, match=rf"{shown}\. The step goes on"):
+        step(make_batch(20))
+
+
 def by_all(model: nn.Module, micro: Tensor) -> ab.Total:
     out = model(micro).square()
     return ab.Total(out.sum(), out.numel())

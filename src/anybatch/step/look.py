@@ -4,11 +4,13 @@ import math
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from textwrap import shorten
 from typing import NamedTuple
 
 from torch.nn.parameter import is_lazy
 
 from anybatch.core import Batch, LossError, OutOfMemoryError, SampleBatch, TrimmedBatch, cut_sizes, tree
+from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task
 from anybatch.losses import ModelTerms, Terms, WholeBatch, read_afresh
 from anybatch.state import rng
@@ -18,6 +20,7 @@ from anybatch.step.outcome import Difference, Outcome, Split, differ, only_rows,
 
 ROWS = 8
 LEAST = 3  # rows of which two parts of several can be made
+_LONGEST = 160  # characters of an error that are shown within another
 _AGAIN = 4  # times that rows are tried again before they are refused: a hidden coin may fall alike
 
 
@@ -154,10 +157,9 @@ def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[Split]) 
         if isinstance(parts, Exception) and isinstance(few, TrimmedBatch):
             kept = outcome_of(task, padded, plan, cut)
             if isinstance(kept, Outcome):
-                said = (str(parts).splitlines() or [""])[0]
                 raise LossError(
                     f"Expected {_name(task)} to take rows without their padding, got "
-                    f"{type(parts).__name__}: {said}. {_trimmed(task, few, plan, cut, whole)}"
+                    f"{_said(parts)}. {_trimmed(task, few, plan, cut, whole)}"
                 ) from parts
         if isinstance(parts, LossError) and is_own:  # it is not made in parts as it is as a whole
             raise parts
@@ -193,15 +195,20 @@ def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[Split]) 
                 )
         raise LossError(
             f"Expected the same loss and gradient from {_name(task)} for every split, {compared}. "
-            f"{_cause(few, whole.moved)} "
+            f"{_cause(task, few, whole.moved)} "
             "ab.check(model, loss, batch) names the place; Step(check=False) skips this."
         )
     return None if told and not is_small else doubt
 
 
 def _failed(few: Batch, cut: "Split", error: Exception) -> Doubt:
-    said = (str(error).splitlines() or [""])[0][:160]
-    return Doubt(f"{few.rows} rows as {cut} gave {type(error).__name__}: {said}")
+    return Doubt(f"{few.rows} rows as {cut} gave {_said(error)}")
+
+
+def _said(error: Exception) -> str:
+    """Return the first sentence of an error, shortened at a word, without its end."""
+    first = next(iter(str(error).splitlines()), "").partition(". ")[0].rstrip(" .:")
+    return f"{type(error).__name__}: {shorten(first, _LONGEST, placeholder=' (...)')}"
 
 
 Compared = tuple["Split", "Outcome"]
@@ -319,13 +326,15 @@ def _sizes(rows: int, pattern: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _cause(few: Batch, moved: str) -> str:
+def _cause(task: Task, few: Batch, moved: str) -> str:
     """What most probably makes the difference, and what to do."""
     if moved:
         return f"The forward changes {moved!r}, and later forwards may compute with it."
     likely = "Rows affect each other (batch_first, broadcasting, pairs: see ab.WholeBatch), "
     if isinstance(few, SampleBatch):
         likely += "padded places of `collate` count, "
+    if hooked := [name for p, name in task.names().items() if private.hooks_of_tensor(p)[0]]:
+        likely += f"a hook on {hooked[0]!r} changes the gradient of each micro-batch, "
     return f"{likely}or a Total's weight is not its divisor."
 
 
