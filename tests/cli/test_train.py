@@ -35,6 +35,9 @@ def make():
 def held_out():
     return *make(), rows(6)
 
+def drawn():
+    return *make(), (torch.randn(6, 3), torch.randn(6, 1))
+
 def wide():
     return nn.Sequential(nn.Linear(3, 300), nn.Linear(300, 300), nn.Linear(300, 1)), nn.MSELoss(), rows()
 
@@ -96,6 +99,17 @@ def test_a_function_is_trained_resumed_and_evaluated(
     assert whole.progress["config"].get("optimizer") == {"SGD": None, "Adam": None}.get(
         kinds.get(function, ""), "adamw"
     )
+
+
+def test_rows_that_a_function_draws_are_evaluated_as_in_the_training(
+    here: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", f"{here}:drawn", *FAST, "--epochs", 1, "--seed", 5, "--out", "run"]
+    _, trained, _ = run(capsys, *command, "--json")
+    _, evaluated, _ = run(capsys, "eval", "run", "--json")
+    assert json.loads(evaluated)["loss"] == json.loads(trained)["loss"]
+    _, told, _ = run(capsys, *command[:-1], "again")
+    assert f"(validation loss {json.loads(trained)['loss']:.4f})" in told
 
 
 def flows(folder: str) -> dict[int, dict[str, list[float]]]:

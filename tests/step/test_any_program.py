@@ -151,6 +151,19 @@ def test_an_error_names_its_micro_batch(kind: type[nn.Sequential]) -> None:
     ]
 
 
+@pytest.mark.parametrize(("index", "rows"), [(0, "rows 0 to 2"), (1, "rows 3 to 5")])
+def test_an_error_of_a_listener_names_the_micro_batch_that_was_done(index: int, rows: str) -> None:
+    def listen(event: Any) -> None:
+        if getattr(event, "index", None) == index:
+            raise ValueError("in a listener")
+
+    with pytest.raises(ValueError, match="in a listener") as caught:
+        step(net(), micro_batch=3, listeners=[listen])((ROWS[0][:6], ROWS[1][:6]))
+    assert caught.value.__notes__ == [
+        f"This error was raised in a listener, after micro-batch {index} ({rows} of the batch)."
+    ]
+
+
 class Odd(ModuleType):
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(name)

@@ -181,6 +181,25 @@ def test_samples_whole_batch_losses_and_windows_are_looked_at_too() -> None:
         window.add(make_batch())
 
 
+def collate_boxes(samples: list[Any]) -> Any:
+    """Stack images; concatenate their boxes, of which an image may have none."""
+    places = torch.cat([torch.full((len(boxes),), place) for place, (_, boxes) in enumerate(samples)])
+    return torch.stack([x for x, _ in samples]), torch.cat([boxes for _, boxes in samples]), places
+
+
+def of_boxes(model: nn.Module, micro: Any) -> ab.Total:
+    x, boxes, places = micro
+    return ab.Total((model(x)[places] - boxes).square().sum(), len(boxes))
+
+
+@pytest.mark.parametrize("options", [{}, {"order": "length"}, {"micro_batch": None, "memory": "1GiB"}])
+def test_samples_with_an_empty_tensor_are_looked_at(options: dict[str, Any]) -> None:
+    samples = [(torch.randn(4), torch.rand(row % 3, 3)) for row in range(ROWS)]
+    step = make(Perceptron(4, 3), of_boxes, collate=collate_boxes, **options)
+    assert step(samples).checked
+    assert ab.check(Perceptron(4, 3), of_boxes, samples[:4], collate=collate_boxes).exact
+
+
 class OwnLoss(nn.Module):
     """A model whose own loss is one of its scores and labels."""
 
@@ -337,6 +356,35 @@ def test_no_more_rows_go_through_together_than_are_known_to_fit(
     assert max(looked) == most
     again = step(torch.randn(20, 4))
     assert len(capsys.readouterr().out.split()) == again.micro_batches  # never twice for rows of a kind
+
+
+def test_a_hook_on_a_parameter_is_named_as_a_cause() -> None:
+    model = Perceptron(4, 3)
+    name, weight = next(iter(model.named_parameters()))
+    weight.register_hook(lambda gradient: gradient / gradient.norm())
+    with pytest.raises(LossError, match=rf"a hook on '{name}' changes the gradient of each micro-batch"):
+        look(by_labels, model=model)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("Expected all rows, got 8. Pass a function:\n    f", "Expected all rows, got 8"),
+        ("Return it from a function:\n    f", "Return it from a function"),
+        (20 * "word or two ", r"two word or \(\.\.\.\)"),
+    ],
+)
+def test_an_error_in_the_warning_ends_with_its_sentence(said: str, shown: str) -> None:
+    def of_many_rows(model: nn.Module, micro: Any) -> ab.Total:
+        if len(micro[1]) < 10:
+            raise ValueError(said)
+        return by_labels(model, micro)
+
+    step = make(Perceptron(4, 3), of_many_rows, 10)
+    step(make_batch(20))
+    step(make_batch(20))
+    with pytest.warns(UserWarning, match=rf"{shown}\. The step goes on"):
+        step(make_batch(20))
 
 
 def by_all(model: nn.Module, micro: Tensor) -> ab.Total:

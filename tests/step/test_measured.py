@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch import Step
-from anybatch.core import NonFiniteLossError
+from anybatch.core import BudgetError, NonFiniteLossError
 from anybatch.planner import measured
 from anybatch.testing import relative_error
 from tests.budgets import Untraceable, metered
@@ -78,6 +78,14 @@ def test_what_cannot_be_traced_is_read() -> None:
     model = Untraceable()
     step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), memory=10**7)
     assert step((torch.randn(64, 8), torch.zeros(64, dtype=torch.long))).updated
+
+
+def test_a_budget_too_small_for_what_cannot_be_traced_names_one_that_is_not() -> None:
+    batch = torch.randn(64, 8), torch.zeros(64, dtype=torch.long)
+    with pytest.raises(BudgetError, match=r"By readings this takes .* larger memory=") as caught:
+        make(9_000, model=Untraceable(), loss=nn.CrossEntropyLoss())(batch)
+    memory = int(1.1 * caught.value.smallest)
+    assert make(memory, model=Untraceable(), loss=nn.CrossEntropyLoss())(batch).updated
 
 
 def test_lengths_share_one_law(made: list[Any]) -> None:

@@ -369,7 +369,7 @@ def _config(options: argparse.Namespace, training: Training) -> dict[str, Any]:
 def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
     best = f"stopped     {trainer.stopped}\n" if trainer.stopped else ""
     if trainer.best is not None:
-        best += f"best        {out / BEST}  (validation accuracy {trainer.best:.4f})\n"
+        best += f"best        {out / BEST}  (validation {trainer.best_by} {trainer.best:.4f})\n"
     told = {name: many for name, many in result.get("servers", {}).items() if many and name != "staleness"}
     if told:
         best += f"servers     {', '.join(f'{name} {many:,}' for name, many in told.items())}\n"
@@ -422,6 +422,7 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     name, seed = config["recipe"], found.progress["run"]["seed"]
     asked = {} if ":" in name else {one: config[one] for one in find_recipe(name).options if one in config}
     data = read_settings(str(path.parent)).get("data") if options.data is None else options.data
+    torch.manual_seed(seed)  # as `train` does: the user's function may draw its rows
     training = find_training(name, data, seed, asked)
     if training.vocabulary != config.get("vocabulary", ""):
         raise CheckpointError(

@@ -119,6 +119,7 @@ class Part:
         self._cut, self._done = ways.plan.parts, 0
         self.scale_before: dict[str, float] | None = None
         self._micro: Micro | None = None
+        self._is_told = False  # listeners are told of the last micro-batch that is done
         self._beside: list[Tensor] = []  # placeholders with the size of a window's sums, for planning
         for observer in task.observers:
             observer.begin(self.count)
@@ -162,6 +163,7 @@ class Part:
         left, self._micro = self.left, None
         micro_batches = self.batch.micro_batches(left)
         for _ in left:
+            self._is_told = False
             before.begin()
             micro = next(micro_batches)
             self._begin(micro)
@@ -181,6 +183,7 @@ class Part:
     def done(self) -> None:
         """Mark the current micro-batch as done: its rows are not run again."""
         self._done += 1
+        self._is_told = True
         self.scale_before = self._micro = None
         if self.tried.scale_limit != self._scale_limit:  # a fixed loss scale comes back for the next one
             self.tried = self.tried._replace(scale_limit=self._scale_limit)
@@ -207,19 +210,18 @@ class Part:
         """Return the current micro-batch and its rows, for an error."""
         if not self.is_open:
             return "the first pass over the rows of the batch"
-        if not self.left:
-            return "what follows the last micro-batch"
-        rows, sizes, single = self.left[0], self.sizes(), ""
+        rows, sizes, single = self._cut.parts[self._done - self._is_told], self.sizes(), ""
         if len(rows) == 1 < len(sizes) and self.ways.is_whole:
             shown = sizes if len(sizes) <= _SHOWN else [*sizes[:2], "...", *sizes[-2:]]
             single = f"; the cut {'+'.join(map(str, shown))} leaves one row"
         trimmed = ", ".join([f"batch{path}" for path in self.batch.trimmed])
         cut_off = f', trimmed to its longest row in {trimmed} (order="length")' if trimmed else ""
-        return f"micro-batch {self.count} ({self.rows_in_words()} of the batch{single}){cut_off}"
+        after = "a listener, after " if self._is_told else ""
+        index = self.count - self._is_told
+        return f"{after}micro-batch {index} ({self.rows_in_words(rows)} of the batch{single}){cut_off}"
 
-    def rows_in_words(self) -> str:
-        """Return the rows of the current micro-batch, by their numbers in the window."""
-        rows = self.left[0]
+    def rows_in_words(self, rows: Sequence[int]) -> str:
+        """Return these rows by their numbers in the window."""
         return self.batch.rows_in_words(self.offset + rows[0], self.offset + rows[-1] + 1)
 
     # ---- forward and backward

@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from anybatch.core import Batch, BatchError, Micro, SampleBatch, cut_sizes, torch_private as private, tree
+from anybatch.core import (
+    Batch,
+    BatchError,
+    BudgetError,
+    Micro,
+    SampleBatch,
+    counted,
+    cut_sizes,
+    format_bytes,
+    torch_private as private,
+    tree,
+)
 from anybatch.engine import Reader, Task
 from anybatch.losses import WholeBatch
 from anybatch.memory import MemoryReading
@@ -136,6 +147,18 @@ class Measured(Reader):
             sure = int(_PROPORTION * room / self.law((max(1, seen), length)) * seen)
             top = min(top, max(2, sure, seen * (_NEAR_GROWTH if is_near else _GROWTH)))
         return even(rows, -(-rows // max(1, top >> self.level)))
+
+    def too_small(self, rows: int, length: int, static: int) -> BudgetError:
+        """Return the error for a budget below the smallest micro-batch of a step that cannot be traced."""
+        held, size = static + self.gradients, (rows, length)
+        least = held + math.ceil(max(self.update, self.law.bound(size)))
+        return BudgetError(
+            f"Expected room for {counted(rows, 'row')} at a time, got {format_bytes(self.num_bytes)}. "
+            f"By readings this takes {format_bytes(self.law(size))} on top of {format_bytes(held)} of "
+            "weights, gradients, optimizer state and batch, and a cheaper plan would need a step that can be "
+            f"traced. Pass a larger memory=, about {format_bytes(least)} ({least} bytes).",
+            smallest=least,
+        )
 
     def _fits(self, size: Size, room: float) -> bool:
         if self.whole.get(size, float("inf")) <= room + self.gradients:

@@ -9,14 +9,15 @@ from anybatch.core import Batch, SampleBatch, tree
 
 CANDIDATES = 64  # rows to choose from if each is expensive: a `collate`, or many numbers
 _ENTRIES = 2**22  # numbers in the rows to choose from, if they are cheap
-_FEW = 8  # a row with at most as many numbers is summed: weights, flags
+_FEW = 8  # a row with at most as many numbers is summed (weights, flags), or read in all rows (labels)
+_RAREST = 8  # rows with the rarest labels, taken from all rows
 
 
 def choose_rows(batch: Batch, at_least: int = 0) -> Callable[[int], list[int]]:
     """Return a function that chooses a number of rows, whose signatures lie far apart.
 
     Each row is the farthest from those taken before (Gonzalez 1985). A signature counts what is valid,
-    masked and zero in a row, and its class.
+    masked and zero in a row, and has its class and how rare that is in the batch.
 
     Args:
         batch: tensors or samples. Samples are collated one by one.
@@ -32,9 +33,13 @@ def choose_rows(batch: Batch, at_least: int = 0) -> Callable[[int], list[int]]:
         leaves: Sequence[Tensor] = getattr(batch, "leaves", ())
         entries = sum(leaf.numel() for leaf in leaves) // batch.rows
         most = min(_ENTRIES // max(entries, 1), 8 * CANDIDATES)
-        places = _spread(batch.rows, max(CANDIDATES, at_least, most))
+        rarity = _rarity(leaves)
+        rare = {row for one in rarity for row in one.topk(min(_RAREST, batch.rows)).indices.tolist()}
+        rare = {batch.order.index(row) for row in rare} if batch.order else rare
+        places = sorted({*_spread(batch.rows, max(CANDIDATES, at_least, most)), *rare})
         rows = torch.tensor(batch.callers(places))
         table = _signatures([leaf.detach().index_select(0, rows.to(leaf.device)) for leaf in leaves])
+        table = torch.cat([table, *[one[rows, None] for one in rarity]], 1)
     spread = table.amax(0) - table.amin(0) if table.shape[1] else table.new_zeros(0)
     table = table / torch.where(spread > 0, spread, 1)
 
@@ -50,14 +55,27 @@ def choose_rows(batch: Batch, at_least: int = 0) -> Callable[[int], list[int]]:
 
 
 def _leaves(value: object) -> list[Tensor]:
-    """Return the tensors of one collated row, its numbers on one axis."""
-    return [leaf.detach()[:1] for leaf in tree.flatten(value).leaves if leaf.dim()]
+    """Return the first row of each tensor of a collated sample; zeros of an empty one (no boxes)."""
+    first = [leaf.detach()[:1] for leaf in tree.flatten(value).leaves if leaf.dim()]
+    return [one if len(one) else one.new_zeros(1, *one.shape[1:]) for one in first]
 
 
 def _spread(total: int, most: int) -> list[int]:
     """Return places all over a batch, at even distances."""
     count = min(total, most)
     return [place * total // count for place in range(count)]
+
+
+def _rarity(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return one over the count of the rarest value of each row, for tensors of few integers per row."""
+    found: list[Tensor] = []
+    for leaf in leaves:
+        is_real = leaf.is_floating_point() or leaf.is_complex()
+        if not is_real and leaf.numel() <= _FEW * len(leaf):
+            flat = leaf.detach().to("cpu").reshape(len(leaf), -1)
+            _, places, counts = torch.unique(flat, return_inverse=True, return_counts=True)
+            found += [1.0 / counts.double()[places].amin(1)] if flat.shape[1] else []
+    return found
 
 
 def _signatures(leaves: Sequence[Tensor]) -> Tensor:

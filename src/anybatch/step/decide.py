@@ -87,8 +87,8 @@ class Planning:
             plan = _of_cut(self.settings, cut)
             task = replace(task, reader=measured) if measured.is_wanted else task
         else:
+            plan = self._within(self._request(task, batch, batch.rows), self.budget, measured=measured)
             measured = None
-            plan = self._within(self._request(task, batch, batch.rows), self.budget)
         self._measured, self._wanted = measured, plan.micro_batch
         size = self._limited(task, batch, plan.micro_batch)
         return (plan if size == plan.micro_batch else _of_size(plan, batch.rows, size)), task
@@ -220,15 +220,24 @@ class Planning:
                 return find_plan(replace(request, cut_refused=_DEPENDS), memory, device)
         return find_plan(request, memory, device)
 
-    def _within(self, request: Request, budget: Budget, whole: Mapping[str, Any] = _WHOLE) -> Plan:
+    def _within(
+        self,
+        request: Request,
+        budget: Budget,
+        whole: Mapping[str, Any] = _WHOLE,
+        measured: Measured | None = None,
+    ) -> Plan:
         """The plan; where the result depends on the cut, rows stay uncut (`whole`) as long as that fits."""
         try:
             return budget.plan(request, replace(request, **whole) if request.depends_on_cut else None)
         except TraceError as found:
             traced: list[TraceError] = [found]
-        error = error_of(request.task, request.batch, self.settings)
+        error: Exception | None = error_of(request.task, request.batch, self.settings)
+        if error is None and measured is not None and measured.law.readings:
+            static = measured.static_bytes(request.task, request.batch)
+            error = measured.too_small(self._size(1), length_of(request.batch), static)
         if error is not None:
-            traced.clear()  # the model's own error would hold it, and it all fake tensors
+            traced.clear()  # the error would hold it, and it all fake tensors
         raise error or traced.pop()
 
     def _request(self, task: Task, batch: Batch, rows: int, *, as_it_comes: bool = False) -> Request:

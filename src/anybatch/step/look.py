@@ -4,11 +4,21 @@ import math
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from textwrap import shorten
 from typing import NamedTuple
 
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import Batch, LossError, OutOfMemoryError, SampleBatch, TrimmedBatch, cut_sizes, tree
+from anybatch.core import (
+    Batch,
+    LossError,
+    OutOfMemoryError,
+    SampleBatch,
+    TrimmedBatch,
+    cut_sizes,
+    torch_private as private,
+    tree,
+)
 from anybatch.engine import Plan, Task
 from anybatch.losses import ModelTerms, Terms, WholeBatch, read_afresh
 from anybatch.state import rng
@@ -18,6 +28,7 @@ from anybatch.step.outcome import Difference, Looked, Split, differ, only_rows, 
 
 ROWS = 8
 LEAST = 3  # the fewest rows with an uneven split
+_LONGEST = 160  # characters of an error that are shown within another
 _AGAIN = 4  # repetitions before a refusal: hidden random numbers may be equal by chance
 
 
@@ -189,7 +200,7 @@ class _Look(NamedTuple):
         return None if told and not is_small else doubt
 
     def _failed(self, cut: Split, error: Exception) -> Doubt:
-        return Doubt(f"{self.few.rows} rows as {cut} gave {type(error).__name__}: {_line(error)[:160]}")
+        return Doubt(f"{self.few.rows} rows as {cut} gave {_said(error)}")
 
     def _confirmed(self, most: int, whole: Looked, parts: Looked) -> Difference | Doubt | None:
         """Return a difference that appears again and is not rounding of rows that cancel in the sum."""
@@ -214,6 +225,8 @@ class _Look(NamedTuple):
         likely = "Rows affect each other (batch_first, broadcasting, pairs: see ab.WholeBatch), "
         if isinstance(self.few, SampleBatch):
             likely += "padded places of `collate` count, "
+        if hooked := [name for p, name in self.task.names().items() if private.hooks_of_tensor(p)[0]]:
+            likely += f"a hook on {hooked[0]!r} changes the gradient of each micro-batch, "
         likely += "or a Total's weight is not its divisor."
         if whole.moved:
             likely = f"The forward changes {whole.moved!r}, and later forwards may compute with it."
@@ -227,8 +240,8 @@ class _Look(NamedTuple):
         """Raise LossError if a model fails on shorter rows, and not on the padded ones."""
         if isinstance(self.few, TrimmedBatch) and isinstance(self.run(cut), Looked):
             raise LossError(
-                f"Expected {self._name} to take rows without their padding, got {type(error).__name__}: "
-                f"{_line(error)}. {self._trimmed(cut, whole)}"
+                f"Expected {self._name} to take rows without their padding, got {_said(error)}. "
+                f"{self._trimmed(cut, whole)}"
             ) from error
 
     def _trimmed(self, cut: Split, whole: Looked) -> str:
@@ -299,8 +312,10 @@ class _Look(NamedTuple):
         return getattr(called, "__name__", type(called).__name__)
 
 
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
+def _said(error: Exception) -> str:
+    """Return the first sentence of an error, shortened at a word, without its end."""
+    first = next(iter(str(error).splitlines()), "").partition(". ")[0].rstrip(" .:")
+    return f"{type(error).__name__}: {shorten(first, _LONGEST, placeholder=' (...)')}"
 
 
 def _is_equal(one: float, other: float) -> bool:

@@ -184,8 +184,9 @@ class ModelTerms(_GraphReader):
             if not math.isclose(float(promised), added, rel_tol=1e-6):
                 raise LossError(
                     f"Expected {type(model).__name__} to make its targets from the batch as in the first "
-                    f"micro-batch, {float(promised):g} in all for {name!r}, got {added:g}. Bring the rows in "
-                    "a step.window(), or a list of samples with a `collate`: there the division comes last."
+                    f"micro-batch, {float(promised):g} in all for {name!r}, got {added:g}. Bring a list "
+                    "of samples with a `collate`, or without order= the rows in a step.window(): there the "
+                    "division comes last."
                 )
 
     def _share(self, start: int, stop: int) -> Loss:
