@@ -92,7 +92,6 @@ class Part:
 
     Attributes:
         sums: of the micro-batches that are done.
-        offset: rows of the window before these.
         tried: grows while micro-batches are undone.
         scale_before: the loss scale before the current micro-batch lowered it; None if it has not.
     """
@@ -110,10 +109,9 @@ class Part:
         self.ways, self.batch = ways, batch
         self.sums = Sums(ways.plan, task, batch)
         self.sums.redone += tried.redone
-        self.offset = self._earlier = 0
+        self._window = window
         if window is not None:
             self.sums.division = window.division
-            self.offset, self._earlier = sum(window.rows), len(window.rows)
         self.tried, self._scale_limit = tried, tried.scale_limit
         self._share, self._is_scaled = share, task.scale.value != 1.0
         self._cut, self._done = ways.plan.parts, 0
@@ -132,7 +130,12 @@ class Part:
     @property
     def count(self) -> int:
         """Micro-batches that are done, with those of the window before these."""
-        return self._earlier + len(self.sums.rows)
+        return len(self.sums.rows) + (0 if self._window is None else len(self._window.rows))
+
+    @property
+    def offset(self) -> int:
+        """Rows of the window before these."""
+        return 0 if self._window is None else sum(self._window.rows)
 
     @property
     def is_guarded(self) -> bool:
