@@ -282,11 +282,13 @@ def _check_weights(weights: Mapping[str, float], where: str) -> None:
 
 
 def all_to_host(values: Sequence[Number]) -> list[float]:
-    """Return scalars as numbers; those of a device are copied together, so that it stops once."""
-    device = next((one.device for one in values if isinstance(one, Tensor) and not one.is_cpu), None)
-    if device is None:
+    """Return scalars as numbers; those of devices are copied together, so that a device stops once."""
+    far = [value for value in values if isinstance(value, Tensor) and not value.is_cpu]
+    if not far:
         return [*map(float, values)]
-    return torch.stack([torch.as_tensor(value).to(device, _widest(device)) for value in values]).tolist()
+    device = far[0].device
+    found = iter(torch.stack([value.to(device, _widest(device)) for value in far]).tolist())
+    return [next(found) if isinstance(one, Tensor) and not one.is_cpu else float(one) for one in values]
 
 
 def _widest(device: torch.device) -> torch.dtype:
