@@ -119,7 +119,7 @@ class Plan:
     @property
     def is_guarded(self) -> bool:
         """Whether each micro-batch is looked at before it is added."""
-        return self.precision.loss_scale is not None or self.non_finite != "raise"
+        return self.precision.loss_scale is not None or self.non_finite == "drop"
 
     def to_json(self) -> str:
         """The plan as one JSON object; no clipping is null, because JSON knows no infinity."""
