@@ -135,7 +135,7 @@ class Part:
     @property
     def offset(self) -> int:
         """Rows of the window before these."""
-        return 0 if self._window is None else sum(self._window.rows)
+        return 0 if self._window is None else self._window.total
 
     @property
     def is_guarded(self) -> bool:
@@ -195,6 +195,7 @@ class Part:
         """Drop the current micro-batch: neither its rows nor their weight count."""
         rows = len(self.left[0])
         self.sums.rows.append(rows)
+        self.sums.total += rows
         self.sums.dropped += rows
         self.done()
 

@@ -52,6 +52,7 @@ class Sums:
         values: the summed loss of each term, one entry per micro-batch, without graph.
         weights: the weight of each term, one entry per micro-batch.
         rows: rows of each micro-batch that was added or left out.
+        total: rows of all of them.
         dropped: rows of micro-batches that were left out.
         redone: micro-batches that were undone.
         has_flowed: a loss had a gradient.
@@ -67,7 +68,7 @@ class Sums:
         self.values: list[Mapping[str, Number]] = []
         self.weights: list[Mapping[str, Number]] = []
         self.rows: list[int] = []
-        self.dropped = 0
+        self.total = self.dropped = 0
         self.redone: list[Redone] = []
         self.has_flowed = self.is_updated = False
         self.scale_before = task.scale.state()
@@ -81,6 +82,7 @@ class Sums:
         if weights is not None:
             self.weights.append(_without_graph(weights))
         self.rows.append(rows)
+        self.total += rows
 
     def take(self, other: "Sums") -> None:
         """Merge the sums of one `add`; the parameters have no gradient afterwards."""
@@ -93,6 +95,7 @@ class Sums:
         self.values += other.values
         self.weights += other.weights
         self.rows += other.rows
+        self.total += other.total
         self.redone += other.redone
         self.dropped += other.dropped
         self.has_flowed = self.has_flowed or other.has_flowed

@@ -167,6 +167,7 @@ def _restore(state: Mapping[str, Any], sums: Sums) -> tuple[int, bool]:
         sums.values, sums.weights = [*map(dict, fold["sums"])], [*map(dict, fold["weights"])]
         sums.has_flowed, sums.gradients = bool(fold["has_flowed"]), sums.apart([*banks])
         sums.gradients.restore(banks, errors)
+    sums.total = sum(cut)
     sums.rows, sums.dropped, sums.redone, sums.scale_before = cut, dropped, redone, scale_before
     task.scale.load(scale)
     return counts
