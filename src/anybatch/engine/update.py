@@ -201,7 +201,12 @@ def check_optimizers(optimizer: object, known: Iterable[nn.Parameter]) -> tuple[
         OptimizerError: none at all, no torch optimizer, LBFGS, one without any known parameter, or two that
             share one.
     """
-    optimizers = _as_tuple(optimizer)
+    optimizers = () if optimizer is None else _as_tuple(optimizer)
+    if not optimizers:
+        raise OptimizerError(
+            f"Expected an optimizer, got {optimizer!r}. {_EXAMPLE} A loop that makes its updates "
+            "itself takes ab.BatchLoss."
+        )
     ours = set(known)
     owners: dict[nn.Parameter, int] = {}
     for index, one in enumerate(optimizers):
@@ -224,8 +229,6 @@ def check_optimizers(optimizer: object, known: Iterable[nn.Parameter]) -> tuple[
                 f"Expected every parameter in one optimizer, got {len(shared)} in optimizers "
                 f"{owners[shared[0]]} and {index}. Each update would be made twice; give it to one of them."
             )
-    if not optimizers:
-        raise OptimizerError(f"Expected an optimizer, got {optimizer!r}. {_EXAMPLE}")
     return cast("tuple[Optimizer, ...]", optimizers)
 
 

@@ -370,6 +370,7 @@ class Window:
             if self._source is None:  # a step has cleared theirs, too
                 self._before.put_gradients_back(task.others)
         self._phase = "closed"
+        sums.gradients = None  # a closed window that someone still holds keeps no gradient
         if self._source is not None:
             self._source.closed()
 
