@@ -94,7 +94,10 @@ class BatchLoss:
         if isinstance(batch, Window):
             step = next((one for one in self._steps.values() if one.open_window is batch), None)
             if step is None:
-                raise LossError("Expected an open window of this BatchLoss, got another one. Add rows first.")
+                raise LossError(
+                    f"Expected an open window of this BatchLoss, got another one, of {batch.rows} rows. Open "
+                    "it with batch_loss.window(), and call add() first."
+                )
             self.report = batch.close()
             return step.handed(self.report)
         step, without_autocast = self._found()
@@ -212,14 +215,16 @@ class _Handed(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         if torch.is_grad_enabled():  # by create_graph
             raise LossError(
-                "Expected backward() of an ab.BatchLoss without create_graph, got create_graph=True: its "
-                "gradient has no graph. Compute penalties on gradients inside the loss."
+                "Expected backward() of an ab.BatchLoss without create_graph, got create_graph=True: the "
+                f"gradient of its {len(ctx.parameters)} parameters has no graph. Compute penalties on "
+                "gradients inside the loss."
             )
         (flowing,), found, ctx.gradients = grad_outputs, ctx.gradients, None
         if found is None:
             raise LossError(
-                "Expected one backward() of the loss of an ab.BatchLoss, got another: its gradient was "
-                "handed over. Call batch_loss(batch) again, or add losses up before backward()."
+                "Expected one backward() of the loss of an ab.BatchLoss, got another: the gradient of its "
+                f"{len(ctx.parameters)} parameters was handed over. Call batch_loss(batch) again, or add "
+                "losses up before backward()."
             )
         if found[0] is None:  # nothing counts
             return None, None, *[torch.zeros_like(one) for one in ctx.parameters]
