@@ -16,14 +16,15 @@ VALUELESS = ("WindowError",)  # an order of calls has no value to show
 
 
 @rule(
-    {SRC + "engine/execute.py": "if plan.precision is None: ..."},
-    {SRC + "engine/execute.py": "x = self.listeners is not None"},
+    {SRC + "engine/window.py": "if plan.precision is None: ..."},
+    {SRC + "engine/recover.py": "x = self.listeners is not None"},
 )
-def test_execute_asks_no_null_object_whether_it_is_none(house: House) -> Iterable[str]:
-    for node in ast.walk(parse(house.get(SRC + "engine/execute.py", ""))):
-        asks = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot)
-        if asks and any(name in ast.unparse(node) for name in NULL_OBJECTS):
-            yield f"engine/execute.py asks whether {ast.unparse(node)}"
+def test_the_loop_asks_no_null_object_whether_it_is_none(house: House) -> Iterable[str]:
+    for path in (f"{SRC}engine/{name}.py" for name in ("window", "part", "recover")):
+        for node in ast.walk(parse(house.get(path, ""))):
+            asks = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot)
+            if asks and any(name in ast.unparse(node) for name in NULL_OBJECTS):
+                yield f"{path} asks whether {ast.unparse(node)}"
 
 
 @rule(only("# a Mini-batch"), only("accumulation_steps = 4"), {"README.md": "in chunks of 4"})

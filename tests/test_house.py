@@ -44,6 +44,9 @@ HEAVY = (*FRAMEWORKS, "matplotlib", "ray", "sklearn")  # not to be loaded by an 
 
 MOST_FILES = 174
 
+# No docstring opens with one of these: "Return True if ...", not "Whether ..."; "The weight", not "What".
+DOUBTS = ("What", "Whether", "Whose", "Of", "As", "Where", "Let", "Nobody")
+
 
 # ---- floors and faces
 
@@ -191,7 +194,7 @@ def test_import_has_no_effect() -> None:
     assert json.loads(run.stdout) == []
 
 
-# ---- captions, and a test file for each idea
+# ---- captions, first words, and a test file for each idea
 
 
 def caption(tree: ast.Module) -> str:
@@ -216,35 +219,29 @@ def tree_of(text: str) -> House:
 
 
 @rule(
-    only('"""Losses."""', "losses/__init__.py"),
-    only('"""Losses."""', "losses/__init__.py") | {"README.md": "\nsrc/anybatch/\n  losses/  Sums\n```"},
-    {"README.md": "\nsrc/anybatch/\n  gone/  Gone\n```"},
-)
-def test_readme_captions_every_package(house: House) -> Iterable[str]:
-    packages = {f"{SRC}{name}/": f"{SRC}{name}/__init__.py" for name in FLOOR}
-    captions = {path: caption(tree) for path, tree in python(house)}
-    ours = {folder: captions[path] for folder, path in packages.items() if path in captions}
-    told = {path: words for path, words in tree_of(house.get("README.md", "")).items() if path.endswith("/")}
-    yield from differences(ours, {path: words for path, words in told.items() if path != SRC}, "README")
-
-
-@rule(
     only('"""Sums with weights."""'),
     only('"""Sums."""') | {"CONTRIBUTING.md": "\nsrc/anybatch/\n  core/\n    total.py  Means\n```"},
     {"CONTRIBUTING.md": "\nsrc/anybatch/\n  losses/\n    gone.py  Gone\n```"},
+    only('"""Losses."""', "losses/__init__.py"),
+    only('"""Losses."""', "losses/__init__.py")
+    | {"CONTRIBUTING.md": "\nsrc/anybatch/\n  losses/  Sums\n```"},
 )
-def test_contributing_captions_every_file(house: House) -> Iterable[str]:
-    ours = {path: caption(tree) for path, tree in python(house) if not path.endswith("/__init__.py")}
-    told = {
-        path: words for path, words in tree_of(house.get("CONTRIBUTING.md", "")).items() if path[-1] != "/"
-    }
-    yield from differences(ours, told, "CONTRIBUTING")
+def test_contributing_captions_every_package_and_file(house: House) -> Iterable[str]:
+    ours = {path.removesuffix("__init__.py"): caption(tree) for path, tree in python(house)}
+    told = tree_of(house.get("CONTRIBUTING.md", ""))
+    for path in sorted((ours.keys() | told.keys()) - {SRC}):
+        if (ours.get(path) or "") != (told.get(path) or "") or (path in ours and not ours[path]):
+            yield f"{path}: CONTRIBUTING says {told.get(path)!r}, the docstring {ours.get(path)!r}"
 
 
-def differences(ours: House, told: House, where: str) -> Iterable[str]:
-    for path in sorted(ours.keys() | told.keys()):
-        if ours.get(path) != told.get(path) or not told[path]:
-            yield f"{path}: {where} says {told.get(path)!r}, the docstring {ours.get(path)!r}"
+@rule(only('"""Whether rows may be cut."""'), only('class Cut:\n    """What a cut holds."""'))
+def test_docstrings_say_the_thing(house: House) -> Iterable[str]:
+    """Say what a function does, and what a class is: not a question or a doubt about it."""
+    for path, tree in python(house):
+        for node in [tree, *classes(tree), *functions(tree)]:
+            first = (ast.get_docstring(node) or "").partition("\n")[0]
+            if first.partition(" ")[0] in DOUBTS:
+                yield f"{path}: {first!r}"
 
 
 @rule(only("", "losses/__init__.py"))

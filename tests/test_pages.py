@@ -142,8 +142,7 @@ def test_shell_block_runs_as_pasted(block: Block, capsys: pytest.CaptureFixture[
 
 
 def test_every_block_says_its_kind() -> None:
-    trees = [block for block in BLOCKS if not block.kind and block.text.startswith("src/anybatch/")]
-    assert len(BLOCKS) == len(PYTHON) + len(SHELL) + len(trees)
+    assert len(BLOCKS) == len(PYTHON) + len(SHELL)
     assert len(PYTHON) > len(PAGES)
     assert EXAMPLES
 

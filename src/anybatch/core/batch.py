@@ -240,7 +240,7 @@ class TrimmedBatch(TensorBatch):
         return list(dict.fromkeys(self._nest.paths[leaf] for one in short for leaf, _ in one.axes))
 
     def keeping(self, column: str) -> "TrimmedBatch":
-        """The same rows, of which this column (`tree.column`) is not trimmed."""
+        """Return the same rows, of which this column (`tree.column`) is not trimmed."""
         kept = {at for at, path in enumerate(self._nest.paths) if tree.column(path) == column}
         paddings = [
             replace(one, axes=tuple([axis for axis in one.axes if axis[0] not in kept]))

@@ -17,7 +17,7 @@ BUCKET = 64 << 20  # bytes of gradients that are looked at together
 
 
 def accumulation_dtype(parameter: torch.dtype, chosen: torch.dtype | None = None) -> torch.dtype:
-    """The dtype gradients are summed in: the chosen one, else float32 or the parameter's if that is wider.
+    """Return the dtype of gradient sums: the chosen one, else float32 or the parameter's if that is wider.
 
     Adding 0.001 to a bfloat16 gradient 1,024 times is 51 % off; in float32 it is not.
 
@@ -50,7 +50,7 @@ class Gradients:
         self.banks = banks
 
     def merge(self, other: "Gradients") -> "Gradients":
-        """The sums of both. Neither is changed."""
+        """Return the sums of both. Neither is changed."""
         merged = {name: dict(bank) for name, bank in self.banks.items()}
         for name, bank in other.banks.items():
             mine = merged.setdefault(name, {})
@@ -91,7 +91,7 @@ class InPlace:
         self._has_flowed = False
 
     def begin(self) -> None:
-        """The next micro-batch: nothing of it is accepted yet."""
+        """Begin the next micro-batch: nothing of it is accepted yet."""
         if self._has_flowed:
             if self._awaited:
                 self._own_memory()
@@ -99,7 +99,7 @@ class InPlace:
 
     @property
     def has_accepted(self) -> bool:
-        """Whether anything of the micro-batch at hand has reached the sums."""
+        """Return True if anything of the current micro-batch has reached the sums."""
         awaited = any(parameter.grad is not None for parameter in self._awaited)
         return awaited or private.versions(self._sums) != self._versions
 
@@ -127,13 +127,13 @@ class InPlace:
         self._awaited = [p for p in self._awaited if p.grad is None]
 
     def gradients(self) -> Gradients:
-        """The sums so far, each in memory of its own."""
+        """Return the sums so far, each in memory of its own."""
         if self._awaited:
             self._own_memory()
         return self.taken()
 
     def taken(self) -> Gradients:
-        """The sums so far, as autograd left them: of those that may share memory nothing must be changed."""
+        """Return the sums so far as autograd left them: they may share memory, so do not change them."""
         return Gradients({self._name: {p: p.grad for p in self._parameters if p.grad is not None}})
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class Apart:
         self._remove = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def begin(self) -> None:
-        """The next micro-batch: nothing of it is accepted yet."""
+        """Begin the next micro-batch: nothing of it is accepted yet."""
         self.has_accepted = False
         self._waiting, self._nbytes = {}, 0
 
@@ -225,7 +225,7 @@ class Apart:
             self._add(name, bank)
 
     def gradients(self) -> Gradients:
-        """The sums so far."""
+        """Return the sums so far."""
         return Gradients(self._banks)
 
     taken = gradients
@@ -273,7 +273,7 @@ class Apart:
                     bank[parameter] = gradient
 
     def _take(self, parameter: Tensor) -> None:
-        """A gradient is finished: hold it until a bucket is full."""
+        """Hold a finished gradient until a bucket is full."""
         gradient = parameter.grad
         if not self._in_backward or gradient is None:
             return
@@ -310,7 +310,7 @@ class Apart:
         sums.update(fresh)
 
     def _first(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        """The first sum of a parameter, in memory of its own."""
+        """Return the first sum of a parameter, in memory of its own."""
         dtype, gradient = self._dtypes[parameter], gradient.resolve_conj().resolve_neg()
         if gradient.dtype == dtype and _is_alone(gradient):
             return gradient if self._unscale == 1.0 else gradient.mul_(self._unscale)

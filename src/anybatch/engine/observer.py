@@ -41,11 +41,11 @@ class Observer:
         """After the optimizers have stepped: the parameters by name."""
 
     def record(self) -> Mapping[str, Any]:
-        """What a log keeps of the last update, as JSON can hold it; empty for nothing."""
+        """Return the entries of a log for the last update, as JSON can hold them; empty for none."""
         return {}
 
     def micro(self, micro: Micro, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
-        """A micro-batch is done: what it adds to each parameter's gradient, before division by the scale.
+        """Receive what a micro-batch adds to each parameter's gradient, before division by the scale.
 
         Args:
             micro: the rows.
@@ -61,16 +61,16 @@ class Reader:
     """
 
     def begin(self, micro: Micro, held: int) -> None:
-        """A micro-batch begins; sums of gradients take `held` bytes by now."""
+        """Note that a micro-batch begins; the gradient sums hold `held` bytes."""
 
     def forward_done(self) -> None:
-        """Its loss is computed."""
+        """Note that its loss is computed."""
 
     def done(self) -> None:
-        """Its gradients are in the sums."""
+        """Note that its gradients are in the sums."""
 
     def begin_update(self) -> None:
-        """The optimizers are about to be stepped."""
+        """Note that the optimizers are about to be stepped."""
 
     def update_done(self) -> None:
         """They have been."""

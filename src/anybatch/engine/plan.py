@@ -118,11 +118,11 @@ class Plan:
 
     @property
     def is_guarded(self) -> bool:
-        """Whether each micro-batch is looked at before it is added."""
+        """Return True if each micro-batch is looked at before it is added."""
         return self.precision.loss_scale is not None or self.non_finite == "drop"
 
     def to_json(self) -> str:
-        """The plan as one JSON object; no clipping is null, because JSON knows no infinity."""
+        """Return the plan as one JSON object; no clipping is null, because JSON knows no infinity."""
         values = dataclasses.asdict(self)
         return json.dumps(values | {"clip_norm": None if math.isinf(self.clip_norm) else self.clip_norm})
 
@@ -183,7 +183,7 @@ def _parts(rows: int, micro_batch: int, sizes: tuple[int, ...]) -> Cut:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """A floating dtype by name, of at least two bytes: torch does not add narrower ones."""
+    """Return a floating dtype by name, of at least two bytes: torch does not add narrower ones."""
     dtype = getattr(torch, name, None)
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2:
         return dtype

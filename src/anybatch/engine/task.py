@@ -1,4 +1,4 @@
-"""What a plan is carried out on: model, loss, optimizers and batch, checked, gathered anew if they change."""
+"""Task: model, loss, optimizers and batch, checked, and gathered anew if they change."""
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
@@ -46,7 +46,7 @@ BeforeCut = Callable[["Task", Batch, Plan, int], None]
 
 
 class Progress:
-    """What a step counts: updates made so far, and its schedulers' steps; and when the present one began."""
+    """Counts of a step: updates made so far, its schedulers' steps, and when the present one began."""
 
     def __init__(self) -> None:
         self.updates, self.began = 0, perf_counter()
@@ -55,7 +55,7 @@ class Progress:
         self._has_warned = False
 
     def note(self, schedulers: Sequence[LRScheduler]) -> None:
-        """The schedulers were stepped."""
+        """Note that the schedulers were stepped."""
         self._epochs = [*map(_epoch_of, schedulers)]
 
     def warn_of_other_steps(self, schedulers: Sequence[LRScheduler]) -> None:
@@ -77,7 +77,7 @@ def _epoch_of(scheduler: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Task:
-    """What a plan is carried out on."""
+    """The parts that a plan is carried out on."""
 
     model: nn.Module
     modules: Sequence[nn.Module]  # the modules of the model and of the loss
@@ -139,12 +139,12 @@ class Task:
             raise
 
     def aside(self, **changes: Any) -> "Task":
-        """The same, for steps that do not count."""
+        """Return the same, for steps that do not count."""
         changes |= {"scale": self.scale.copy(), "progress": Progress(), "schedulers": (), "listeners": ()}
         return replace(self, **changes).alone()
 
     def alone(self) -> "Task":
-        """The same, for this process only: other ranks take no part."""
+        """Return the same, for this process only: other ranks take no part."""
         loss = replace(self.loss, gather=None) if isinstance(self.loss, WholeBatch) else self.loss
         return replace(self, strategy=Single(), loss=loss) if self.strategy.is_many else self
 
@@ -158,7 +158,7 @@ class Task:
         return is_many and any(isinstance(norm, nn.SyncBatchNorm) for norm in self.batch_norms)
 
     def names(self) -> dict[nn.Parameter, str]:
-        """The trained parameters and their names in the model; positions where the loss holds them."""
+        """Return the trained parameters and their names in the model; positions where the loss holds them."""
         names = {one: private.plain_name(name) for name, one in self.model.named_parameters()}
         return {one: names.get(one, f"parameter {index}") for index, one in enumerate(self.parameters)}
 
@@ -288,7 +288,7 @@ def label_for_profiler() -> Callable[[str], AbstractContextManager[object]]:
 
 
 class Signature:
-    """What a gathered task was read from, by identity: cheap to compare, so that nothing is read in vain.
+    """The objects that a task was gathered from, by identity: cheap to compare.
 
     Noticed are other submodules, parameters, attributes' counts, trained parameters, dtypes, devices, modes
     of BatchNorm, and settings of the loss. Looking steps gather anew in any case.
@@ -320,7 +320,7 @@ class Signature:
         return values, plain
 
     def is_current(self) -> bool:
-        """Whether all is as it was read."""
+        """Return True if all is as it was read."""
         (values, plain), (found, known) = self._read(), self._found
         return plain == known and len(values) == len(found) and all(map(is_, values, found))
 
@@ -372,7 +372,7 @@ def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = F
 
 
 def _is_empty(batch: Any) -> bool:
-    """Whether a rank has brought no rows: None, no samples, or tensors of none."""
+    """Return True if a rank has brought no rows: None, no samples, or tensors of none."""
     if batch is None or (isinstance(batch, list | tuple) and not batch):
         return True
     leaves = tree.flatten(batch).leaves if not isinstance(batch, list) else ()
@@ -380,7 +380,7 @@ def _is_empty(batch: Any) -> bool:
 
 
 def _holds_samples(value: Any, rows: int) -> bool:
-    """Whether there is a list of so many mappings with the same keys, as labels of detection are."""
+    """Return True if it has a list of so many mappings with the same keys, as labels of detection are."""
     if isinstance(value, Mapping):
         return any(_holds_samples(one, rows) for one in cast("Mapping[Any, Any]", value).values())
     if not isinstance(value, list | tuple):

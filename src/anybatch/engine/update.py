@@ -31,7 +31,7 @@ _UNKNOWN = (
 
 
 def norm_of(gradients: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all entries, a scalar; the arithmetic is that of `torch.nn.utils.get_total_norm`."""
+    """Return the 2-norm of all entries, a scalar, as `torch.nn.utils.get_total_norm` computes it."""
     # A sparse gradient's norm is that of its values, each place once.
     dense = [one.coalesce().values() if one.is_sparse else one for one in gradients]
     if len({*map(_KIND, dense)}) == 1:
@@ -113,7 +113,7 @@ class TornUpdateError(Exception):
 
 
 class _Noted:
-    """What an optimizer writes to, so that a failed step shows whether it has written.
+    """The tensors that an optimizer writes to, so that a failed step shows whether it has written.
 
     Others than torch's own may write through `.data`, which no version tells; fused kernels do not tell it
     either, and hooks may do anything. Those are taken to have written.
@@ -133,7 +133,7 @@ class _Noted:
         self._versions = private.versions(self._watched)
 
     def torn(self) -> str:
-        """What to say if something was written; where nothing was, new state is dropped."""
+        """Return the sentence for an update that has written; if nothing was written, drop new state."""
         if not self._is_known:
             return _UNKNOWN
         if private.versions(self._watched) != self._versions:
@@ -190,7 +190,7 @@ def learning_rate_of(optimizers: Sequence[Optimizer]) -> float:
 
 
 def owned(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """The parameters of these optimizers, in their order, the frozen ones too."""
+    """Return the parameters of these optimizers, in their order, the frozen ones too."""
     return [p for one in optimizers for group in one.param_groups for p in group["params"]]
 
 
@@ -201,7 +201,12 @@ def check_optimizers(optimizer: object, known: Iterable[nn.Parameter]) -> tuple[
         OptimizerError: none at all, no torch optimizer, LBFGS, one without any known parameter, or two that
             share one.
     """
-    optimizers = _as_tuple(optimizer)
+    optimizers = () if optimizer is None else _as_tuple(optimizer)
+    if not optimizers:
+        raise OptimizerError(
+            f"Expected an optimizer, got {optimizer!r}. {_EXAMPLE} A loop that makes its updates "
+            "itself takes ab.BatchLoss."
+        )
     ours = set(known)
     owners: dict[nn.Parameter, int] = {}
     for index, one in enumerate(optimizers):
@@ -224,8 +229,6 @@ def check_optimizers(optimizer: object, known: Iterable[nn.Parameter]) -> tuple[
                 f"Expected every parameter in one optimizer, got {len(shared)} in optimizers "
                 f"{owners[shared[0]]} and {index}. Each update would be made twice; give it to one of them."
             )
-    if not optimizers:
-        raise OptimizerError(f"Expected an optimizer, got {optimizer!r}. {_EXAMPLE}")
     return cast("tuple[Optimizer, ...]", optimizers)
 
 

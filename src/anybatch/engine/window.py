@@ -300,6 +300,7 @@ class Accumulation:
             if self._is_whole:  # a step has cleared theirs, too
                 self._before.put_gradients_back(task.others)
         self._phase = "closed"
+        sums.gradients = None  # a closed window that someone still holds keeps no gradient
 
 
 def carry_out(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import LossError, PlanError, StepReport
-from anybatch.engine import Accumulation, Gradient, check_parts, multiply
+from anybatch.core import LossError, OptimizerError, PlanError, StepReport, torch_private as private
+from anybatch.engine import Accumulation, Gradient, Task, check_parts, multiply
 from anybatch.losses import module_of
 from anybatch.precision import Precision, PrecisionName, find_precision
 from anybatch.step.step import Step
@@ -21,7 +21,7 @@ class BatchLoss:
     Calling it runs forward and backward of every micro-batch, and returns the loss of the whole batch as a
     scalar. `backward()` of this scalar adds the exact gradient of the whole batch to `.grad`, times what
     flows in, as for any other loss. Clipping, a GradScaler, the optimizer, schedulers and checkpoints stay as
-    they are. Under `torch.no_grad()` it is a plain loss.
+    they are. Under `torch.no_grad()` the gradient is computed and dropped: it is a plain loss.
 
     If the loop runs under autocast, so do the model and the loss. With float16 a loss scale of its own keeps
     small gradients; the gradient that is handed over is unscaled.
@@ -75,7 +75,7 @@ class BatchLoss:
                 f"Expected options of the gradient, got {odd[0] if odd else options['strategy']!r}, which "
                 "belongs to the update. Do it in your loop after backward(), or use ab.Step."
             )
-        self._parts = model, loss, None if parameters is None else [*parameters]
+        self._parts = model, loss, None if parameters is None else [*dict.fromkeys(parameters)]
         self._options = options | {"micro_batch": micro_batch, "memory": memory}
         self._precision = None if precision is None else find_precision(precision)
         self._steps: dict[str, GradientStep] = {}
@@ -94,11 +94,14 @@ class BatchLoss:
         if isinstance(batch, Window):
             step = next((one for one in self._steps.values() if one.open_window is batch), None)
             if step is None:
-                raise LossError("Expected an open window of this BatchLoss, got another one. Add rows first.")
+                raise LossError(
+                    f"Expected an open window of this BatchLoss, got another one, of {batch.rows} rows. Open "
+                    "it with batch_loss.window(), and call add() first."
+                )
             self.report = batch.close()
             return step.handed(self.report)
         step, without_autocast = self._found()
-        with without_autocast:
+        with torch.enable_grad(), without_autocast:  # also where the gradient is dropped
             self.report = step(batch)
         return step.handed(self.report)
 
@@ -133,7 +136,9 @@ class BatchLoss:
         return self._steps[name]
 
     def __repr__(self) -> str:
-        return f"BatchLoss({next(iter(self._steps.values()))!r})"
+        step = next(iter(self._steps.values()))
+        names = [getattr(one, "__name__", type(one).__name__) for one in (step.model, step.loss)]
+        return f"BatchLoss({', '.join(names)}, micro_batch={step.micro_batch})"
 
 
 class GradientStep(Step):
@@ -158,7 +163,7 @@ class GradientStep(Step):
 
     def _checked(self, model: object, loss: object, optimizer: object, scheduler: object) -> Any:
         held = self.held() if isinstance(model, nn.Module) else []
-        check_parts(model, loss, torch.optim.SGD([*held, torch.zeros(1)], lr=0.0), None)
+        check_parts(model, loss, torch.optim.SGD(held or [torch.zeros(1)], lr=0.0), None)
         return (), ()
 
     def held(self) -> Sequence[nn.Parameter]:
@@ -167,9 +172,19 @@ class GradientStep(Step):
             return self._chosen
         return [*dict.fromkeys([*self.model.parameters(), *module_of(self.loss).parameters()])]
 
+    def _begun(self) -> Task:
+        self._taken, task = {}, super()._begun()
+        hooked = [one for one in task.parameters if private.hooks_of_tensor(one)[0]]
+        if hooked:
+            raise OptimizerError(
+                f"Expected parameters without gradient hooks, got {len(hooked)} with hooks: they would run "
+                "in every micro-batch and again on the whole gradient. Remove them, and change `.grad` after "
+                "backward()."
+            )
+        return task
+
     def end(self, window: Accumulation) -> StepReport:
         """End before the update."""
-        self._taken = {}
         return window.hand_over(self._take)
 
     def _take(self, gradient: Gradient) -> None:
@@ -200,14 +215,16 @@ class _Handed(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         if torch.is_grad_enabled():  # by create_graph
             raise LossError(
-                "Expected backward() of an ab.BatchLoss without create_graph, got create_graph=True: its "
-                "gradient has no graph. Compute penalties on gradients inside the loss."
+                "Expected backward() of an ab.BatchLoss without create_graph, got create_graph=True: the "
+                f"gradient of its {len(ctx.parameters)} parameters has no graph. Compute penalties on "
+                "gradients inside the loss."
             )
         (flowing,), found, ctx.gradients = grad_outputs, ctx.gradients, None
         if found is None:
             raise LossError(
-                "Expected one backward() of the loss of an ab.BatchLoss, got another: its gradient was "
-                "handed over. Call batch_loss(batch) again, or add losses up before backward()."
+                "Expected one backward() of the loss of an ab.BatchLoss, got another: the gradient of its "
+                f"{len(ctx.parameters)} parameters was handed over. Call batch_loss(batch) again, or add "
+                "losses up before backward()."
             )
         if found[0] is None:  # nothing counts
             return None, None, *[torch.zeros_like(one) for one in ctx.parameters]

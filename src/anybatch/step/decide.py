@@ -44,7 +44,7 @@ _WHOLE = {"cut_refused": _DEPENDS}
 
 
 class Planning:
-    """What a step decides about its batches, and remembers: `limits` holds what memory has taught.
+    """The decisions of a step about its batches; `limits` remembers the sizes that did not fit.
 
     Args:
         settings: a plan without rows that holds all that does not depend on the batch.
@@ -70,7 +70,7 @@ class Planning:
         return self.budget is None or self.micro_batch is not None
 
     def by_rows(self, rows: int, like: Hashable = ()) -> Plan:
-        """The plan of a batch of so many rows, where there is no budget (PlanError)."""
+        """Return the plan of a batch of so many rows; with a budget, a PlanError."""
         if self.budget is not None:
             raise PlanError(
                 f"Expected a batch, whose shapes the plan depends on with memory={self.budget.memory!r}, "
@@ -79,7 +79,7 @@ class Planning:
         return _of_size(self.settings, rows, self.limits.size(like, self._size(rows)))
 
     def of(self, task: Task, batch: Batch, guard: "Guard") -> tuple[Plan, Task]:
-        """The plan of a batch; and the task, with a reader where micro-batches are to be read."""
+        """Return the plan of a batch; and the task, with a reader if micro-batches are to be read."""
         if self.budget is None:
             return self._as_set(batch.rows, self._limited(task, batch, self._size(batch.rows))), task
         measured, cut = self._by_readings(task, batch, guard, self.budget)
@@ -94,7 +94,7 @@ class Planning:
         return (plan if size == plan.micro_batch else _of_size(plan, batch.rows, size)), task
 
     def of_window(self, task: Task, batch: Batch, guard: "Guard") -> Plan:
-        """The plan of one micro-batch of a window: as it comes, unless it does not fit."""
+        """Return the plan of one micro-batch of a window: as it comes, unless it does not fit."""
         rows = self._wanted = batch.rows
         if self.budget is None:
             return self._as_set(rows, self._limited(task, batch, rows))
@@ -115,7 +115,7 @@ class Planning:
     def _by_readings(
         self, task: Task, batch: Batch, guard: "Guard", budget: Budget, *, in_window: bool = False
     ) -> tuple[Measured | None, tuple[int, ...]]:
-        """Rows of each micro-batch by what was read; none where the step has to be traced."""
+        """Return the rows of each micro-batch by readings; none if the step has to be traced."""
         norms = task.batch_norms and self.settings.batch_norm != "frozen"
         if norms or batch.rows < _FEWEST or not may_be_read(task):
             return None, ()
@@ -146,7 +146,7 @@ class Planning:
         return plan
 
     def _limited(self, task: Task, batch: Batch, wanted: int) -> int:
-        """Rows that fit, as far as memory has taught; as wanted where the result depends on the cut."""
+        """Return the rows that fit, by earlier failures; as wanted if the result depends on the cut."""
         if not self.limits.known:
             return wanted
         keeps_cut = task.batch_norms and self.settings.batch_norm != "frozen"
@@ -155,7 +155,7 @@ class Planning:
     def learn(
         self, batch: Batch, plan: Plan, *, failed: int, in_window: bool = False, is_random: bool = False
     ) -> None:
-        """What came of a plan: `failed` rows were too many, 0 where memory never ran out."""
+        """Record a plan's outcome: `failed` rows ran out of memory, 0 for none."""
         if self._measured is not None and not (failed or in_window):
             self._measured.finish(is_random=is_random)
         if not (failed or self.limits.known):
@@ -171,14 +171,14 @@ class Planning:
         self.learn(batch, done, failed=sums.too_large(), in_window=True)
 
     def explain(self) -> tuple[str, Mapping[str, int]]:
-        """What the last plan within a budget is based on, in words, and its bytes by owner where traced."""
+        """Return the basis of the last plan within a budget, in words, and its bytes by owner if traced."""
         report = None if self.budget is None else self.budget.report
         if self._measured is not None:
             return self._measured.note, {}
         return ("", {}) if report is None else (str(report), report.ledger.at_peak)
 
     def distrust(self, block: str, plan: Plan) -> bool:
-        """Never choose again what made a block run again in another way; whether it was chosen here."""
+        """Never choose this policy of a block again; return True if it was chosen here."""
         found = block, dict(plan.blocks).get(block, "")
         if self.budget is None or not self._may_choose_blocks or found in self._distrusted:
             return False
@@ -187,7 +187,7 @@ class Planning:
         return True
 
     def enforced(self, task: Task) -> AbstractContextManager[None]:
-        """While a step runs: on CUDA the allocator itself keeps to the budget."""
+        """Return a context in which the allocator itself keeps to the budget, on CUDA."""
         if self.budget is None or "cuda" not in task.kinds:  # to look a device up takes milliseconds
             return _NOTHING
         return enforced(self.budget.memory, task)
@@ -201,7 +201,7 @@ class Planning:
         rows: int | None,
         device: str | torch.device | None,
     ) -> PlanReport:
-        """What a batch of so many rows like these would cost, on this device, within this much memory."""
+        """Return the cost of a batch of so many rows like these, on this device, within this much memory."""
         rows = batch.rows if rows is None else _at_least_one(rows)
         request = self._request(task, batch, rows)
         if self.budget is not None and memory is None and device is None:  # what the step itself will do
@@ -227,7 +227,7 @@ class Planning:
         whole: Mapping[str, Any] = _WHOLE,
         measured: Measured | None = None,
     ) -> Plan:
-        """The plan; where the result depends on the cut, rows stay uncut (`whole`) as long as that fits."""
+        """Return the plan; if the result depends on the cut, rows stay uncut (`whole`) if that fits."""
         try:
             return budget.plan(request, replace(request, **whole) if request.depends_on_cut else None)
         except TraceError as found:
@@ -261,7 +261,7 @@ class Planning:
 
 
 class Guard:
-    """What must hold before a batch is cut: no meeting that was not allowed, and a loss that adds up.
+    """The conditions of a cut: no meeting that was not allowed, and a loss that adds up.
 
     Without `check` loss and gradient of a few rows are not compared before the first cut.
     """
@@ -285,7 +285,7 @@ class Guard:
             self._note(task, batch, lambda: refuse_what_depends_on_the_cut(task, batch, plan, most))
 
     def read(self, task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool]) -> None:
-        """Let the task's reader read micro-batches of a few rows, and look, if this kind of rows is new."""
+        """Read micro-batches of a few rows with the task's reader, and look, if this kind of rows is new."""
         if self.checks and self._looks.get(_kind(batch), _NEW)[0]:
             self._note(task, batch, lambda: read_rows(task, batch, plan, fits, check=True))
         else:
@@ -329,7 +329,7 @@ class Guard:
             )
 
     def refuse_meetings(self, task: Task) -> None:
-        """Where there is more than one micro-batch: no BatchNorm in training mode unless one was chosen."""
+        """Refuse BatchNorm in training mode in more than one micro-batch, unless `batch_norm` was chosen."""
         if self.batch_norm is None:
             refuse_batch_norms(task.model, task.batch_norms, over_ranks=task.strategy.is_many)
 
@@ -383,7 +383,7 @@ def _of_size(like: Plan, rows: int, micro_batch: int) -> Plan:
 
 
 def _of_cut(like: Plan, cut: tuple[int, ...]) -> Plan:
-    """A plan of these micro-batches, the largest first where they differ by the last one only."""
+    """Return a plan of these micro-batches, the largest first if only the last one differs."""
     rows, size = sum(cut), max(cut)
     is_even = cut == tuple(cut_sizes(rows, size))
     return _of_size(like, rows, size) if is_even else replace(like, rows=rows, micro_batch=size, cut=cut)

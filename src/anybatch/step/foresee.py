@@ -1,4 +1,4 @@
-"""What a step will cost, before anything runs: the plan, its bytes and its seconds."""
+"""The cost of a step before anything runs: the plan, its bytes and its seconds."""
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,7 +36,7 @@ def plan(
     batch_norm: BatchNormChoice | None = None,
     precision: PrecisionName | Precision = "float32",
 ) -> PlanReport:
-    """The fastest plan of one step within a budget, and every byte of it.
+    """Return the fastest plan of one step within a budget, and every byte of it.
 
     The step runs on fake tensors, which have shapes and no data: the model may be on the meta device, the
     batch may hold only a few of its rows, and the device need not be here. The plan chooses the size of

@@ -67,7 +67,7 @@ class Ordered:
         return replace(plan, micro_batch=max(sizes), cut=sizes)
 
     def failed(self, plan: Plan, report: StepReport) -> int:
-        """Rows of the batch's longest in which memory ran out; 0 where it did not.
+        """Return the rows of the batch's longest in which memory ran out; 0 for none.
 
         Args:
             plan: before it was cut by tokens.
@@ -97,7 +97,7 @@ def check_order(order: object, batch_norm: str | None) -> None:
 
 
 def ordered(order: Order | None, task: Task, batch: Batch) -> Ordered:
-    """The batch in this order, the longest rows first, which need most memory.
+    """Return the batch in this order, the longest rows first, which need most memory.
 
     Raises:
         BatchError: the lengths of rows cannot be told.
@@ -149,7 +149,7 @@ def _sizes(needs: Sequence[int], most: Sequence[int]) -> tuple[int, ...]:
 
 
 def _even(needs: Sequence[int], most: int) -> tuple[int, ...]:
-    """As few parts as there can be, and of these the smallest."""
+    """Return as few parts as there can be, and of these the smallest."""
     count = len(_sizes(needs, [most]))
     low, high = 0, most
     while low + 1 < high:
@@ -159,7 +159,7 @@ def _even(needs: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def _lengths_of_samples(batch: SampleBatch) -> list[int]:
-    """The longest axis of each sample, of those that are not the same in all of them."""
+    """Return the longest axis of each sample, of those that are not the same in all of them."""
     found = [dict(_axes_of(batch.given[row])) for row in range(batch.rows)]
     places = dict.fromkeys(place for one in found for place in one)
     if not places:
@@ -172,7 +172,7 @@ def _lengths_of_samples(batch: SampleBatch) -> list[int]:
 
 
 def _axes_of(sample: Any) -> list[tuple[tuple[Any, int], int]]:
-    """The sizes of a sample by entry and axis."""
+    """Return the sizes of a sample by entry and axis."""
     entries: Mapping[Any, Any] = {"": sample}
     if isinstance(sample, Mapping):
         entries = cast("Mapping[Any, Any]", sample)

@@ -8,7 +8,7 @@ PATIENCE = 16  # clean steps before a larger micro-batch is tried
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """What is known of one kind of row."""
+    """The limit of one kind of row, and how it was met."""
 
     fits: int  # rows of the largest micro-batch that goes through, as far as is known
     failed: int  # rows of the smallest in which memory ran out
@@ -16,7 +16,7 @@ class Limit:
     patience: int = PATIENCE  # clean steps after which a larger one is tried
 
     def size(self, planned: int) -> int:
-        """Rows to try next: those that fit, or half of the way to what was planned if it is time for it."""
+        """Return the rows to try next: those that fit, or half of the way to the plan if it is time."""
         fits = min(self.fits, planned)
         return fits if self.clean < self.patience else fits + -(-(planned - fits) // 2)
 

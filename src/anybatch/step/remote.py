@@ -24,7 +24,7 @@ class Remote:
 
     @staticmethod
     def of(step: Any, device: str = "cpu") -> "Remote":
-        """What makes steps like this one, without what the driver alone does: listeners, schedulers."""
+        """Return a maker of steps like this one, without the listeners and schedulers of the driver."""
         settings, planning = step.planning.settings, step.planning
         made = Remote(
             device=device,
@@ -58,7 +58,7 @@ class Remote:
         return self
 
     def __call__(self, strategy: Any) -> Any:
-        """The step, on the device, in a process like the driver's."""
+        """Return the step, on the device, in a process like the driver's."""
         torch.set_default_dtype(self.modes[0])
         torch.set_float32_matmul_precision(self.modes[1])
         if self.device != "cpu":

@@ -385,7 +385,7 @@ class Step:
         )
 
     def _begun(self) -> Task:
-        """The parts of the next step, gathered anew where they have changed, and in looking steps."""
+        """Return the parts of the next step, gathered anew if they have changed, and in looking steps."""
         if self.schedulers:
             self._progress.warn_of_other_steps(self.schedulers)
         known = self._gathered
@@ -401,7 +401,7 @@ class Step:
         return known[0]
 
     def task(self) -> Task:
-        """The parts of a step, gathered and checked."""
+        """Return the parts of a step, gathered and checked."""
         return gather(
             self.model,
             self.loss,
