@@ -16,7 +16,7 @@ FLOORS = """
     precision recompute memory data
     losses
     engine
-    planner parallel
+    planner parallel compare
     step
     observe
     check train recipes

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from anybatch import Terms, Total, WholeBatch, check
 from anybatch.check import prepare as prepare_module
-from anybatch.check.compare import cut_sizes_to_try
+from anybatch.check.splits import cut_sizes_to_try
 from anybatch.core import BatchError, LossError, PlanError
 from tests.toys import Perceptron
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from anybatch.check.denominators import candidates, held_weights
 from anybatch.check.rows import Cut, Part, find_padding, is_close, refilled
+from anybatch.compare import choose_rows
 from anybatch.core import TensorBatch, TrimmedBatch
-from anybatch.step import choose_rows
 
 
 def test_closeness_minds_infinities_and_huge_fill_values() -> None:

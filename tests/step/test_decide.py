@@ -11,7 +11,7 @@ import anybatch as ab
 from anybatch import Step
 from anybatch.core import torch_private as private
 from anybatch.core.errors import BatchError, BudgetError, PlanError
-from anybatch.step.limits import PATIENCE, Limits
+from anybatch.step.decide import PATIENCE, Limits
 from anybatch.testing import relative_error
 from tests.budgets import (
     ConvNet,

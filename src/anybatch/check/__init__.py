@@ -7,4 +7,4 @@ from anybatch.check.check import (
 )
 from anybatch.check.copies import named_parameters as named_parameters
 from anybatch.check.passes import Recorder as Recorder
-from anybatch.step import relative_error as relative_error, tolerance as tolerance
+from anybatch.compare import relative_error as relative_error, tolerance as tolerance

@@ -10,7 +10,14 @@ from typing import Any
 from torch import nn
 
 from anybatch.batchnorm import BatchNormChoice, find_batch_norms
-from anybatch.check.compare import (
+from anybatch.check.copies import untouched
+from anybatch.check.draws import OutOfTime
+from anybatch.check.finding import WAYS_OUT, Finding, module_finding, summaries
+from anybatch.check.modules import ModuleSearch
+from anybatch.check.passes import first_difference
+from anybatch.check.prepare import Prepared, prepare
+from anybatch.check.rows import find_padding, refilled, trimmed
+from anybatch.check.splits import (
     Comparison,
     Pass,
     before_the_model,
@@ -21,13 +28,6 @@ from anybatch.check.compare import (
     rows_agree_on,
     worst_of,
 )
-from anybatch.check.copies import untouched
-from anybatch.check.draws import OutOfTime
-from anybatch.check.finding import WAYS_OUT, Finding, module_finding, summaries
-from anybatch.check.modules import ModuleSearch
-from anybatch.check.passes import first_difference
-from anybatch.check.prepare import Prepared, prepare
-from anybatch.check.rows import find_padding, refilled, trimmed
 from anybatch.check.terms import TermTest
 from anybatch.core import BatchError, Collate, Padding, PlanError, html_table
 from anybatch.engine import check_micro_batch

@@ -14,10 +14,11 @@ from anybatch.check.copies import Copied
 from anybatch.check.draws import Draws
 from anybatch.check.finding import culprit_of
 from anybatch.check.rows import Cut, Part, is_close, shorten
+from anybatch.compare import Outcome
 from anybatch.core import Batch, Event, Micro, Padding, StepReport, Total, torch_private as private
 from anybatch.losses import Terms, call_loss, module_of, resolve
 from anybatch.state import plain_kernels, rng
-from anybatch.step import Outcome, Step
+from anybatch.step import Step
 
 Places = tuple[int, int]  # the length of a padded row, and its valid places
 _NAME = "loss"  # of an unnamed term

@@ -14,8 +14,8 @@ from anybatch.check.copies import Copied, named_parameters
 from anybatch.check.draws import Draws, OutOfTime
 from anybatch.check.passes import Bench, Pass
 from anybatch.check.rows import Cut, Part, rows_of, subset
+from anybatch.compare import choose_rows
 from anybatch.core import BatchError, Collate, PlanError, SampleBatch, TensorBatch, tree
-from anybatch.step import choose_rows
 
 ALL_ROWS = 64  # the most rows that are tried if a few rows do not run
 ROWS = 8  # enough for uneven splits of several rows

@@ -376,7 +376,7 @@ class Scheduler:
     def run(
         self, units: Sequence[Sequence[Any]], seed: int, *, rule: RuleName, staleness: int, options: Any
     ) -> tuple[list[Folded], list[Array]]:
-        """Let each worker pull, make a local update with every part of a unit, and push the difference."""
+        """Run each worker: pull, make a local update with every part of a unit, and push the difference."""
         if self._is_torn:
             self.reload()
         self._begin(len(units))

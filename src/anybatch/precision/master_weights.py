@@ -91,7 +91,7 @@ class Masters:
     def raised(
         self, parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer] = ()
     ) -> AbstractContextManager[None]:
-        """Let parameters, also new ones, hold their float32 weights; on exit round them to 16 bits."""
+        """Make parameters, also new ones, hold their float32 weights; on exit round them to 16 bits."""
         is_idle = not (self._held or self._is_needed)
         return nullcontext() if is_idle else self._raised(list(parameters), optimizers)
 
@@ -135,7 +135,7 @@ class Masters:
         return twin
 
     def keep_states(self, optimizer: Optimizer) -> None:
-        """Let an optimizer load its state unrounded: torch casts it to the dtype of 16-bit weights."""
+        """Make an optimizer load its state unrounded: torch casts it to the dtype of 16-bit weights."""
         if self._held or self._is_needed:
             given: dict[str, Any] = {}
             optimizer.register_load_state_dict_pre_hook(lambda _, state: given.update(state))

@@ -3,17 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from anybatch.core import Batch, SampleBatch
-from anybatch.engine import Observer, Task, admit, carry_out
+from anybatch.compare import reached_by
+from anybatch.engine import Observer, admit, carry_out
 from anybatch.precision import LossScale, Precision
-from anybatch.state import Effects, ObjectState
-
-
-def reached_by(task: Task, batch: Batch) -> ObjectState:
-    """Note all that a run reaches, but for the task's parameters and buffers, which a step puts back."""
-    collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
-    known = [p for module in task.modules for p in (*module.parameters(), *module.buffers())]
-    return ObjectState([task.model, task.loss, *task.modules, *collate], but_for=known)
+from anybatch.state import Effects
 
 
 def show(

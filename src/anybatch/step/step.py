@@ -104,7 +104,7 @@ class Step:
         non_finite: if the loss or gradient of a micro-batch is not finite, "raise" stops and names its rows,
             "drop" leaves out its rows and their weight, "skip" makes no update.
         check: before a batch is split for the first time, compare the loss and gradient of a few rows
-            between several splits (`anybatch.step.look`).
+            between several splits (`anybatch.compare.look`).
         listeners: functions called with each event: `MicroBatchDone`, `MicroBatchRedone`, `StepReport`.
         observers: objects that read the gradients of each update (`anybatch.engine.Observer`).
         strategy: "auto" sums gradients over all ranks of the process group, if there are several;

@@ -8,8 +8,8 @@ from typing import Any, cast
 from anybatch.check.finding import WAYS_OUT, Finding, listed
 from anybatch.check.passes import Bench, Call, Calls, Pass, State
 from anybatch.check.rows import Cut, Part, agree, is_close
+from anybatch.compare import distance, limit_of
 from anybatch.losses import Terms
-from anybatch.step import distance, limit_of
 
 PLAIN = 1e-3  # larger errors are no rounding, unless the reference itself is rounding
 # A smaller gradient may be rounding of numbers that cancel inside the model, as in a perfect fit.

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from torch.nn.parameter import is_lazy
 
+from anybatch.compare.choose_rows import choose_rows
+from anybatch.compare.outcome import Difference, Looked, Split, differ, only_rows, outcome_of
 from anybatch.core import (
     Batch,
     LossError,
@@ -21,10 +23,7 @@ from anybatch.core import (
 )
 from anybatch.engine import Plan, Task
 from anybatch.losses import ModelTerms, Terms, WholeBatch, read_afresh
-from anybatch.state import rng
-from anybatch.step.choose_rows import choose_rows
-from anybatch.step.dry_run import reached_by
-from anybatch.step.outcome import Difference, Looked, Split, differ, only_rows, outcome_of
+from anybatch.state import ObjectState, rng
 
 ROWS = 8
 LEAST = 3  # the fewest rows with an uneven split
@@ -143,6 +142,13 @@ def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[tuple[Task, Batc
                 yield task, few
         finally:
             noted.put_back()
+
+
+def reached_by(task: Task, batch: Batch) -> ObjectState:
+    """Note all that a run reaches, but for the task's parameters and buffers, which a step puts back."""
+    collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
+    known = [p for module in task.modules for p in (*module.parameters(), *module.buffers())]
+    return ObjectState([task.model, task.loss, *task.modules, *collate], but_for=known)
 
 
 class _Look(NamedTuple):

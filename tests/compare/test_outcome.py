@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from anybatch.step import distance, limit_of
-from anybatch.step.outcome import differ
+from anybatch.compare import distance, limit_of
+from anybatch.compare.outcome import differ
 
 
 def outcome(gradient: float, loss: float = 1.0, **more: Any) -> Any:

@@ -1,0 +1,16 @@
+"""The one comparison of splits: outcomes of a few rows, tolerances, and the look before the first cut."""
+
+from anybatch.compare.choose_rows import choose_rows as choose_rows
+from anybatch.compare.look import (
+    Doubt as Doubt,
+    error_of as error_of,
+    reached_by as reached_by,
+    read_rows as read_rows,
+    refuse_what_depends_on_the_cut as refuse_what_depends_on_the_cut,
+)
+from anybatch.compare.outcome import Outcome as Outcome, distance as distance
+from anybatch.compare.tolerance import (
+    limit_of as limit_of,
+    relative_error as relative_error,
+    tolerance as tolerance,
+)
