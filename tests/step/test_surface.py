@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from anybatch import AnybatchError, Step, StepReport, Terms, Total
-from anybatch.core.errors import BatchError, PlanError
+from anybatch.core.errors import BatchError, LossError, PlanError
 from tests.snapshots import make_batch
 
 X, Y = torch.randn(4, 3), torch.randn(4, 2)
@@ -146,7 +146,7 @@ def test_a_step_and_its_report_are_shown_on_a_line() -> None:
     assert repr(report) == str(report)
     assert repr(report).startswith(f"{told}{report.grad_norm:.4g}, learning_rate 0.5, ")
     skipped = make(non_finite="skip")((X * torch.nan, Y))
-    assert repr(skipped).startswith("StepReport(no update, loss nan, rows 4, micro_batches 0, ")
+    assert repr(skipped).startswith("StepReport(no update, loss nan, rows 4, micro_batches 1, ")
     lazy = nn.LazyLinear(2)
     assert " 0 trained" in repr(Step(lazy, F.mse_loss, torch.optim.SGD(lazy.parameters(), lr=0.5)))
 
@@ -261,3 +261,8 @@ def test_wrapped_optimizers_make_the_same_updates(
         assert [one.update for one in reports] == [1, 2, 3]
         trained.append([p.detach() for p in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
+
+
+def test_a_step_without_gradients_is_refused() -> None:
+    with torch.no_grad(), pytest.raises(LossError, match="no_grad"):
+        make(nn.MSELoss())((X, Y))

@@ -182,7 +182,8 @@ class Sums:
                     "Rows that differ in length (padding) do not weigh the same: "
                     "return ab.Total(sum, number of valid elements)."
                 )
-        if not self.has_flowed and any(known.values()):
+        is_plain_loss = not (self.task.optimizers or torch.is_grad_enabled())  # nobody updates
+        if not (self.has_flowed or is_plain_loss) and any(known.values()):
             raise LossError(
                 "Expected a loss that depends on the parameters of the optimizer, "
                 f"got terms {sorted(known)} without gradient. "

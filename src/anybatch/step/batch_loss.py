@@ -21,7 +21,7 @@ class BatchLoss:
     Calling it runs forward and backward of every micro-batch, and returns the loss of the whole batch as a
     scalar. `backward()` of this scalar adds the exact gradient of the whole batch to `.grad`, times what
     flows in, as for any other loss. Clipping, a GradScaler, the optimizer, schedulers and checkpoints stay as
-    they are. Under `torch.no_grad()` the gradient is computed and dropped: it is a plain loss.
+    they are. Under `torch.no_grad()` it is a plain loss.
 
     If the loop runs under autocast, so do the model and the loss. With float16 a loss scale of its own keeps
     small gradients; the gradient that is handed over is unscaled.
@@ -101,7 +101,7 @@ class BatchLoss:
             self.report = batch.close()
             return step.handed(self.report)
         step, without_autocast = self._found()
-        with torch.enable_grad(), without_autocast:  # also where the gradient is dropped
+        with without_autocast:
             self.report = step(batch)
         return step.handed(self.report)
 

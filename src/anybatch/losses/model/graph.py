@@ -54,7 +54,8 @@ def call_model(model: nn.Module, micro: Any) -> Any:
 def loss_of(model: nn.Module, output: Any) -> Tensor:
     """Return the loss in a model's output: `.loss`, `["loss"]`, a scalar, or the only scalar in a tuple."""
     loss = _pick(output)
-    if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() and loss.requires_grad:
+    is_scalar = isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()
+    if is_scalar and (loss.requires_grad or not torch.is_grad_enabled()):
         return loss
     came = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else repr(loss)
     if isinstance(loss, Tensor) and not loss.requires_grad:
