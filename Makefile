@@ -53,7 +53,7 @@ format: env ## format the code and fix what lint can fix by itself
 
 bench: env .venv/.with-bench ## compare speed and memory with hand-written PyTorch, accelerate and Fabric; ONLY="mlp gpt" for some
 	@echo "bench: measuring, about eight minutes; leave the machine alone meanwhile"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(call or_say,a ratio is over its limit or a run broke: see above; repeat on an idle machine)
+	@MALLOC_TOP_PAD_=67108864 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(call or_say,a ratio is over its limit or a run broke: see above; repeat on an idle machine)
 
 clean: ## delete .venv, caches and build outputs; runs/ stays
 	@echo "clean: deleting .venv, caches and build outputs"
