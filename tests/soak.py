@@ -132,6 +132,7 @@ def main() -> int:
     asked = parser.parse_args()
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "reduction. 'mean' divides", UserWarning)
+    warnings.filterwarnings("ignore", "Expected trained running statistics", UserWarning)  # nets made for it
     torch.set_num_threads(1)
     hypothesis.register_random(TORCH_RANDOM)
     tried: Counter[str] = Counter()
