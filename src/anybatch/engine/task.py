@@ -187,7 +187,7 @@ def check_parts(
             f"Expected optimizers of parameters of the model or the loss, got {len(strange)} of neither. "
             "The step computes no gradient for them. Leave them out, or make the optimizer from "
             "model.parameters() again.",
-            stacklevel=3,
+            stacklevel=4,
         )
     return optimizers, check_schedulers(() if scheduler is None else scheduler, optimizers)
 
