@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from anybatch.data.dataset import Dataset, Split
-from benchmarks import precision, precision_lenet5, precision_overflow, precision_sums
+from benchmarks import precision, precision_overflow, precision_sums
 from benchmarks.config import Effort, RaceCase
 from benchmarks.memory_report import Record
 from benchmarks.precision_config import FULL, QUICK, Part
@@ -48,19 +46,6 @@ def test_what_is_measured_holds(part: Part, measure: Any, shown: dict[str, list[
     assert [verdict.what for verdict in part.judge(records) if not verdict.holds] == []
     for key, values in shown.items():
         assert all(value in (..., record[key]) for value, record in zip(values, records, strict=True))
-
-
-@pytest.mark.parametrize("name", ["float32", "bf16-true"])
-def test_lessons_are_the_same_from_one_seed(name: str) -> None:
-    def digits(count: int) -> Dataset:
-        inputs, targets = torch.randn(count, 1, 32, 32), torch.arange(count) % 10
-        return Dataset(inputs=inputs, targets=targets, name="made up", classes=tuple("0123456789"))
-
-    split = Split(train=digits(12), test=digits(500))
-    one, other = (precision_lenet5.train(name, split, SMALL.lessons, seed=1) for _ in range(2))
-    assert one["updates"] == 4
-    assert len(one["accuracy"]) == 2
-    assert {**one, "seconds": 0} == {**other, "seconds": 0}
 
 
 def test_a_run_writes_what_it_could_measure(

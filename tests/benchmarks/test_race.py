@@ -30,17 +30,6 @@ def halved(entry: Entry) -> Update:
     return hand(entry)
 
 
-def littering(entry: Entry) -> Update:
-    update = hand(entry)
-
-    def litter(batch: Batch) -> float:
-        cycle: list[object] = []
-        cycle.append(cycle)
-        return update(batch)
-
-    return litter
-
-
 def run(**builders: object) -> Race:
     return race(CASE, EFFORT, {"hand": hand, "anybatch": hand} | builders, seconds=0.0, seed=0)
 
@@ -60,12 +49,3 @@ def test_everyone_makes_the_same_number_of_updates() -> None:
 def test_a_race_says_how_far_the_parameters_are_off() -> None:
     assert run().difference == 0
     assert run(anybatch=halved).difference > 1e-5
-
-
-def test_everyone_draws_the_same_dropout() -> None:
-    case = RaceCase(name="bert", task="bert", rows=1, micro_batches=2)
-    assert race(case, EFFORT, {"hand": hand, "anybatch": hand}, seconds=0.0, seed=0).difference == 0
-
-
-def test_garbage_is_counted_for_the_one_who_leaves_it() -> None:
-    assert run(anybatch=littering).garbage == {"hand": 0, "anybatch": 1}
