@@ -111,23 +111,6 @@ def record(counts: dict[int, int], zeros: int = 0) -> Exponents:
     return Exponents(counts=counts, zeros=zeros, not_finite=0, fates=fates, scale=1.0, precision="float32")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "first", "fates"),
-    [
-        ("float16", -26, ["vanish", *["subnormal"] * 11, *["normal"] * 30, "overflow"]),
-        ("bfloat16", -135, ["vanish", *["subnormal"] * 8, *["normal"] * 254, "overflow"]),
-    ],
-)
-def test_each_exponent_has_the_colour_of_its_fate(
-    tmp_path: Path, dtype: str, first: int, fates: list[str]
-) -> None:
-    edges = [index for index in range(1, len(fates)) if fates[index] != fates[index - 1]]
-    for at in (0, *edges, *(edge - 1 for edge in edges)):
-        path = draw(record({first + at: 1}), tmp_path / "a.svg", dtype=dtype)
-        page = path.read_text(encoding="utf-8").lower()
-        assert [name for name, colour in COLOURS.items() if colour.lower() in page] == [fates[at]], first + at
-
-
 def test_a_page_says_the_figures_too_and_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     found = record({-3: 30}, zeros=10)
     page = draw(found, tmp_path / "a.html", title="of a model").read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from anybatch.core.errors import TraceError
 from anybatch.engine.plan import Plan
 from anybatch.losses.resolve import resolve
 from anybatch.memory.meter import Meter
-from anybatch.planner.trace import Trace, fake_batch, run_sizes, trace
+from anybatch.planner.trace import Trace, run_sizes, trace
 from benchmarks.zoo import ZOO
 from tests.snapshots import changes, make_batch, make_step, snapshot
 
@@ -328,16 +328,6 @@ def test_where_all_rows_are_held_they_are_all_run() -> None:
     assert run_sizes(plan, WholeBatch(torch.sum), nn.Identity()) == (1,) * 10
     assert run_sizes(plan, resolve(ModelLoss()), mixtral) == (1,) * 10
     assert len(run_sizes(plan, resolve(ModelLoss()), nn.Identity())) == 3
-
-
-def test_views_of_one_tensor_stay_views_of_one() -> None:
-    whole = torch.arange(20).reshape(2, 10)
-    batch, leaves = fake_batch(TensorBatch((whole[:, :-1], whole[:, 1:])), 7, 7, resolve(nn.MSELoss()))
-    assert batch.rows == 7
-    assert [leaf.shape for leaf in leaves] == [(7, 9), (7, 9)]
-    assert leaves[0].untyped_storage()._cdata == leaves[1].untyped_storage()._cdata
-    assert leaves[0].untyped_storage().nbytes() == 7 * 10 * 8
-    assert leaves[1].storage_offset() == 1
 
 
 def test_threads_trace_one_after_another() -> None:

@@ -1,7 +1,6 @@
 """Sound losses: torch's own with their options, and functions that return a sum and its weight."""
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,6 @@ from tests.probe_corpus.case import (
     mlp,
     numbers,
     padded_sentences,
-    tag_loss,
     token_losses,
     vectors,
 )
@@ -31,11 +29,6 @@ SOUND = Corpus()
 BALANCE = torch.tensor([0.2, 1.0, 5.0])
 of_tokens = partial(SOUND.loss, model=Tagger, batch=padded_sentences)
 of_classes = partial(SOUND.loss, model=mlp, batch=vectors)
-
-
-def embedded(self: Any, anchor: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, ...]:
-    """Embeds three things in one way."""
-    return self.body(anchor), self.body(positive), self.body(negative)
 
 
 def pixels_with_an_ignored_class() -> Case:
@@ -77,13 +70,7 @@ SOUND.of(
     one_number_for_each_row=lambda: Case(
         model=mlp(outputs=1).append(nn.Flatten(0)), loss=nn.MSELoss(), batch=(vectors()[0], torch.randn(8))
     ),
-    valid_tokens_counted=lambda: Case(model=Tagger(), loss=tag_loss, batch=padded_sentences()),
     connectionist_temporal_classification=connectionist_temporal_classification,
-    triplets=lambda: Case(
-        model=layer("Embedder", embedded, body=mlp(nn.Dropout(0.2))),
-        loss=nn.TripletMarginLoss(),
-        batch={name: torch.randn(8, WIDTH) for name in ("anchor", "positive", "negative")},
-    ),
 )
 
 
@@ -93,22 +80,6 @@ def valid_tokens_counted_after_the_shift(model: nn.Module, micro: Batch) -> ab.T
     labels = micro["labels"][:, 1:]
     losses = token_losses(model(micro["input_ids"])[:, :-1], labels)
     return ab.Total(losses.sum(), (labels != -100).sum())
-
-
-@of_tokens()
-def mean_of_row_means(model: nn.Module, micro: Batch) -> ab.Total:
-    """Every row counts the same, however long: a choice, and exact."""
-    losses = token_losses(model(micro["input_ids"]), micro["labels"])
-    means = losses.sum(dim=1) / (micro["labels"] != -100).sum(dim=1)
-    return ab.Total(means.sum(), len(means))
-
-
-@of_classes(dtype=torch.float32)
-def class_weights_counted(model: nn.Module, micro: Vectors) -> ab.Total:
-    """The weights stay in float32 whatever the model does."""
-    x, y = micro
-    losses = F.cross_entropy(model(x), y, weight=BALANCE, reduction="sum")
-    return ab.Total(losses, BALANCE[y].sum())
 
 
 @of_classes(model=lambda: mlp(nn.Dropout(0.3)))

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from anybatch.recompute import selective
-from anybatch.recompute.selective import KEPT, contexts
+from anybatch.recompute.selective import contexts
 
 
 class Counts(TorchDispatchMode):
@@ -74,7 +74,3 @@ def test_what_was_changed_in_place_is_rebuilt() -> None:
     a, b = leaves((3, 4), (4, 5))
     backward(forward, a, b)
     assert torch.equal(a.grad, torch.autograd.grad(forward(a, b).sum(), a)[0])
-
-
-def test_most_names_are_known() -> None:
-    assert len(selective._kept()) >= len(KEPT) - 3  # older torch has fewer

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from anybatch import Step
 from anybatch.core.errors import LossError
-from anybatch.losses.model import model_loss
 from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
 from tests.losses.own_losses import (
@@ -188,13 +187,6 @@ def test_labels_equal_to_the_inputs_in_the_first_micro_batch_only() -> None:
     report = Step(model, ModelLoss(), recorder, micro_batch=2)(batch)
     assert report.weights == {"loss": 5}
     assert relative_error(recorder.gradients, expected) <= LIMIT
-
-
-def test_a_wrong_promise_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutation: the weight of the whole batch counted from other targets than the model's."""
-    monkeypatch.setattr(model_loss, "count", lambda origin, matches, leaves: 5)
-    with pytest.raises(LossError, match="5 in all for 'loss', got 9"):
-        take(tokens)
 
 
 def test_a_first_micro_batch_without_several_terms_is_refused() -> None:
