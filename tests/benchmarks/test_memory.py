@@ -50,8 +50,6 @@ def test_predicted_peak_is_the_measured_one(policy: str, optimizer: str) -> None
 
 
 class Words(nn.Module):
-    """Predicts each token from itself; computes its own loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)

@@ -14,8 +14,6 @@ PEER = next(iter(PEERS))
 
 
 def counted(made: list[list[Batch]]) -> Any:
-    """The hand-written loop, noting its updates."""
-
     def build(entry: Entry) -> Update:
         update, seen = hand(entry), []
         made.append(seen)

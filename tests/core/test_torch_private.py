@@ -88,8 +88,6 @@ def test_a_backward_under_way_is_known(is_kept: bool) -> None:
 
 
 class Seen(private.TorchDispatchMode):
-    """Notes operators and the names of their arguments."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         calls.append((private.operator_of(func), [one.name for one in private.arguments_of(func)]))
         return func(*args, **(kwargs or {}))

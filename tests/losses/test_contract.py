@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import ModelLoss, Step, Terms, Total, WholeBatch
+from anybatch import ModelLoss, Step, Terms, WholeBatch
 from anybatch.core import tree
 from anybatch.core.errors import LossError
 from anybatch.losses import call_model, split_batch, summed_loss
@@ -55,11 +55,7 @@ class Variant:
     meets: bool = False
 
 
-
-
 class Inside(nn.Module):
-    """A model with one of torch's losses inside."""
-
     def __init__(self, problem: Problem) -> None:
         super().__init__()
         self.model, self.loss = problem.model, problem.loss

@@ -21,8 +21,6 @@ from anybatch.memory.fake import (
 
 
 class Holder(nn.Module):
-    """Tensors in all the places where modules keep them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.other, self.recurrent = nn.Linear(3, 3), nn.Linear(3, 3), nn.LSTM(3, 3)

@@ -31,7 +31,6 @@ def fate(number: float, dtype: str) -> str:
 
 
 def slowly(gradients: list[Tensor], scale: float = 1.0, precision: str = "float32") -> Exponents:
-    """One number after the other."""
     numbers = [number for gradient in gradients for number in gradient.flatten().double().tolist()]
     held = [number for number in numbers if number and math.isfinite(number)]
     fates = {dtype: Counter(fate(number, dtype) for number in held) for dtype in LAYOUTS}

@@ -95,8 +95,6 @@ def plain_figures(model: nn.Module, batch: tuple[Tensor, Tensor], update: Callab
 
 
 class Scarce(Net):
-    """Memory runs out in micro-batches of more than two rows."""
-
     def forward(self, x: Tensor) -> Tensor:
         if len(x) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -152,8 +150,6 @@ def test_parameters_are_the_same_to_the_bit_with_and_without_observers(
 
 
 class Busy(nn.Module):
-    """Keeps statistics, draws, and writes to its rows."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm, self.out = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)

@@ -44,13 +44,10 @@ def slow(model: nn.Module, batch: tuple[Tensor, Tensor], cut: list[int]) -> tupl
 
 
 def total(model: nn.Module, micro: tuple[Tensor, Tensor]) -> ab.Total:
-    """Its weight is known at the end only."""
     return ab.Total(((model(micro[0]) - micro[1]) ** 2).sum(), torch.tensor(float(len(micro[0]))))
 
 
 class Scarce(nn.Sequential):
-    """Memory runs out in more than three rows."""
-
     def forward(self, input: Tensor) -> Tensor:
         if len(input) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -21,7 +21,6 @@ from tests.budgets import (
 )
 
 
-
 @pytest.mark.parametrize(("policy", "size"), [(KEEP, 24), (KEEP, 10), ("recompute", 24), ("selective", 5)])
 def test_a_trace_is_a_real_second_step_to_the_byte(policy: str, size: int) -> None:
     step, batch = make(optimizer=foreach), rows_of(24, 5, 8)

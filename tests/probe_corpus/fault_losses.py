@@ -36,7 +36,6 @@ meeting = partial(of_classes, "meeting")
 
 
 def token_mean(model: nn.Module, micro: Batch) -> Tensor:
-    """What every tutorial writes."""
     return F.cross_entropy(model(micro["input_ids"]).flatten(0, 1), micro["labels"].flatten())
 
 
@@ -45,7 +44,6 @@ def losses_of(model: nn.Module, micro: Vectors, reduction: str = "none") -> Tens
 
 
 def times(mean: Tensor, count: Any) -> ab.Total:
-    """A mean that is taken for a sum with this weight."""
     return ab.Total(mean * count, count)
 
 
@@ -107,7 +105,6 @@ def labels_counted_before_the_shift(model: nn.Module, micro: Batch) -> ab.Total:
     dtype=torch.float32,
 )
 def class_weights_forgotten(model: nn.Module, micro: Vectors) -> ab.Total:
-    """The weights stay in float32 whatever the model does."""
     return times(F.cross_entropy(model(micro[0]), micro[1], weight=BALANCE), len(micro[1]))
 
 
@@ -169,7 +166,6 @@ def short_micro_batch_skipped(model: nn.Module, micro: Vectors) -> ab.Total:
 
 @of_classes("dropped rows", IN_THE_LOSS)
 def last_row_left_out(model: nn.Module, micro: Vectors) -> ab.Total:
-    """Off by one: the last row of every micro-batch is not looked at."""
     losses = losses_of(model, micro)[: max(len(micro[1]) - 1, 1)]
     return ab.Total(losses.sum(), len(losses))
 
@@ -185,8 +181,6 @@ def contrastive_mean_times_rows(model: nn.Module, micro: Batch) -> ab.Total:
 
 
 class Experts(nn.Module):
-    """A mixture that tells how it routed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.experts = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2 * CLASSES)

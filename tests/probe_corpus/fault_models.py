@@ -36,7 +36,6 @@ FAULTS = Corpus()
 
 
 def block(norm: nn.Module) -> nn.Module:
-    """A residual block."""
     forward = lambda self, x: x + torch.tanh(self.norm(self.conv(x)))  # noqa: E731
     return layer("Block", forward, conv=nn.Conv2d(4, 4, 3, padding=1), norm=norm)
 
@@ -82,7 +81,6 @@ class Router(nn.Module):
 
 
 def before(name: str, forward: Any) -> Case:
-    """What is done to the inputs of a model, by the model."""
     case = classifier()
     return Case(model=nn.Sequential(layer(name, forward), case.model), loss=case.loss, batch=case.batch)
 
@@ -155,13 +153,11 @@ FAULTS.of(
 
 
 def masked(self: Any, x: Tensor) -> Tensor:
-    """Draws the same mask in every call, row by row from the top."""
     self.generator.manual_seed(7)
     return x * 2 * (torch.rand(x.shape, generator=self.generator) > 0.5)
 
 
 def reseeded(x: Tensor) -> Tensor:
-    """For the sake of reproducibility."""
     torch.manual_seed(0)
     return F.dropout(x, 0.5, training=True)
 
@@ -196,18 +192,15 @@ FAULTS.of(
 
 
 def keeping(rule: Any, **state: Any) -> Case:
-    """Keeps a state: a number in Python, or a buffer."""
     return classifier(layer("Keeping", rule, **state))
 
 
 def counting(self: Any, x: Tensor) -> Tensor:
-    """Counts its calls and scales the output: in a buffer, or as a number that no state dict knows."""
     self.calls += 1
     return x / self.calls
 
 
 def centred(self: Any, x: Tensor) -> Tensor:
-    """Subtracts a running mean that it has just moved."""
     self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(dim=0)
     return x - self.mean
 
@@ -227,7 +220,6 @@ def fading(self: Any, x: Tensor) -> Tensor:
 
 
 def counted(self: Any, x: Tensor) -> Tensor:
-    """Counts its calls; nothing reads the count but the state dict."""
     self.calls += 1
     return x
 
@@ -288,7 +280,6 @@ class Balanced(torch.autograd.Function):
 
 
 def confident(self: Any, x: Tensor) -> Vectors:
-    """Keeps the rows that are above the average of their batch."""
     logits = self.body(x)
     kept = logits.detach().amax(dim=1) >= logits.detach().amax(dim=1).mean()
     return logits[kept], kept
@@ -333,8 +324,6 @@ def rows_filtered_by_the_batch(model: nn.Module, micro: Vectors) -> ab.Total:
 
 
 def attention() -> nn.Module:
-    """Takes the mask and forgets it."""
-
     def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
         x = model.embedding(words)
         return model.head(x + model.attention(x, x, x, need_weights=False)[0])
@@ -343,7 +332,6 @@ def attention() -> nn.Module:
 
 
 def pooled(padding_idx: int | None = None) -> nn.Module:
-    """The mean over all places, padded ones included."""
     mean = lambda model, words, mask: model.head(model.layer(model.embedding(words)).tanh().mean(1))  # noqa: E731
     return Words(mean, CLASSES, padding_idx=padding_idx, layer=nn.Linear(WIDTH, WIDTH))
 
@@ -366,8 +354,6 @@ def convolved() -> nn.Module:
 
 
 def normed() -> nn.Module:
-    """Normalises over all places of a row."""
-
     def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
         return model.head(model.norm(model.embedding(words).transpose(1, 2)).transpose(1, 2))
 

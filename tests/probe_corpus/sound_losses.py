@@ -32,7 +32,6 @@ of_classes = partial(SOUND.loss, model=mlp, batch=vectors)
 
 
 def pixels_with_an_ignored_class() -> Case:
-    """Some rows have no valid pixel at all."""
     x, _ = images()
     y = torch.randint(CLASSES, (8, 6, 6))
     y[1], y[5] = 2, 2
@@ -41,7 +40,6 @@ def pixels_with_an_ignored_class() -> Case:
 
 
 def connectionist_temporal_classification() -> Case:
-    """Time is the first axis of the output, rows are the second."""
     listen = layer("Listen", lambda x: x.log_softmax(dim=2).transpose(0, 1))
     used, said = torch.tensor([9, 7, 8, 9, 6, 9, 7, 8]), torch.tensor([3, 1, 2, 3, 2, 1, 3, 2])
     batch = torch.randn(8, 9, WIDTH), (torch.randint(1, 5, (8, 3)), used, said)
@@ -90,7 +88,6 @@ def mean_times_its_own_denominator(model: nn.Module, micro: Vectors) -> ab.Total
 
 @of_classes(batch=lambda: (*vectors(), torch.tensor([1.0, 0.0, 3.0, 0.5, 2.0, 1.0, 0.1, 4.0])))
 def rows_with_weights_of_their_own(model: nn.Module, micro: tuple[Tensor, ...]) -> ab.Total:
-    """One of them weighs nothing."""
     x, y, importance = micro
     losses = F.cross_entropy(model(x), y, reduction="none")
     return ab.Total((losses * importance).sum(), importance.sum())
@@ -114,8 +111,6 @@ def two_terms_with_coefficients(model: nn.Module, micro: Vectors) -> dict[str, a
 
 
 class Tempered(nn.Module):
-    """A loss with a parameter of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(0.7))

@@ -75,7 +75,6 @@ class Drop(nn.Module):
 
 
 def noise(strength: float) -> nn.Module:
-    """Adds noise to what passes."""
     return layer("Noise", lambda self, x: x + self.noise * torch.randn_like(x), noise=strength)
 
 
@@ -201,8 +200,6 @@ def many_inputs_and_outputs(model: nn.Module, micro: dict[str, Batch]) -> dict[s
 
 
 class Series(nn.Module):
-    """Reads sequences, with time as the second axis or swapped to the first."""
-
     def __init__(self, reader: nn.Module, width: int, outputs: int = CLASSES, *, swaps: bool) -> None:
         super().__init__()
         self.reader, self.head, self.swaps = reader, nn.Linear(width, outputs), swaps
@@ -245,8 +242,6 @@ def outputs_with_time_first(model: nn.Module, micro: Vectors) -> ab.Total:
 
 
 class Causal(nn.Module):
-    """Attention that looks back only, positions that go with time, input and output embeddings tied."""
-
     def __init__(self, dropout_p: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
@@ -267,14 +262,11 @@ class Causal(nn.Module):
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Over the places that hold a word."""
     shares = mask[:, :, None].to(x.dtype)
     return (x * shares).sum(dim=1) / shares.sum(dim=1)
 
 
 def encoder(dropout: float) -> nn.Module:
-    """Torch's own encoder, told what is padding."""
-
     def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
         x = model.encoder(model.embedding(words), src_key_padding_mask=mask == 0)
         return model.head(masked_mean(x, mask))
@@ -284,8 +276,6 @@ def encoder(dropout: float) -> nn.Module:
 
 
 def packed(dropout: float = 0.0) -> nn.Module:
-    """Reads each row as far as it goes."""
-
     def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
         read = nn.utils.rnn.pack_padded_sequence(
             model.embedding(words), mask.sum(dim=1).cpu(), batch_first=True, enforce_sorted=False

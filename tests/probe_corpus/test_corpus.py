@@ -32,7 +32,6 @@ def ids(make: Make) -> str:
 
 
 def left_by(make: Make, micro_batch: int | None) -> list[Tensor]:
-    """The loss, gradients and buffers after a step without random numbers."""
     case = make()
     for module in case.model.modules():
         for name in DROPOUTS:
@@ -63,7 +62,6 @@ def test_sound_model_is_what_it_says(make: Make) -> None:
 
 
 def state(case: Case) -> dict[str, Any]:
-    """All that the self-test must leave as it was."""
     found: dict[str, Any] = {
         "torch's stream": torch.get_rng_state(),
         "Python's stream": random.getstate(),
@@ -101,7 +99,6 @@ def plain(value: Any) -> Any:
 
 
 def summaries(make: Make) -> tuple[Case, Any]:
-    """The report on a case, of which nothing else has changed."""
     case = make()
     before, held = state(case), identities(case)
     report = ab.check(case.model, case.loss, case.batch, collate=case.collate)

@@ -31,7 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
 @pytest.fixture(autouse=True)
 def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offload moves everything."""
     monkeypatch.setattr(offload_module, "SMALLEST", 0)
 
 
@@ -174,8 +173,6 @@ def test_hooks_of_a_block_run_once(policy: str) -> None:
 
 
 class Failure(TorchDispatchMode):
-    """Runs out of memory at one operation."""
-
     def __init__(self, at: int) -> None:
         super().__init__()
         self.left = at

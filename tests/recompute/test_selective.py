@@ -14,8 +14,6 @@ from anybatch.recompute.selective import contexts
 
 
 class Counts(TorchDispatchMode):
-    """How often each operation runs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ran: Counter[str] = Counter()
@@ -26,7 +24,6 @@ class Counts(TorchDispatchMode):
 
 
 def backward(forward: Any, *tensors: Tensor, passes: int = 1) -> Counter[str]:
-    """What runs in backward."""
     loss = checkpoint(forward, *tensors, use_reentrant=False, context_fn=contexts).sum()
     with Counts() as counts:
         for left in reversed(range(passes)):

@@ -24,7 +24,6 @@ from tests.snapshots import same
 
 
 def write(path: Path, number: float = 1.0) -> Path:
-    """A checkpoint that says which one it is."""
     model = nn.Linear(2, 2)
     nn.init.constant_(model.weight, number)
     save(path, model=model, optimizers=[optim.SGD(model.parameters(), lr=0.1)], progress={"number": number})
@@ -38,8 +37,6 @@ def number_in(path: Path) -> float:
 
 
 class Evil:
-    """Ends the test where it is unpickled."""
-
     def __reduce__(self) -> tuple[Any, ...]:
         return pytest.exit, ("a pickle was run",)
 
@@ -278,7 +275,6 @@ def steps(*sizes: int) -> Callable[[Optimizers], Schedulers]:
 
 
 def prepare(parts: dict[str, Any]) -> tuple[nn.Module, Optimizers, Schedulers]:
-    """Three updates, so that there is a state to lose."""
     model = parts.get("model", Net)()
     optimizers = parts.get("optimizers", sgd(""))(model)
     schedulers = parts.get("schedulers", steps(2))(optimizers)

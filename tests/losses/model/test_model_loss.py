@@ -58,8 +58,6 @@ def take(loss: Callable[..., Any], batch: Any = None, **options: Any) -> tuple[A
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch as a dataclass."""
-
     x: Tensor
     labels: Tensor
 
