@@ -144,15 +144,3 @@ def test_hooks_are_found_where_torch_keeps_them() -> None:
     assert private.global_optimizer_hooks() == [len]
     handle.remove()
     assert {*private.STEP_HOOKS, *private.LOAD_HOOKS} <= {*vars(optimizer)}
-
-
-def test_code_that_calls_a_forward_is_in_its_frames() -> None:
-    class Caller(nn.Module):
-        def forward(self) -> bool:
-            frame, found = sys._getframe(), False
-            while frame is not None:
-                found = found or (frame.f_code is private.CALL_CODE and frame.f_locals["self"] is self)
-                frame = frame.f_back
-            return found
-
-    assert Caller()()

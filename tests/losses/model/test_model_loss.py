@@ -144,18 +144,6 @@ def test_selected_rows_of_any_number() -> None:
     assert_exact(selected, {"x": X[rows], "labels": LABELS[rows]})
 
 
-def test_samples_of_unequal_lengths() -> None:
-    lengths = [3, 1, 2, 3, 2, 1, 3]
-    samples = [(X[row, :length], LABELS[row, :length]) for row, length in enumerate(lengths)]
-
-    def collate(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-        x, labels = zip(*rows, strict=True)
-        pad = nn.utils.rnn.pad_sequence
-        return {"x": pad(x, batch_first=True), "labels": pad(labels, batch_first=True, padding_value=-100)}
-
-    assert_exact(tokens, collate(samples), samples, collate=collate)
-
-
 def test_weights_are_told_by_term() -> None:
     valid = int((LABELS >= 0).sum())
     report, _ = take(sum_and_mean)
