@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import contestants
 from benchmarks.config import FULL, RaceCase
-from benchmarks.contestants import PEERS, RIVALS, Entry, Update, hand, installed
+from benchmarks.contestants import RIVALS, Entry, Update, hand
 from benchmarks.exactness import exactness
 from benchmarks.tasks import TASKS, Batch, split
 
@@ -49,11 +48,3 @@ def test_anybatch_does_what_the_hand_written_loop_does(case: RaceCase) -> None:
     errors = exactness(case, RIVALS, seed=0)
     assert errors.gradient["anybatch"] <= FULL.gradient_error
     assert errors.parameters["anybatch"] <= FULL.parameter_error
-
-
-def test_a_peer_that_is_not_installed_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(contestants, "PACKAGES", dict.fromkeys(PEERS, "no-such-package"))
-    assert installed() == RIVALS
-    assert "not installed, left out" in capsys.readouterr().out

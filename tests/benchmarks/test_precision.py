@@ -3,16 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from anybatch.data.dataset import Dataset, Split
-from benchmarks import precision, precision_lenet5, precision_overflow, precision_sums
+from benchmarks import precision
 from benchmarks.config import Effort, RaceCase
 from benchmarks.memory_report import Record
-from benchmarks.precision_config import FULL, QUICK, Part
+from benchmarks.precision_config import QUICK
 
 FEW = Effort(least_blocks=2, most_blocks=3, seconds=0.0, warm_up=1, peers_every=1)
 SMALL = replace(
@@ -32,35 +29,6 @@ def without_child(monkeypatch: pytest.MonkeyPatch, broken: Sequence[str] = ()) -
         return [*precision.measure(name, SMALL), *error]
 
     monkeypatch.setattr(precision, "child", measured)
-
-
-@pytest.mark.parametrize(
-    ("part", "measure", "shown"),
-    [
-        (precision_overflow.PART, precision_overflow.measure, {"computed": [9, 8, 16], "updates": [1, 0, 1]}),
-        (precision_sums.SUMS, precision_sums.measure_sums, {}),
-        (precision_sums.MASTERS, precision_sums.measure_masters, {"arrived": [..., ..., 0.0]}),
-    ],
-    ids=["overflow", "sums", "masters"],
-)
-def test_what_is_measured_holds(part: Part, measure: Any, shown: dict[str, list[Any]]) -> None:
-    records = list(measure(FULL))
-    assert [verdict.what for verdict in part.judge(records) if not verdict.holds] == []
-    for key, values in shown.items():
-        assert all(value in (..., record[key]) for value, record in zip(values, records, strict=True))
-
-
-@pytest.mark.parametrize("name", ["float32", "bf16-true"])
-def test_lessons_are_the_same_from_one_seed(name: str) -> None:
-    def digits(count: int) -> Dataset:
-        inputs, targets = torch.randn(count, 1, 32, 32), torch.arange(count) % 10
-        return Dataset(inputs=inputs, targets=targets, name="made up", classes=tuple("0123456789"))
-
-    split = Split(train=digits(12), test=digits(500))
-    one, other = (precision_lenet5.train(name, split, SMALL.lessons, seed=1) for _ in range(2))
-    assert one["updates"] == 4
-    assert len(one["accuracy"]) == 2
-    assert {**one, "seconds": 0} == {**other, "seconds": 0}
 
 
 def test_a_run_writes_what_it_could_measure(

@@ -10,7 +10,6 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.config import HeadCase, MemoryCase, RaceCase
 from benchmarks.contestants import PEERS
-from benchmarks.report import file_name, render
 from benchmarks.results import Exactness, Head, Memory, Race, Raw
 from benchmarks.thresholds import judge, ratio
 
@@ -118,12 +117,3 @@ def test_an_interval_that_holds_one_passes_where_the_case_says_so() -> None:
     assert all(verdict.holds for verdict in judge(replace(raw(), races=[found])))
     strict = replace(found, case=replace(found.case, or_equal=False))
     assert not all(verdict.holds for verdict in judge(replace(raw(), races=[strict])))
-
-
-def test_report_says_what_was_measured() -> None:
-    text = render(raw(), list(judge(raw())))
-    assert "A processor (R) @ 2 GHz, 2 cores, one thread. torch 2.13.0." in text
-    assert "anybatch (identical)" in text
-    assert "1.020..1.020" in text
-    assert "FAIL" not in text
-    assert file_name(raw()) == "steps-quick_a-processor-r-2-ghz-2-cores_2026-11-21.md"

@@ -39,7 +39,6 @@ WAIT = 120.0  # seconds until a test gives up
 
 @contextmanager
 def running(folder: Path, *arguments: str) -> Iterator[Any]:
-    """The command in a process of its own, which is ended if the test is."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(folder)])}
     command = [sys.executable, "-m", "anybatch", "train", *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -59,7 +58,6 @@ def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
 
 
 def wait_for_more_than(done: int, folder: Path, process: Any) -> None:
-    """Until the run has finished more epochs."""
     end = time.monotonic() + WAIT
     log = folder / "run" / "log.jsonl"
     while not log.exists() or log.read_text().count(EPOCH) <= done:

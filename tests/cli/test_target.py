@@ -68,7 +68,6 @@ broken = 3
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module of the current directory, by a name that nothing else has."""
     name = f"target_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(SOURCE)
     (tmp_path / f"{name}_late.py").write_text("import no_such_module_at_all\n")

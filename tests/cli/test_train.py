@@ -72,7 +72,6 @@ FAST = ["--batch-size", "8", "--micro-batch", "3", "--quiet", "--device", "cpu"]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module of the current directory, by a name that nothing else has."""
     name = f"trained_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
@@ -113,7 +112,6 @@ def test_rows_that_a_function_draws_are_evaluated_as_in_the_training(
 
 
 def flows(folder: str) -> dict[int, dict[str, list[float]]]:
-    """The gradient flow in the log of a run, by update."""
     events = map(json.loads, Path(folder, "log.jsonl").read_text().splitlines())
     found = {one["step"]: one.get("observed", {}).get("flow") for one in events if one["event"] == "step"}
     return {step: record for step, record in found.items() if record}

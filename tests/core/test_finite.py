@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from anybatch.core import Look, all_finite
+from anybatch.core import all_finite
 
 KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 
@@ -43,10 +43,3 @@ def test_looking_does_not_disturb_a_backward() -> None:
     assert all_finite([value])
     value.backward()
     assert all_finite([x])  # a term may be a parameter itself
-
-
-def test_who_looks_again_has_forgotten_what_was_found() -> None:
-    look, good, bad = Look(), torch.ones(2), torch.tensor([1.0, math.nan])
-    found = [look.are_finite([one]) for one in (good, bad, good, bad.double(), good.double(), good)]
-    assert found == [True, False, True, False, True, True]
-    assert not look.are_finite([bad.double(), good])

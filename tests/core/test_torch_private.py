@@ -1,7 +1,6 @@
 """Private names of torch: each agrees with the public way; so does the substitute where torch lacks it."""
 
 import importlib.util
-import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -56,23 +55,6 @@ def gradients(backward: Callable[..., Any]) -> list[Tensor | None]:
     return [parameter.grad for parameter in [*model.parameters(), unused]]
 
 
-class Own(Tensor):
-    """May have a backward of its own."""
-
-
-@pytest.mark.parametrize("case", ["plain", "subclass", "logged"])
-def test_backward_of_subclasses_and_with_a_log_is_the_public_one(
-    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    public: list[object] = []
-    monkeypatch.setattr(torch.autograd, "backward", lambda values, *_, **__: public.extend(values))
-    caplog.set_level(logging.DEBUG if case == "logged" else logging.WARNING, "torch.autograd.graph")
-    leaf = torch.ones(2, requires_grad=True)
-    value = leaf.sum().as_subclass(Own) if case == "subclass" else leaf.sum()
-    private.run_backward((value,), (torch.ones(()),))
-    assert len(public) == (0 if case == "plain" else 1)
-
-
 def test_backward_is_the_public_one(names: Any) -> None:
     for found, expected in zip(
         gradients(names.run_backward), gradients(torch.autograd.backward), strict=True
@@ -88,18 +70,6 @@ def test_backward_is_the_public_one(names: Any) -> None:
     leaf.register_post_accumulate_grad_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         names.run_backward((leaf.sum(),), (one,))
-
-
-def test_backward_on_a_device_leaves_its_context_to_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    public: list[object] = []
-    monkeypatch.setattr(private, "run_backward_publicly", lambda values, *_, **__: public.append(values))
-    values = (torch.ones(2, requires_grad=True, device="meta").sum(),)
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
-    private.run_backward(values, (torch.ones((), device="meta"),), retain_graph=True)
-    assert not public
-    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
-    private.run_backward(values, (torch.ones((), device="meta"),))
-    assert public == [values]
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
@@ -118,8 +88,6 @@ def test_a_backward_under_way_is_known(is_kept: bool) -> None:
 
 
 class Seen(private.TorchDispatchMode):
-    """Notes operators and the names of their arguments."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         calls.append((private.operator_of(func), [one.name for one in private.arguments_of(func)]))
         return func(*args, **(kwargs or {}))
@@ -154,17 +122,6 @@ def test_writes_and_holders_of_memory_are_known(names: Any) -> None:
 # ---- modules and optimizers
 
 
-def test_tables_of_a_module_are_its_own() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    norm = module[1]
-    assert private.children_of(module) == dict(module.named_children())
-    assert private.parameters_of(norm) == dict(norm.named_parameters())
-    before, mean = private.buffers_of(norm), norm.running_mean
-    private.separate_buffers(norm)["running_mean"] = None
-    assert norm.running_mean is None
-    assert before["running_mean"] is mean
-
-
 def test_hooks_are_found_where_torch_keeps_them() -> None:
     module, leaf = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
     tables = {name for name in vars(module) if name.startswith("_forward")}
@@ -187,15 +144,3 @@ def test_hooks_are_found_where_torch_keeps_them() -> None:
     assert private.global_optimizer_hooks() == [len]
     handle.remove()
     assert {*private.STEP_HOOKS, *private.LOAD_HOOKS} <= {*vars(optimizer)}
-
-
-def test_code_that_calls_a_forward_is_in_its_frames() -> None:
-    class Caller(nn.Module):
-        def forward(self) -> bool:
-            frame, found = sys._getframe(), False
-            while frame is not None:
-                found = found or (frame.f_code is private.CALL_CODE and frame.f_locals["self"] is self)
-                frame = frame.f_back
-            return found
-
-    assert Caller()()

@@ -86,7 +86,6 @@ def shape(value: Any) -> Any:
 
 
 def are(some: Any, others: Any) -> bool:
-    """The very same, one by one."""
     return all(one is other for one, other in zip(some, others, strict=True))
 
 

@@ -51,7 +51,6 @@ def test_both_sides_of_a_split_are_alike(changes: dict[str, Any]) -> None:
 
 
 def draw_images(rows: int, seed: int) -> Tensor:
-    """Three channels of very different brightness."""
     generator = torch.Generator().manual_seed(seed)
     tops = torch.tensor([256, 31, 2]).view(1, 3, 1, 1)
     return (torch.rand(rows, 3, 4, 5, generator=generator) * tops).to(torch.uint8)

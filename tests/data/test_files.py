@@ -62,7 +62,6 @@ def cifar10_bytes(rows: int, *, first_label: int = 0) -> bytes:
 
 
 def write_cifar10(folder: Path) -> None:
-    """Two training files and a test file."""
     for name, rows, label in (("data_batch_1", 4, 0), ("data_batch_2", 3, 4), ("test_batch", 2, 8)):
         (folder / f"{name}.bin").write_bytes(cifar10_bytes(rows, first_label=label))
 

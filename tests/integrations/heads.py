@@ -57,8 +57,6 @@ SOUND: Batch = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """A model class, the settings of its tiny config, and a batch."""
-
     name: str
     batch: Batch
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -67,11 +65,9 @@ class Head:
 
     @property
     def title(self) -> str:
-        """Its name among all heads."""
         return f"{self.name}-{self.variant}" if self.variant else self.name
 
     def build(self) -> nn.Module:
-        """A random model in float64, the same each time."""
         kind = getattr(transformers, self.name)
         config = kind.config_class(**self.settings)
         for name, value in vars(config).items():

@@ -36,7 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
 
 def whole(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-    """The model's own loss of the whole batch, and its gradient."""
     twin = copy.deepcopy(model)
     loss = twin(**batch).loss
     loss.backward()
@@ -54,7 +53,6 @@ def cut(
 def assert_exact(
     model: nn.Module, batch: Any, micro_batch: int, limit: float = LIMIT, rows: Any = None, **options: Any
 ) -> None:
-    """The rows may come in another form."""
     loss, gradients = whole(model, batch)
     report, found = cut(model, rows or dict(batch), micro_batch, **options)
     assert report.micro_batches == -(-ROWS // micro_batch)

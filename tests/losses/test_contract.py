@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import ModelLoss, Step, Terms, Total, WholeBatch
+from anybatch import ModelLoss, Step, Terms, WholeBatch
 from anybatch.core import tree
 from anybatch.core.errors import LossError
 from anybatch.losses import call_model, split_batch, summed_loss
@@ -33,7 +33,6 @@ from tests.toys import Perceptron
 LIMIT = 1e-12  # relative, float64
 X = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 CLASS = torch.tensor([0, 2, -100, 1, 1, -100, 2])
-WEIGHTS = torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 
@@ -56,13 +55,7 @@ class Variant:
     meets: bool = False
 
 
-def total(model: nn.Module, micro: Any) -> Total:
-    return Total(F.cross_entropy(model(micro[0]), micro[1], reduction="sum"), (micro[1] != -100).sum())
-
-
 class Inside(nn.Module):
-    """A model with one of torch's losses inside."""
-
     def __init__(self, problem: Problem) -> None:
         super().__init__()
         self.model, self.loss = problem.model, problem.loss
@@ -193,16 +186,3 @@ def test_short_class_weights_are_summed_in_float32(dtype: torch.dtype) -> None:
         model = nn.Linear(1, 1, dtype=dtype)
         step = Step(model, loss, GradientRecorder(model), micro_batch=rows - 1, check=False)
         assert step((torch.ones(rows, 1, dtype=dtype), target)).weights == {"loss": rows}
-
-
-@pytest.mark.parametrize(
-    ("loss", "weight"),
-    [(nn.CrossEntropyLoss(WEIGHTS), 8), (F.cross_entropy, 5), (total, 5), (nn.KLDivLoss(), 21)],
-    ids=["weighted", "function", "own", "module"],
-)
-def test_the_weight_is_what_torch_divides_by(loss: Any, weight: float) -> None:
-    target = torch.rand_like(X) if isinstance(loss, nn.KLDivLoss) else CLASS
-    model = Perceptron(3, 3)
-    for micro_batch in (None, 1, 4):
-        report = Step(model, loss, GradientRecorder(model), micro_batch=micro_batch)((X, target))
-        assert {name: float(one) for name, one in report.weights.items()} == {"loss": weight}

@@ -64,8 +64,6 @@ def test_a_batch_without_target_is_refused(micro: Any, got: str) -> None:
 
 
 class Echo(nn.Module):
-    """Returns what it was called with."""
-
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return inputs + tuple(named.values()) if named or len(inputs) > 1 else inputs[0]
 

@@ -29,7 +29,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def layer(dtype: torch.dtype = torch.float64, *, tokens: int = TOKENS) -> list[Tensor]:
-    """Hidden, weight and bias."""
     shapes = (tokens, WIDTH), (WORDS, WIDTH), (WORDS,)
     return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 

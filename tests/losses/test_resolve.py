@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Step, Terms, Total
+from anybatch import Step, Total
 from anybatch.core.errors import LossError
 from anybatch.losses.resolve import check_loss, resolve
 
@@ -34,11 +34,6 @@ def patched() -> nn.Module:
     loss = nn.MSELoss()
     loss.forward = lambda input, target: (input - target).abs().mean()  # type: ignore[method-assign]
     return loss
-
-
-@pytest.mark.parametrize("loss", [own, partial(own), OwnModule().forward, Terms(OwnModule())])
-def test_own_functions_are_terms(loss: Any) -> None:
-    assert isinstance(resolve(loss), Terms)
 
 
 TWO_LINES = (

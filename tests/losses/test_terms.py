@@ -19,7 +19,6 @@ X = torch.randn(ROWS, 2, dtype=torch.float64, generator=torch.Generator().manual
 
 
 def rows_and_size(model: nn.Module, micro: Tensor) -> dict[str, Total]:
-    """Mean of the outputs, and the squared weights."""
     return {"mean": Total(model(micro).sum(), len(micro)), "size": Total(model.weight.square().sum(), 1.0)}
 
 

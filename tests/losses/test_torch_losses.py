@@ -23,8 +23,6 @@ Z = torch.rand(ROWS, CLASSES, dtype=torch.float64, generator=torch.Generator().m
 
 
 class Trial:
-    """A step that records, and the reference of the same."""
-
     def __init__(self, loss: Any, batch: Any, model: nn.Module | None = None, **options: Any) -> None:
         self.loss, self.batch = loss, batch
         self.model = (Perceptron(3, CLASSES) if model is None else model).double()
@@ -179,8 +177,6 @@ def test_rows_that_do_not_weigh_the_same_are_refused() -> None:
 
 
 class Shaped(nn.Module):
-    """Numbers from 0 to 1 for each row, in any shape."""
-
     def __init__(self, *shapes: tuple[int, ...], squeezes: bool = False, mixes: bool = False) -> None:
         super().__init__()
         self.net, self.shapes, self.squeezes, self.mixes = nn.Linear(3, 24), shapes, squeezes, mixes

@@ -27,8 +27,6 @@ class Towers(nn.Module):
 
 
 class Views(nn.Module):
-    """One encoder, two views of each row."""
-
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.encoder = encoder(dropout)
@@ -87,8 +85,6 @@ def rank(scores: Tensor, relevance: Tensor) -> Tensor:
 
 
 class Prototypes(nn.Module):
-    """A loss with a parameter and a buffer of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.places = nn.Parameter(torch.randn(3, 4))
@@ -118,8 +114,6 @@ def ranked(rows: int) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A loss, a model for it and rows."""
-
     function: Any
     model: Callable[[float], nn.Module]
     batch: Callable[[int], Any]
@@ -137,7 +131,6 @@ CASES = {
 
 
 def take(model: nn.Module, loss: Any, batch: Any, micro_batch: int | None, **options: Any) -> Any:
-    """The report and the gradients of one step."""
     recorder = GradientRecorder(model, loss)
     report = Step(model, loss, recorder, micro_batch=micro_batch, **options)(batch)
     return report, recorder.gradients

@@ -38,7 +38,6 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def close(self) -> None:
-        """End the browser."""
         self._process.terminate()
         self._process.wait(timeout=20)
         os.close(self._out)
@@ -46,7 +45,6 @@ class Browser:
         self._home.cleanup()
 
     def call(self, method: str, **params: Any) -> Any:
-        """One command and its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -73,28 +71,23 @@ class Browser:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until what was asked for is drawn."""
         self.run("new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))")
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page."""
         told = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
 
     def mouse(self, kind: str, x: float, y: float, clicks: int = 1) -> None:
-        """An event of the mouse: moved, pressed or released."""
         button = {"button": "left", "buttons": 1, "clickCount": clicks} if kind != "Moved" else {"buttons": 1}
         self.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, **button)
 
     def key(self, key: str) -> None:
-        """Press a key."""
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
         self.settle()
 
     def picture(self, path: Path, height: int | None = None) -> None:
-        """The whole page as a picture, or so much of it."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
         shot = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)

@@ -36,7 +36,6 @@ def step(number: int, **more: Any) -> dict[str, Any]:
 
 
 def lines(updates: int) -> list[dict[str, Any]]:
-    """A whole run with every event."""
     rare = {5: {"redone": 2}, 6: {"scale": 512.0}, 7: {"loss": None, "updated": False}, 8: {"dropped": 3}}
     epoch = {"event": "epoch", "epoch": 1, "updates": updates, "loss": 0.5, "learning_rate": 0.1}
     epoch |= {"validation": {"loss": 0.25, "accuracy": 0.875}, "seconds": 2.0, "samples_per_second": 9.0}
@@ -46,7 +45,6 @@ def lines(updates: int) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, records: list[dict[str, Any]], end: str = "") -> Path:
-    """A run's folder with these lines, and perhaps something after them."""
     folder.mkdir(exist_ok=True)
     (folder / "log.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records) + end)
     return folder

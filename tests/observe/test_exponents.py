@@ -31,7 +31,6 @@ def fate(number: float, dtype: str) -> str:
 
 
 def slowly(gradients: list[Tensor], scale: float = 1.0, precision: str = "float32") -> Exponents:
-    """One number after the other."""
     numbers = [number for gradient in gradients for number in gradient.flatten().double().tolist()]
     held = [number for number in numbers if number and math.isfinite(number)]
     fates = {dtype: Counter(fate(number, dtype) for number in held) for dtype in LAYOUTS}
@@ -109,23 +108,6 @@ def test_sparse_gradients_are_counted_and_a_precision_that_stores_otherwise_is_r
 def record(counts: dict[int, int], zeros: int = 0) -> Exponents:
     fates = dict.fromkeys(LAYOUTS, Fates(normal=sum(counts.values()), subnormal=0, vanish=0, overflow=0))
     return Exponents(counts=counts, zeros=zeros, not_finite=0, fates=fates, scale=1.0, precision="float32")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "first", "fates"),
-    [
-        ("float16", -26, ["vanish", *["subnormal"] * 11, *["normal"] * 30, "overflow"]),
-        ("bfloat16", -135, ["vanish", *["subnormal"] * 8, *["normal"] * 254, "overflow"]),
-    ],
-)
-def test_each_exponent_has_the_colour_of_its_fate(
-    tmp_path: Path, dtype: str, first: int, fates: list[str]
-) -> None:
-    edges = [index for index in range(1, len(fates)) if fates[index] != fates[index - 1]]
-    for at in (0, *edges, *(edge - 1 for edge in edges)):
-        path = draw(record({first + at: 1}), tmp_path / "a.svg", dtype=dtype)
-        page = path.read_text(encoding="utf-8").lower()
-        assert [name for name, colour in COLOURS.items() if colour.lower() in page] == [fates[at]], first + at
 
 
 def test_a_page_says_the_figures_too_and_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:

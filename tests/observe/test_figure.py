@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from anybatch.core.errors import PlanError
-from anybatch.memory.ledger import OWNERS, Ledger, Moment
 from anybatch.observe.figure import FORMATS, checked, new_figure, save
-from anybatch.observe.memory import COLOURS, plot
 
 STARTS = {".png": b"\x89PNG", ".svg": b"<?xml", ".html": b"<!DOCTYPE html>", ".pdf": b"%PDF"}
 
@@ -49,23 +47,3 @@ def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(PlanError, match=r"pip install 'anybatch\[plot\]'"):
         new_figure(1, 1)
-
-
-def test_only_owners_with_bytes_are_drawn_each_in_its_colour(tmp_path: Path) -> None:
-    assert set(COLOURS) == set(OWNERS)
-    assert len(set(COLOURS.values())) == len(OWNERS)
-    moments = tuple(
-        Moment(phase=phase, micro_batch=0, module="", bytes=(1024, 0, 0, size, 0, 0, 0))
-        for phase, size in (("start", 0), ("forward", 4096), ("backward", 100))
-    )
-    drawn, alone = (
-        Ledger(moments=some, source="measured", device="cpu", by_module=()) for some in (moments, moments[:1])
-    )
-    page = plot(drawn, str(tmp_path / "memory.html")).read_text(encoding="utf-8")
-    assert "</svg>" in page
-    assert str(drawn).splitlines()[0] in page
-    assert plot(alone, tmp_path / "alone.png").exists()
-    used = {owner for owner, colour in COLOURS.items() if colour.lower() in page.lower()}
-    assert used == {"parameters", "activations"}
-    assert "#d55e00" not in page.lower()
-    assert "#d55e00" in plot(drawn, tmp_path / "with.svg", budget=9000).read_text(encoding="utf-8").lower()

@@ -75,8 +75,6 @@ def test_plans_survive_json(made: list[Any]) -> None:
 
 
 class Words(nn.Module):
-    """Its gradients are sparse."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words, self.head = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 4)

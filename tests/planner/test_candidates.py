@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from anybatch import Plan
 from anybatch.memory.device import find_device
 from anybatch.planner.candidates import Candidates
 from anybatch.planner.cost import KEEP
@@ -20,8 +19,6 @@ from tests.budgets import (
     request,
     rows_of,
 )
-
-LIMIT = 0.005  # of the bytes, where they are composed
 
 
 @pytest.mark.parametrize(("policy", "size"), [(KEEP, 24), (KEEP, 10), ("recompute", 24), ("selective", 5)])
@@ -44,18 +41,6 @@ def test_seconds_follow_the_work() -> None:
         asked = request(make(Net, dtype=dtype), rows_of(4, dtype=dtype), device=card)
         took.append((found := Candidates(asked)).seconds(found.trace(asked.like)))
     assert took[0] > 1.9 * took[1]
-
-
-def test_what_is_settled_is_no_choice() -> None:
-    step, batch = make(), rows_of(24)
-    assert request(step, batch, sizes=(5,)).all_sizes == [5]
-    assert request(step, batch, cut_refused="rows meet").all_sizes == [24]
-    assert request(step, batch).policies == ("recompute", "selective")  # the host is where it would move to
-    card = find_device("cuda:a100")
-    assert request(step, batch, device=card).policies == ("recompute", "selective", "offload")
-    assert request(step, batch, blocks=()).policies == ()
-    settled = Plan(rows=24, micro_batch=24, blocks=(("blocks.1", "recompute"),))
-    assert request(step, batch, like=settled, blocks=()).uniform(6, "keep").blocks == settled.blocks
 
 
 def test_optimizers_that_could_go_one_by_one() -> None:

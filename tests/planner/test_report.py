@@ -1,20 +1,18 @@
 """What planning answers, and why nothing fits."""
 
 import json
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from anybatch.batchnorm.modes import find_batch_norms
 from anybatch.core.errors import BudgetError
 from anybatch.engine.plan import Plan
 from anybatch.memory.ledger import Holding, Ledger, Moment
-from anybatch.planner.report import Option, PlanReport, refusal, single_rows
-from anybatch.precision import NAMED
+from anybatch.planner.report import Option, PlanReport, single_rows
 from anybatch.recompute.blocks import find_blocks
-from tests.budgets import ConvNet, Untraceable, carried_out, make, metered, request, rows_of
+from tests.budgets import ConvNet, Net, Untraceable, adamw, carried_out, make, metered, request, rows_of
 
 LEDGER = Ledger(
     moments=(Moment(phase="forward", micro_batch=0, module="a", bytes=(1024, 0, 0, 1024, 0, 0, 0)),),
@@ -44,49 +42,6 @@ def test_json_holds_all_of_it() -> None:
     assert (told["device"], told["notes"]) == ("cpu", ["first", "second"])
 
 
-MOMENT = Moment(phase="update", micro_batch=0, module="", bytes=(400, 300, 800, 100, 0, 64, 0))
-HELD = (
-    Holding("body", "optimizer state", 800),
-    Holding("body", "parameters", 400),
-    Holding("", "activations", 300),
-    Holding("head", "gradients", 100),
-    Holding("fifth", "gradients", 64),
-)
-FULL_LEDGER = Ledger(moments=(MOMENT,), source="predicted", device="cpu", by_module=HELD)
-LEAST = Option(
-    plan=Plan(rows=8, micro_batch=2), peak=1664, seconds=1.0, source="predicted", ledger=FULL_LEDGER
-)
-
-
-def test_refusal_says_the_smallest_budget_and_what_holds_it_up_largest_first() -> None:
-    error = refusal(LEAST, 1000, [], "")
-    assert isinstance(error, BudgetError)
-    assert (error.smallest, error.ledger) == (1664, FULL_LEDGER)
-    told = str(error)
-    assert "within 1000 B, got none" in told
-    assert "8 rows is 1.6 KiB (1664 bytes), 2 rows at a time" in told
-    assert "Largest: 800 B optimizer state of 'body', 400 B parameters of 'body', " in told
-
-
-def test_ways_out_come_with_their_bytes_unless_these_are_next_to_nothing() -> None:
-    told = str(refusal(LEAST, 1000, [], ""))
-    assert all(words in told for words in ("8-bit", "600 B", 'precision="bf16-mixed"', "50 B"))
-    moment = replace(MOMENT, bytes=(9000, 300, 8, 100, 0, 64, 0))
-    told = str(refusal(replace(LEAST, ledger=replace(FULL_LEDGER, moments=(moment,))), 1000, [], ""))
-    assert not any(words in told for words in ("8-bit", "bf16"))
-    short = replace(LEAST, plan=replace(LEAST.plan, precision=NAMED["bf16-mixed"]))
-    assert "bf16" not in str(refusal(short, 1000, [], ""))
-
-
-@pytest.mark.parametrize("norms", [[], [nn.BatchNorm1d(2)]])
-@pytest.mark.parametrize("refused", ["", "rows meet."])
-def test_ways_out_of_a_cut_that_is_refused(refused: str, norms: list[nn.Module]) -> None:
-    told = str(refusal(LEAST, 1000, find_batch_norms(norms), refused))
-    assert ("may not be cut: rows meet." in told) is bool(refused)
-    assert ("group_norm" in told) is bool(refused and norms)
-    assert len(told) <= 300
-
-
 @pytest.mark.parametrize("blocks", [(), (("blocks.1", "selective"),)])
 def test_single_rows_are_those_of_a_real_step(blocks: tuple[tuple[str, str], ...]) -> None:
     step, batch = make(), rows_of(6, 5, 8)
@@ -107,6 +62,10 @@ def test_nobody_knows_of_what_cannot_be_traced() -> None:
     assert single_rows(asked.task, asked.batch, Plan(rows=0, micro_batch=0)) is None
 
 
+def plain(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def test_a_refused_step_names_the_ways_out() -> None:
     step = make(ConvNet, memory=1000)
     with pytest.raises(
@@ -114,6 +73,14 @@ def test_a_refused_step_names_the_ways_out() -> None:
     ) as refused:
         step(rows_of(8, 4, 6, 6))
     assert refused.value.smallest > 1000
-    with pytest.raises(BudgetError) as refused:
-        make(memory=1000)(rows_of(8))
-    assert "BatchNorm" not in str(refused.value)
+    for optimizer, precision, has_state in ((adamw, "float32", True), (plain, "bf16-mixed", False)):
+        with pytest.raises(BudgetError) as refused:
+            make(Net, optimizer, memory=1000, precision=precision)(rows_of(64, 5, 8))
+        told, least = str(refused.value), refused.value.smallest
+        assert all(
+            words in told for words in ("within 1000 B", f"({least} bytes)", "Largest: 10.5 KiB input")
+        )
+        assert ("8-bit" in told, "bf16-mixed" in told) == (has_state, precision == "float32")
+        assert "BatchNorm" not in told
+        assert refused.value.ledger.peak == least
+        assert len(told) <= 300

@@ -36,7 +36,6 @@ meeting = partial(of_classes, "meeting")
 
 
 def token_mean(model: nn.Module, micro: Batch) -> Tensor:
-    """What every tutorial writes."""
     return F.cross_entropy(model(micro["input_ids"]).flatten(0, 1), micro["labels"].flatten())
 
 
@@ -45,7 +44,6 @@ def losses_of(model: nn.Module, micro: Vectors, reduction: str = "none") -> Tens
 
 
 def times(mean: Tensor, count: Any) -> ab.Total:
-    """A mean that is taken for a sum with this weight."""
     return ab.Total(mean * count, count)
 
 
@@ -57,7 +55,6 @@ def of_rows(loss: Any, model: nn.Module | None = None) -> Case:
     return Case(model=model or mlp(), loss=loss, batch=vectors())
 
 
-ODD_LENGTHS = (7, 1, 7, 1, 2, 1, 6, 1)
 FAULTS.of(
     "denominator",
     "labels",
@@ -67,13 +64,8 @@ FAULTS.of(
     ),
     # The first rows are all alike and would show nothing.
     short_rows_come_late=lambda: tagged(token_mean, [6] * 40 + [1, 6] * 4),
-    mean_counted_as_one=lambda: tagged(lambda model, micro: ab.Total(token_mean(model, micro), 1)),
     token_mean_times_rows=lambda: tagged(
         lambda model, micro: times(token_mean(model, micro), len(micro["labels"]))
-    ),
-    # Padded places are counted too.
-    token_mean_times_places=lambda: tagged(
-        lambda model, micro: times(token_mean(model, micro), micro["labels"].numel()), ODD_LENGTHS
     ),
 )
 FAULTS.of(
@@ -113,7 +105,6 @@ def labels_counted_before_the_shift(model: nn.Module, micro: Batch) -> ab.Total:
     dtype=torch.float32,
 )
 def class_weights_forgotten(model: nn.Module, micro: Vectors) -> ab.Total:
-    """The weights stay in float32 whatever the model does."""
     return times(F.cross_entropy(model(micro[0]), micro[1], weight=BALANCE), len(micro[1]))
 
 
@@ -175,7 +166,6 @@ def short_micro_batch_skipped(model: nn.Module, micro: Vectors) -> ab.Total:
 
 @of_classes("dropped rows", IN_THE_LOSS)
 def last_row_left_out(model: nn.Module, micro: Vectors) -> ab.Total:
-    """Off by one: the last row of every micro-batch is not looked at."""
     losses = losses_of(model, micro)[: max(len(micro[1]) - 1, 1)]
     return ab.Total(losses.sum(), len(losses))
 
@@ -191,8 +181,6 @@ def contrastive_mean_times_rows(model: nn.Module, micro: Batch) -> ab.Total:
 
 
 class Experts(nn.Module):
-    """A mixture that tells how it routed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.experts = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2 * CLASSES)
@@ -214,12 +202,6 @@ def router_loss_as_a_term(model: nn.Module, micro: Vectors) -> dict[str, ab.Tota
     return {"main": ab.Total(losses, len(y)), "router": ab.Total(balance * len(y), len(y))}
 
 
-@meeting(IN_THE_LOSS)
-def divided_by_the_largest_loss(model: nn.Module, micro: Vectors) -> ab.Total:
-    losses = losses_of(model, micro)
-    return ab.Total((losses / losses.max().detach()).sum(), len(losses))
-
-
 @meeting(IN_THE_LOSS, batch=lambda: (*vectors(), torch.randn(8) + 3))
 def advantages_normalised_in_the_loss(model: nn.Module, micro: tuple[Tensor, ...]) -> ab.Total:
     """Policy gradient as it is mostly written: the returns are standardised where the loss is computed."""
@@ -234,13 +216,6 @@ def hardest_half_of_the_rows(model: nn.Module, micro: Vectors) -> ab.Total:
     losses = losses_of(model, micro)
     hardest = losses.topk((len(losses) + 1) // 2).values
     return ab.Total(hardest.sum(), len(hardest))
-
-
-@meeting(IN_THE_LOSS, batch=lambda: (torch.randn(8, WIDTH), torch.rand(8, CLASSES).round()))
-def dice_over_the_batch(model: nn.Module, micro: Vectors) -> ab.Total:
-    there, wanted = model(micro[0]).sigmoid(), micro[1]
-    overlap = 2 * (there * wanted).sum() / (there.sum() + wanted.sum() + 1e-6)
-    return ab.Total((1 - overlap) * len(wanted), len(wanted))
 
 
 @FAULTS.loss(

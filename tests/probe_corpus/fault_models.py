@@ -36,7 +36,6 @@ FAULTS = Corpus()
 
 
 def block(norm: nn.Module) -> nn.Module:
-    """A residual block."""
     forward = lambda self, x: x + torch.tanh(self.norm(self.conv(x)))  # noqa: E731
     return layer("Block", forward, conv=nn.Conv2d(4, 4, 3, padding=1), norm=norm)
 
@@ -64,11 +63,6 @@ class Series(nn.Module):
         return self.head((out[0] if isinstance(out, tuple) else out).mean(dim=1))
 
 
-def encoder() -> nn.Module:
-    inner = nn.TransformerEncoderLayer(WIDTH, 2, dim_feedforward=8, dropout=0.1)
-    return nn.TransformerEncoder(inner, 1, enable_nested_tensor=False)
-
-
 class Router(nn.Module):
     """Sends each row to one of two experts; those for which there is no room pass by."""
 
@@ -87,7 +81,6 @@ class Router(nn.Module):
 
 
 def before(name: str, forward: Any) -> Case:
-    """What is done to the inputs of a model, by the model."""
     case = classifier()
     return Case(model=nn.Sequential(layer(name, forward), case.model), loss=case.loss, batch=case.batch)
 
@@ -117,7 +110,6 @@ FAULTS.of(
 FAULTS.of(
     "meeting",
     "BatchNorm1d",
-    batch_norm_in_a_perceptron=lambda: regression(nn.BatchNorm1d(6), outputs=3),
     # `eval()` does not help here: there is nothing to use but the batch.
     batch_norm_without_running_statistics=lambda: classifier(
         nn.BatchNorm1d(6, track_running_stats=False).eval()
@@ -127,23 +119,18 @@ FAULTS.of(
 FAULTS.of(
     "meeting",
     "Meeting|Gate",
-    functional_batch_norm=lambda: classifier(
-        layer("Meeting", lambda x: F.batch_norm(x, None, None, training=True))
-    ),
     batch_mean_subtracted=lambda: classifier(
         layer("Meeting", lambda x: x - x.mean(dim=0, keepdim=True)), nn.Linear(6, 6), nn.Tanh()
     ),
     softmax_over_the_rows=lambda: classifier(
         layer("Gate", lambda self, x: x * self.scores(x).softmax(dim=0), scores=nn.Linear(6, 6))
     ),
-    inputs_divided_by_their_largest=lambda: before("Meeting", lambda x: x / x.abs().max()),
     inputs_divided_by_a_quantile=lambda: before("Meeting", lambda x: x / x.abs().flatten().quantile(0.75)),
 )
 FAULTS.of(
     "meeting",
     r"reader|self_attn",
     attention_across_rows=lambda: of_series(Series(nn.MultiheadAttention(WIDTH, 2), WIDTH)),
-    batch_first_forgotten_in_an_encoder=lambda: of_series(Series(encoder(), WIDTH)),
     batch_first_forgotten_in_a_gru=lambda: of_series(Series(nn.GRU(WIDTH, 6), 6)),
 )
 FAULTS.of(
@@ -166,41 +153,26 @@ FAULTS.of(
 
 
 def masked(self: Any, x: Tensor) -> Tensor:
-    """Draws the same mask in every call, row by row from the top."""
     self.generator.manual_seed(7)
     return x * 2 * (torch.rand(x.shape, generator=self.generator) > 0.5)
 
 
-def noisy(x: Tensor) -> Tensor:
-    """A new generator for each call."""
-    return x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
-
-
 def reseeded(x: Tensor) -> Tensor:
-    """For the sake of reproducibility."""
     torch.manual_seed(0)
     return F.dropout(x, 0.5, training=True)
 
 
 FAULTS.of(
     "position",
-    "OwnDropout|Layer|MaskTable|Place",
+    "OwnDropout|Layer|MaskTable",
     dropout_from_a_seed_of_its_own=lambda: classifier(
         layer("OwnDropout", masked, generator=torch.Generator())
     ),
-    noise_from_a_seed_of_its_own=lambda: classifier(layer("Layer", noisy)),
     # A dropout mask drawn once, one line for each place in the batch.
     mask_by_place_in_the_batch=lambda: classifier(
         layer("MaskTable", lambda self, x: x * self.mask[: len(x)], mask=(torch.rand(32, 6) > 0.5).float())
     ),
     global_seed_set_in_forward=lambda: classifier(layer("Layer", reseeded)),
-    # A learned vector for each place in the batch: meant for the places of a sequence.
-    embedding_of_the_row_number=lambda: classifier(
-        layer("Place", lambda self, x: x + self.table(torch.arange(len(x))), table=nn.Embedding(32, 6))
-    ),
-    every_other_row_flipped=lambda: classifier(
-        layer("Layer", lambda x: x * (1 - 2 * (torch.arange(len(x)) % 2))[:, None])
-    ),
 )
 FAULTS.of(
     "position",
@@ -220,18 +192,15 @@ FAULTS.of(
 
 
 def keeping(rule: Any, **state: Any) -> Case:
-    """Keeps a state: a number in Python, or a buffer."""
     return classifier(layer("Keeping", rule, **state))
 
 
 def counting(self: Any, x: Tensor) -> Tensor:
-    """Counts its calls and scales the output: in a buffer, or as a number that no state dict knows."""
     self.calls += 1
     return x / self.calls
 
 
 def centred(self: Any, x: Tensor) -> Tensor:
-    """Subtracts a running mean that it has just moved."""
     self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(dim=0)
     return x - self.mean
 
@@ -251,30 +220,8 @@ def fading(self: Any, x: Tensor) -> Tensor:
 
 
 def counted(self: Any, x: Tensor) -> Tensor:
-    """Counts its calls; nothing reads the count but the state dict."""
     self.calls += 1
     return x
-
-
-def averaged(self: Any, x: Tensor) -> Tensor:
-    """Keeps a running mean of what passes, for later."""
-    self.mean.lerp_(x.detach().mean(dim=0), 0.1)
-    return x
-
-
-def queued(self: Any, x: Tensor) -> Tensor:
-    """Keys of earlier calls are the negatives of this one (He et al. 2020, section 3.2)."""
-    query = F.normalize(self.encoder(x))
-    logits = query @ self.keys.clone().T / 0.2
-    self.keys = torch.cat([query.detach(), self.keys])[:16]
-    return logits
-
-
-def queue_of_negatives() -> Case:
-    keys = F.normalize(torch.randn(16, 6))
-    model = layer("Queue", queued, encoder=nn.Linear(WIDTH, 6), keys=keys)
-    batch = torch.randn(8, WIDTH), torch.randint(16, (8,))
-    return Case(model=model, loss=nn.CrossEntropyLoss(), batch=batch)
 
 
 def spectral_norm_in_training() -> Case:
@@ -292,11 +239,10 @@ def instance_norm() -> Case:
 
 FAULTS.of(
     "state",
-    "Keeping|Queue|pectral|parametriz|Linear",
+    "Keeping|pectral|parametriz|Linear",
     scaled_by_a_counter_in_a_buffer=lambda: keeping(counting, calls=torch.zeros(())),
     scaled_by_a_counter_in_python=lambda: keeping(counting, calls=0),
     memory_of_the_last_call=lambda: classifier(nn.Linear(6, 6), layer("Keeping", carried, state=[])),
-    queue_of_negatives=queue_of_negatives,
     spectral_norm_in_training=spectral_norm_in_training,
 )
 FAULTS.of("state", "buffers", gradient_fades=lambda: keeping(fading, level=torch.ones(())))
@@ -309,7 +255,6 @@ FAULTS.of(
     "buffer",
     "calls|mean|running_mean.*running_var",
     calls_counted_in_a_saved_buffer=lambda: keeping(counted, calls=torch.zeros(()).long()),
-    running_mean_kept_for_later=lambda: keeping(averaged, mean=torch.zeros(6)),
     running_statistics_of_instance_norm=instance_norm,
 )
 
@@ -320,12 +265,6 @@ def half_detached(x: Tensor) -> Tensor:
     """Trains on the second half of its rows only: one forgot that both halves are fresh."""
     half = len(x) // 2
     return torch.cat([x[:half].detach(), x[half:]])
-
-
-def top_only(x: Tensor) -> Tensor:
-    """Lets gradient through for the row with the largest activation."""
-    top = x.detach().sum(dim=1).argmax()
-    return torch.where((torch.arange(len(x)) == top)[:, None], x, x.detach())
 
 
 class Balanced(torch.autograd.Function):
@@ -341,7 +280,6 @@ class Balanced(torch.autograd.Function):
 
 
 def confident(self: Any, x: Tensor) -> Vectors:
-    """Keeps the rows that are above the average of their batch."""
     logits = self.body(x)
     kept = logits.detach().amax(dim=1) >= logits.detach().amax(dim=1).mean()
     return logits[kept], kept
@@ -354,8 +292,7 @@ FAULTS.of(
 )
 FAULTS.of(
     "detached, meeting, unexplained",
-    "TopOnly|GradientNorm",
-    gradient_for_one_row_only=lambda: classifier(layer("TopOnly", top_only)),
+    "GradientNorm",
     gradient_normalised_over_the_rows=lambda: classifier(layer("GradientNorm", Balanced.apply)),
 )
 
@@ -386,21 +323,15 @@ def rows_filtered_by_the_batch(model: nn.Module, micro: Vectors) -> ab.Total:
 # ---- what fills short rows up is seen by the rest
 
 
-def attention(*, is_inverted: bool = False) -> nn.Module:
-    """Takes the mask and forgets it, or passes it on the wrong way round."""
-
+def attention() -> nn.Module:
     def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
-        x, hidden = model.embedding(words), None
-        if is_inverted:
-            hidden = mask.bool().clone()
-            hidden[:, -1] = False  # so that a row without padding has something to look at
-        return model.head(x + model.attention(x, x, x, key_padding_mask=hidden, need_weights=False)[0])
+        x = model.embedding(words)
+        return model.head(x + model.attention(x, x, x, need_weights=False)[0])
 
     return Words(forward, attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True))
 
 
 def pooled(padding_idx: int | None = None) -> nn.Module:
-    """The mean over all places, padded ones included."""
     mean = lambda model, words, mask: model.head(model.layer(model.embedding(words)).tanh().mean(1))  # noqa: E731
     return Words(mean, CLASSES, padding_idx=padding_idx, layer=nn.Linear(WIDTH, WIDTH))
 
@@ -410,13 +341,6 @@ def last_state() -> nn.Module:
     lstm = nn.LSTM(WIDTH, 5, batch_first=True)
     last = lambda model, words, mask: model.head(model.lstm(model.embedding(words))[1][0][-1])  # noqa: E731
     return Words(last, CLASSES, width=5, padding_idx=0, lstm=lstm)
-
-
-def both_ways() -> nn.Module:
-    """Tags every token; the way back begins in the padding."""
-    lstm = nn.LSTM(WIDTH, 5, batch_first=True, bidirectional=True)
-    tag = lambda model, words, mask: model.head(model.lstm(model.embedding(words))[0])  # noqa: E731
-    return Words(tag, width=10, padding_idx=0, lstm=lstm)
 
 
 def convolved() -> nn.Module:
@@ -430,18 +354,10 @@ def convolved() -> nn.Module:
 
 
 def normed() -> nn.Module:
-    """Normalises over all places of a row."""
-
     def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
         return model.head(model.norm(model.embedding(words).transpose(1, 2)).transpose(1, 2))
 
     return Words(forward, norm=nn.GroupNorm(1, WIDTH))
-
-
-def first_last() -> nn.Module:
-    """Takes the last place of every row as its end."""
-    ends = lambda model, words, mask: model.head(model.embedding(words)[:, [0, -1]].flatten(1))  # noqa: E731
-    return Words(ends, CLASSES, width=2 * WIDTH)
 
 
 FAULTS.of(
@@ -449,14 +365,12 @@ FAULTS.of(
     "attention",
     mask_ignored_by_attention=lambda: collated(attention(), tag_loss),
     mask_ignored_by_attention_padded_beforehand=lambda: tensors(attention(), tag_loss),
-    mask_the_wrong_way_round=lambda: collated(attention(is_inverted=True), tag_loss),
 )
 FAULTS.of(
     "padding",
     r"\Athe model",
     mean_over_padding=lambda: collated(pooled(padding_idx=0), topic_loss),
     mean_over_padding_padded_beforehand=lambda: tensors(pooled(), topic_loss),
-    last_place_taken_for_the_end=lambda: tensors(first_last(), topic_loss),
 )
 FAULTS.of(
     "padding",
@@ -466,8 +380,7 @@ FAULTS.of(
 )
 FAULTS.of(
     "padding",
-    "LSTM|Conv1d|GroupNorm",
-    backward_reader_begins_in_padding=lambda: collated(both_ways(), tag_loss),
+    "Conv1d|GroupNorm",
     convolution_over_padding=lambda: collated(convolved(), tag_loss),
     group_norm_over_padding=lambda: collated(normed(), tag_loss),
 )

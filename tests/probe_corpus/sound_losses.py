@@ -1,7 +1,6 @@
 """Sound losses: torch's own with their options, and functions that return a sum and its weight."""
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,6 @@ from tests.probe_corpus.case import (
     mlp,
     numbers,
     padded_sentences,
-    tag_loss,
     token_losses,
     vectors,
 )
@@ -33,13 +31,7 @@ of_tokens = partial(SOUND.loss, model=Tagger, batch=padded_sentences)
 of_classes = partial(SOUND.loss, model=mlp, batch=vectors)
 
 
-def embedded(self: Any, anchor: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, ...]:
-    """Embeds three things in one way."""
-    return self.body(anchor), self.body(positive), self.body(negative)
-
-
 def pixels_with_an_ignored_class() -> Case:
-    """Some rows have no valid pixel at all."""
     x, _ = images()
     y = torch.randint(CLASSES, (8, 6, 6))
     y[1], y[5] = 2, 2
@@ -48,7 +40,6 @@ def pixels_with_an_ignored_class() -> Case:
 
 
 def connectionist_temporal_classification() -> Case:
-    """Time is the first axis of the output, rows are the second."""
     listen = layer("Listen", lambda x: x.log_softmax(dim=2).transpose(0, 1))
     used, said = torch.tensor([9, 7, 8, 9, 6, 9, 7, 8]), torch.tensor([3, 1, 2, 3, 2, 1, 3, 2])
     batch = torch.randn(8, 9, WIDTH), (torch.randint(1, 5, (8, 3)), used, said)
@@ -77,13 +68,7 @@ SOUND.of(
     one_number_for_each_row=lambda: Case(
         model=mlp(outputs=1).append(nn.Flatten(0)), loss=nn.MSELoss(), batch=(vectors()[0], torch.randn(8))
     ),
-    valid_tokens_counted=lambda: Case(model=Tagger(), loss=tag_loss, batch=padded_sentences()),
     connectionist_temporal_classification=connectionist_temporal_classification,
-    triplets=lambda: Case(
-        model=layer("Embedder", embedded, body=mlp(nn.Dropout(0.2))),
-        loss=nn.TripletMarginLoss(),
-        batch={name: torch.randn(8, WIDTH) for name in ("anchor", "positive", "negative")},
-    ),
 )
 
 
@@ -95,22 +80,6 @@ def valid_tokens_counted_after_the_shift(model: nn.Module, micro: Batch) -> ab.T
     return ab.Total(losses.sum(), (labels != -100).sum())
 
 
-@of_tokens()
-def mean_of_row_means(model: nn.Module, micro: Batch) -> ab.Total:
-    """Every row counts the same, however long: a choice, and exact."""
-    losses = token_losses(model(micro["input_ids"]), micro["labels"])
-    means = losses.sum(dim=1) / (micro["labels"] != -100).sum(dim=1)
-    return ab.Total(means.sum(), len(means))
-
-
-@of_classes(dtype=torch.float32)
-def class_weights_counted(model: nn.Module, micro: Vectors) -> ab.Total:
-    """The weights stay in float32 whatever the model does."""
-    x, y = micro
-    losses = F.cross_entropy(model(x), y, weight=BALANCE, reduction="sum")
-    return ab.Total(losses, BALANCE[y].sum())
-
-
 @of_classes(model=lambda: mlp(nn.Dropout(0.3)))
 def mean_times_its_own_denominator(model: nn.Module, micro: Vectors) -> ab.Total:
     x, y = micro
@@ -119,7 +88,6 @@ def mean_times_its_own_denominator(model: nn.Module, micro: Vectors) -> ab.Total
 
 @of_classes(batch=lambda: (*vectors(), torch.tensor([1.0, 0.0, 3.0, 0.5, 2.0, 1.0, 0.1, 4.0])))
 def rows_with_weights_of_their_own(model: nn.Module, micro: tuple[Tensor, ...]) -> ab.Total:
-    """One of them weighs nothing."""
     x, y, importance = micro
     losses = F.cross_entropy(model(x), y, reduction="none")
     return ab.Total((losses * importance).sum(), importance.sum())
@@ -143,8 +111,6 @@ def two_terms_with_coefficients(model: nn.Module, micro: Vectors) -> dict[str, a
 
 
 class Tempered(nn.Module):
-    """A loss with a parameter of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(0.7))

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,7 +48,6 @@ SOUND.of(
     perceptron=regression,
     convolutions_with_group_norm=lambda: convolutional(nn.GroupNorm(2, 4)),
     convolutions_with_max_pool=convolutional,
-    instance_norm=lambda: convolutional(nn.InstanceNorm2d(4, affine=True)),
     layer_norm=lambda: classifier(nn.LayerNorm(6), nn.RMSNorm(6)),
     # The rest trains on, as in fine-tuning.
     batch_norm_in_eval=lambda: convolutional(nn.BatchNorm2d(4).eval(), nn.Dropout(0.2)),
@@ -77,13 +75,7 @@ class Drop(nn.Module):
 
 
 def noise(strength: float) -> nn.Module:
-    """Adds noise to what passes."""
     return layer("Noise", lambda self, x: x + self.noise * torch.randn_like(x), noise=strength)
-
-
-def chosen(self: Any, x: Tensor) -> Tensor:
-    """Draws from its inputs' distribution (Jang et al. 2017, section 2)."""
-    return F.gumbel_softmax(x, tau=0.5) if self.noise else x.softmax(dim=1)
 
 
 def recomputed() -> nn.Module:
@@ -116,7 +108,6 @@ SOUND.of(
     drop_path_by_row=lambda: classifier(Drop("row"), Drop("row")),
     layers_dropped_by_one_draw=lambda: classifier(*[Drop("torch") for _ in range(3)]),
     layers_dropped_by_python=lambda: classifier(*[Drop("Python") for _ in range(3)]),
-    gumbel_softmax=lambda: classifier(layer("Choice", chosen, noise=1.0)),
     noise_on_inputs_and_inside=lambda: Case(
         model=nn.Sequential(noise(0.3), mlp(noise(0.1))), loss=nn.CrossEntropyLoss(), batch=vectors()
     ),
@@ -135,11 +126,6 @@ def counted(self: Any, x: Tensor) -> Tensor:
     return x
 
 
-def norms_of_weights() -> Case:
-    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)).eval()
-    return classifier(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), nn.GELU(), spectral)
-
-
 def frozen_layers() -> Case:
     case = classifier(nn.Dropout(0.2), nn.Linear(6, 6))
     case.model[0].requires_grad_(False)
@@ -150,13 +136,6 @@ def frozen_layers() -> Case:
 def bfloat16_parameters() -> Case:
     case = classifier(nn.Dropout(0.1))
     return replace(case, model=case.model.bfloat16(), batch=(case.batch[0].bfloat16(), case.batch[1]))
-
-
-def attributes_that_are_no_tensors() -> Case:
-    """Settings as models carry them."""
-    case = classifier(nn.Tanh())
-    case.model.config = SimpleNamespace(scale=2.0)
-    return case
 
 
 def hooks_and_gradients_of_the_users_own() -> Case:
@@ -182,14 +161,12 @@ SOUND.of(
     counters_that_nothing_reads=lambda: classifier(
         layer("Counted", counted, total=torch.zeros(6), calls=0, rows=0, last=[])
     ),
-    weight_norm_and_spectral_norm_in_eval=norms_of_weights,
     frozen_layers=frozen_layers,
     # As many norms and heads do, whatever comes in.
     float32_inside=lambda: replace(
         classifier(layer("Narrow", lambda x: F.rms_norm(x.float(), (6,)).to(x.dtype))), dtype=torch.float32
     ),
     bfloat16_parameters=bfloat16_parameters,
-    attributes_that_are_no_tensors=attributes_that_are_no_tensors,
     hooks_and_gradients_of_the_users_own=hooks_and_gradients_of_the_users_own,
     trained_to_the_end=trained_to_the_end,
 )
@@ -223,8 +200,6 @@ def many_inputs_and_outputs(model: nn.Module, micro: dict[str, Batch]) -> dict[s
 
 
 class Series(nn.Module):
-    """Reads sequences, with time as the second axis or swapped to the first."""
-
     def __init__(self, reader: nn.Module, width: int, outputs: int = CLASSES, *, swaps: bool) -> None:
         super().__init__()
         self.reader, self.head, self.swaps = reader, nn.Linear(width, outputs), swaps
@@ -244,17 +219,13 @@ class Forecast(Series):
         return self.head(self.states(x))
 
 
-def lstm(*, batch_first: bool) -> Case:
-    reader = nn.LSTM(WIDTH, 5, num_layers=2, dropout=0.3, batch_first=batch_first)
-    return of_series(Series(reader, 5, swaps=not batch_first))
-
-
 SOUND.of(
     encoder_with_time_first=lambda: of_series(
         Series(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.2), WIDTH, swaps=True)
     ),
-    lstm_with_dropout=lambda: lstm(batch_first=True),
-    lstm_with_dropout_and_time_first=lambda: lstm(batch_first=False),
+    lstm_with_dropout_and_time_first=lambda: of_series(
+        Series(nn.LSTM(WIDTH, 5, num_layers=2, dropout=0.3), 5, swaps=True)
+    ),
 )
 
 
@@ -271,8 +242,6 @@ def outputs_with_time_first(model: nn.Module, micro: Vectors) -> ab.Total:
 
 
 class Causal(nn.Module):
-    """Attention that looks back only, positions that go with time, input and output embeddings tied."""
-
     def __init__(self, dropout_p: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
@@ -293,14 +262,11 @@ class Causal(nn.Module):
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Over the places that hold a word."""
     shares = mask[:, :, None].to(x.dtype)
     return (x * shares).sum(dim=1) / shares.sum(dim=1)
 
 
 def encoder(dropout: float) -> nn.Module:
-    """Torch's own encoder, told what is padding."""
-
     def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
         x = model.encoder(model.embedding(words), src_key_padding_mask=mask == 0)
         return model.head(masked_mean(x, mask))
@@ -310,8 +276,6 @@ def encoder(dropout: float) -> nn.Module:
 
 
 def packed(dropout: float = 0.0) -> nn.Module:
-    """Reads each row as far as it goes."""
-
     def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
         read = nn.utils.rnn.pack_padded_sequence(
             model.embedding(words), mask.sum(dim=1).cpu(), batch_first=True, enforce_sorted=False
@@ -320,19 +284,6 @@ def packed(dropout: float = 0.0) -> nn.Module:
 
     lstm = nn.LSTM(WIDTH, 5, 2, batch_first=True, bidirectional=True, dropout=dropout)
     return Words(forward, CLASSES, width=10, padding_idx=0, lstm=lstm)
-
-
-def pooled() -> nn.Module:
-    def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
-        return model.head(model.drop(masked_mean(model.layer(model.embedding(words)).tanh(), mask)))
-
-    return Words(forward, CLASSES, padding_idx=0, layer=nn.Linear(WIDTH, WIDTH), drop=nn.Dropout(0.2))
-
-
-def bag() -> nn.Module:
-    """Integers in, and no other float than the parameters."""
-    bag = nn.EmbeddingBag(WORDS, WIDTH, mode="sum", padding_idx=0)
-    return Words(lambda model, words, mask: model.head(model.bag(words * mask)), CLASSES, bag=bag)
 
 
 def last_word() -> nn.Module:
@@ -354,29 +305,15 @@ def zero_is_a_word_like_any_other() -> Case:
     return Case(model=model, loss=nn.CrossEntropyLoss(), batch=(words, words.roll(-1, 1)))
 
 
-def shifted_loss(model: nn.Module, micro: Batch) -> ab.Total:
-    """The next word, where there is one."""
-    logits, labels = model(micro["input_ids"], micro["attention_mask"])[:, :-1], micro["labels"][:, 1:]
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    return ab.Total(losses, (labels != -100).sum())
-
-
 SOUND.of(
     causal_language_model=lambda: collated(Causal(0.0), tag_loss),
-    causal_language_model_padded_beforehand=lambda: tensors(Causal(0.0), tag_loss),
-    dropout_in_attention=lambda: tensors(Causal(0.3), tag_loss),
     # Shorter micro-batches draw fewer numbers for each row.
     dropout_in_attention_of_ragged_rows=lambda: collated(Causal(0.3), tag_loss),
-    next_word=lambda: collated(Causal(0.0), shifted_loss),
-    encoder_with_dropout=lambda: tensors(encoder(0.2), topic_loss),
     encoder_of_ragged_rows=lambda: collated(encoder(0.0), topic_loss),
     encoder_of_ragged_rows_with_dropout=lambda: collated(encoder(0.2), topic_loss),
     packed_lstm=lambda: collated(packed(), topic_loss),
-    packed_lstm_padded_beforehand=lambda: tensors(packed(), topic_loss),
     # What is drawn between the layers has a line for each word, sorted by time, not by row.
     packed_lstm_with_dropout=lambda: tensors(packed(0.3), topic_loss),
-    masked_mean=lambda: collated(pooled(), topic_loss),
-    bag_of_words=lambda: collated(bag(), topic_loss),
     last_word_by_the_mask=lambda: tensors(last_word(), topic_loss),
     zero_is_a_word_like_any_other=zero_is_a_word_like_any_other,
 )

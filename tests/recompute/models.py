@@ -33,8 +33,6 @@ class DoubleConv(nn.Module):
 
 
 class UNet(nn.Module):
-    """One level down and up again."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.down, self.join = DoubleConv(3, 4), DoubleConv(4, 8), DoubleConv(8, 4)
@@ -48,8 +46,6 @@ class UNet(nn.Module):
 
 @dataclass
 class Two:
-    """An output that is no tensor."""
-
     hidden: Tensor
     extra: dict[str, Tensor]
 
@@ -107,13 +103,11 @@ class Odds(nn.Module):
 
 
 def encoder() -> nn.Module:
-    """Torch's own layers, with dropout."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, activation="gelu", batch_first=True)
     return nn.TransformerEncoder(layer, 3)
 
 
 def resnet() -> nn.Module:
-    """BatchNorm, in-place activations and projections."""
     return ResNet(blocks=(2, 2), width=4, classes=3)
 
 
@@ -126,26 +120,22 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
-    """A model and its input, the same each time."""
     kind, shape = MODELS[name]
     torch.manual_seed(0)
     return kind().to(dtype), torch.randn(shape, dtype=dtype)
 
 
 def seed(number: int) -> None:
-    """Every stream from the same place."""
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
 
 
 def streams() -> dict[str, Any]:
-    """Where every stream stands."""
     return {"torch": torch.get_rng_state()} | {name: read() for name, read in STREAMS.items()}
 
 
 def every(model: nn.Module, policy: str) -> Choice:
-    """This policy for every block."""
     return tuple((name, policy) for name in find_blocks(model))
 
 

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
 
 def head(name: str, **settings: Any) -> nn.Module:
-    """A tiny model of transformers, of several layers."""
     found = next(one for one in HEADS if one.name == name)
     kind = getattr(transformers, name)
     return kind(kind.config_class(**{**found.settings, **settings}))

@@ -126,27 +126,6 @@ def test_memory_is_let_go(link: Watched) -> None:
     assert freed[2:] == ["third"]
 
 
-def test_strides_come_back(link: Watched) -> None:
-    class Looks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            seen.append(ctx.saved_tensors[0])
-            return gradients[0]
-
-    offload, x, seen = Offload([]), torch.randn(6, 4, requires_grad=True), list[Tensor]()
-    for _ in range(3):
-        with offload.saving("cpu"):
-            y = Looks.apply((x * 1)[1:, ::2].t())
-        y.sum().backward()
-    assert [one.stride() for one in seen] == [(2, 4)] * 3
-    assert all(torch.equal(one, x[1:, ::2].t()) for one in seen)
-
-
 def test_what_is_filled_after_it_was_saved_is_moved_full(link: Watched) -> None:
     found: list[Tensor | None] = []
     for first in ("nothing", "cpu"):

@@ -37,7 +37,6 @@ KINDS: dict[str, tuple[Callable[..., Optimizer], Scheduler]] = {
 
 
 def make_rows(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, some of them masked."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, FEATURES, generator=generator)
     y = torch.randint(CLASSES, (count,), generator=generator)
@@ -86,13 +85,10 @@ def state(trainer: Trainer) -> dict[str, Any]:
 
 
 def timeless(reports: Sequence[EpochReport]) -> list[EpochReport]:
-    """The reports without what a clock says."""
     return [replace(report, seconds=0.0, samples_per_second=0.0) for report in reports]
 
 
 class End(NamedTuple):
-    """What a whole training comes to."""
-
     state: dict[str, Any]
     reports: list[EpochReport]
 
@@ -153,8 +149,6 @@ class Diary(Callback):
 
 
 def raising(error: BaseException) -> Callable[[], None]:
-    """A function that raises."""
-
     def throw() -> None:
         raise error
 
@@ -162,5 +156,4 @@ def raising(error: BaseException) -> Callable[[], None]:
 
 
 def stopped(at: tuple[str, int], error: BaseException) -> Callback:
-    """A callback that ends the run there."""
     return Diary(at, raising(error))

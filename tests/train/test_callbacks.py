@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import anybatch as ab
 from anybatch.core.errors import AnybatchError, CheckpointError, LossError, PlanError, WindowError
 from anybatch.engine import Observer
-from anybatch.train import checkpoint, folder
+from anybatch.train import checkpoint
 from anybatch.train.folder import BEST, LAST, numbered
 from anybatch.train.trainer import Trainer
 from tests.snapshots import changes, same
@@ -141,13 +141,6 @@ def test_where_the_newest_is_damaged_an_earlier_one_comes_to_the_same_end(
         path.write_bytes(b"")
     with pytest.raises(CheckpointError, match=LAST):
         again.resume(tmp_path)
-
-
-def test_checkpoints_of_steps_that_are_made_once_more_are_deleted(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / LAST, model=nn.Linear(1, 1))
-    for step, kept in ((8, [8]), (9, [9, 8]), (10, [10, 9]), (5, [5]), (6, [6, 5])):
-        folder.number(tmp_path, step, keep=2)
-        assert [*numbered(tmp_path)] == kept
 
 
 def test_callbacks_and_observers_are_found_by_class_and_order(tmp_path: Path) -> None:
@@ -411,40 +404,3 @@ def test_monitor_prints_lines_and_checkpoints_are_saved_by_the_clock(
     found = [re.fullmatch(form, line) for line in lines]
     assert [one and one.groups() for one in found] == [("1", "2"), ("2", "4"), ("2", "6")]
     assert [*numbered(tmp_path)] == [6, 5, 4, 3, 2, 1]
-
-
-def test_samples_as_mappings_in_the_order_of_their_lengths() -> None:
-    class Scores(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(9, 4)
-
-        def forward(self, words: Tensor, mask: Tensor) -> Tensor:
-            return (self.words(words) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-
-    def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        longest = max(len(one["words"]) for one in samples)
-        pad = [one["words"] + [0] * (longest - len(one["words"])) for one in samples]
-        mask = [[1.0] * len(one["words"]) + [0.0] * (longest - len(one["words"])) for one in samples]
-        targets = torch.tensor([one["target"] for one in samples])
-        return {"words": torch.tensor(pad), "mask": torch.tensor(mask), "labels": targets}
-
-    def loss(model: nn.Module, micro: dict[str, Tensor]) -> ab.Total:
-        found = model(micro["words"], micro["mask"])
-        return ab.Total(nn.functional.cross_entropy(found, micro["labels"], reduction="sum"), len(found))
-
-    samples = [{"words": [1 + row % 8] * (1 + row * 5 % 7), "target": row % 4} for row in range(20)]
-    ends: list[dict[str, Any]] = []
-    for options in ({}, {"order": "length", "micro_batch": 3}):
-        torch.manual_seed(0)
-        model = Scores().double()
-        step = ab.Step(
-            model,
-            loss,
-            torch.optim.SGD(model.parameters(), lr=0.5),
-            collate=collate,
-            **options,  # pyright: ignore
-        )
-        reports = Trainer(step, samples, samples, batch_size=8, progress=False).fit(epochs=2)
-        ends.append({"loss": torch.tensor(reports[-1].loss).double(), **model.state_dict()})
-    torch.testing.assert_close(*ends)

@@ -170,7 +170,6 @@ Parts = tuple[nn.Module, list[Optimizer], list[LRScheduler]]
 
 
 def train(parts: Parts, updates: Sequence[int]) -> None:
-    """Some updates, each on rows of its own, with random numbers drawn on the way."""
     model, optimizers, schedulers = parts
     dtype = next(model.parameters()).dtype
     for update in updates:

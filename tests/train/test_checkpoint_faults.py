@@ -24,7 +24,6 @@ from tests.snapshots import same
 
 
 def write(path: Path, number: float = 1.0) -> Path:
-    """A checkpoint that says which one it is."""
     model = nn.Linear(2, 2)
     nn.init.constant_(model.weight, number)
     save(path, model=model, optimizers=[optim.SGD(model.parameters(), lr=0.1)], progress={"number": number})
@@ -38,8 +37,6 @@ def number_in(path: Path) -> float:
 
 
 class Evil:
-    """Ends the test where it is unpickled."""
-
     def __reduce__(self) -> tuple[Any, ...]:
         return pytest.exit, ("a pickle was run",)
 
@@ -278,7 +275,6 @@ def steps(*sizes: int) -> Callable[[Optimizers], Schedulers]:
 
 
 def prepare(parts: dict[str, Any]) -> tuple[nn.Module, Optimizers, Schedulers]:
-    """Three updates, so that there is a state to lose."""
     model = parts.get("model", Net)()
     optimizers = parts.get("optimizers", sgd(""))(model)
     schedulers = parts.get("schedulers", steps(2))(optimizers)
@@ -327,13 +323,6 @@ def test_another_model_optimizer_or_scheduler_is_refused_and_left_as_it_was(
     assert same([part.state_dict() for part in parts], before)
     for part in parts:
         part.step()  # and it still works
-
-
-def test_many_differences_are_cut_short(tmp_path: Path) -> None:
-    save(tmp_path / "a", model=nn.ModuleList([nn.Linear(2, 2) for _ in range(100)]))
-    with pytest.raises(CheckpointError, match="and 197 more") as caught:
-        restore(load(tmp_path / "a"), model=nn.ModuleList())
-    assert len(str(caught.value)) <= 300 + len(str(tmp_path))
 
 
 def test_ties_there_may_be_two_parameters_here(tmp_path: Path) -> None:

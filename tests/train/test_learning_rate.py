@@ -39,7 +39,6 @@ def make_optimizer(*rates: float) -> Optimizer:
 
 
 def run(optimizer: Optimizer, scheduler: LRScheduler, updates: int) -> list[list[float]]:
-    """The learning rate of each group at each update."""
     used = []
     for _ in range(updates):
         used.append([group["lr"] for group in optimizer.param_groups])

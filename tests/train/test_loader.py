@@ -70,21 +70,6 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
     assert epoch(make_rows(torch.arange(7)), 3, seed=1, epoch=1) == [[1, 3, 4], [6, 0, 5], [2]]
 
 
-def test_samples_come_uncollated_so_that_the_step_may_cut_first() -> None:
-    class Squares:
-        def __len__(self) -> int:
-            return 5
-
-        def __getitem__(self, row: int) -> tuple[int, int]:
-            assert type(row) is int
-            return row, row * row
-
-    rows = make_rows(Squares(), collate=torch.tensor)
-    batches = list(rows.batches(batch_size=2, seed=0, epoch=0))
-    assert sorted(chain(*batches)) == [(0, 0), (1, 1), (2, 4), (3, 9), (4, 16)]
-    assert list(rows.in_order(2)) == [[(0, 0), (1, 1)], [(2, 4), (3, 9)], [(4, 16)]]
-
-
 @pytest.mark.parametrize(
     ("data", "collate", "message"),
     [

@@ -24,7 +24,7 @@ from anybatch.train import checkpoint, progress
 from anybatch.train.callbacks import EpochReport, RunInfo
 from anybatch.train.folder import BEST, LAST
 from anybatch.train.loggers import JsonLog
-from anybatch.train.progress import ProgressBar, peak_bytes
+from anybatch.train.progress import ProgressBar
 from tests.train.runs import BATCH, TRAIN, UPDATES, Diary, make_step, make_trainer, raising
 
 COURSE = RunInfo(epochs=2, done_epochs=0, done_updates=0, total_updates=6, rows=14_000)
@@ -277,10 +277,3 @@ def test_bar_moves_no_random_state_not_even_by_the_first_import_of_rich(
     before = random.getstate()
     ProgressBar(CPU)
     assert random.getstate() == before
-
-
-def test_bytes_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = torch.ones(2**25)  # 128 MiB, written to, so that they are really there
-    assert peak_bytes(CPU) >= held.nbytes
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(max_memory_allocated=lambda device: 6))
-    assert peak_bytes(torch.device("cuda")) == 6

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from anybatch import Step
 from anybatch.core.errors import LossError
-from anybatch.losses.model import model_loss
 from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
 from tests.losses.own_losses import (
@@ -59,8 +58,6 @@ def take(loss: Callable[..., Any], batch: Any = None, **options: Any) -> tuple[A
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch as a dataclass."""
-
     x: Tensor
     labels: Tensor
 
@@ -147,18 +144,6 @@ def test_selected_rows_of_any_number() -> None:
     assert_exact(selected, {"x": X[rows], "labels": LABELS[rows]})
 
 
-def test_samples_of_unequal_lengths() -> None:
-    lengths = [3, 1, 2, 3, 2, 1, 3]
-    samples = [(X[row, :length], LABELS[row, :length]) for row, length in enumerate(lengths)]
-
-    def collate(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-        x, labels = zip(*rows, strict=True)
-        pad = nn.utils.rnn.pad_sequence
-        return {"x": pad(x, batch_first=True), "labels": pad(labels, batch_first=True, padding_value=-100)}
-
-    assert_exact(tokens, collate(samples), samples, collate=collate)
-
-
 def test_weights_are_told_by_term() -> None:
     valid = int((LABELS >= 0).sum())
     report, _ = take(sum_and_mean)
@@ -188,13 +173,6 @@ def test_labels_equal_to_the_inputs_in_the_first_micro_batch_only() -> None:
     report = Step(model, ModelLoss(), recorder, micro_batch=2)(batch)
     assert report.weights == {"loss": 5}
     assert relative_error(recorder.gradients, expected) <= LIMIT
-
-
-def test_a_wrong_promise_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutation: the weight of the whole batch counted from other targets than the model's."""
-    monkeypatch.setattr(model_loss, "count", lambda origin, matches, leaves: 5)
-    with pytest.raises(LossError, match="5 in all for 'loss', got 9"):
-        take(tokens)
 
 
 def test_a_first_micro_batch_without_several_terms_is_refused() -> None:

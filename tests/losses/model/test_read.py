@@ -189,16 +189,6 @@ def test_some_steps_are_watched_again(watched: list[int]) -> None:
     assert len(watched) == 2 * 3
 
 
-def test_a_loss_that_changes_all_the_time_is_watched_all_the_time() -> None:
-    model, calls = Own(tokens), []
-    step, _ = stepped(model, 4)
-    model.scores.register_forward_hook(lambda *args: calls.append(1))
-    for number in range(12):
-        model.loss = (tokens, READ["mean"])[number % 2]
-        step(BATCH)
-    assert len(calls) == 2 * 12 + read.TRIES
-
-
 def test_copies_and_pickles_know_nothing(watched: list[int]) -> None:
     model, loss = Own(tokens), ModelLoss()  # a function of this module can be pickled
     step, _ = stepped(model, 4)
