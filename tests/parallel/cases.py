@@ -230,7 +230,7 @@ class LocalWeight(Replicate):
 
     def close(self, sums: Any) -> Any:
         super().close(sums)
-        return sums.weights()
+        return sums.weigh()
 
 
 class ForgottenRank(Replicate):
