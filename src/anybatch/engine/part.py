@@ -92,6 +92,7 @@ class Part:
 
     Attributes:
         sums: of the micro-batches that are done.
+        is_guarded: look at each micro-batch before it is added.
         tried: grows while micro-batches are undone.
         scale_before: the loss scale before the current micro-batch lowered it; None if it has not.
     """
@@ -106,14 +107,15 @@ class Part:
         share: Share | None,
         tried: Tried,
     ) -> None:
-        self.ways, self.batch = ways, batch
+        self.task, self.ways, self.batch = task, ways, batch
+        self.is_guarded = ways.is_guarded or tried.is_guarded
         self.sums = Sums(ways.plan, task, batch)
         self.sums.redone += tried.redone
         self._window = window
         if window is not None:
             self.sums.division = window.division
         self.tried, self._scale_limit = tried, tried.scale_limit
-        self._share, self._is_scaled = share, task.scale.value != 1.0
+        self._share = share
         self._cut, self._done = ways.plan.parts, 0
         self.scale_before: dict[str, float] | None = None
         self._micro: Micro | None = None
@@ -121,11 +123,6 @@ class Part:
         self._beside: list[Tensor] = []  # placeholders with the size of a window's sums, for planning
         for observer in task.observers:
             observer.begin(self.count)
-
-    @property
-    def task(self) -> Task:
-        """The model, loss and parameters."""
-        return self.sums.task
 
     @property
     def count(self) -> int:
@@ -136,11 +133,6 @@ class Part:
     def offset(self) -> int:
         """Rows of the window before these."""
         return 0 if self._window is None else self._window.total
-
-    @property
-    def is_guarded(self) -> bool:
-        """True if each micro-batch is looked at before it is added."""
-        return self.ways.is_guarded or self.tried.is_guarded
 
     @property
     def is_open(self) -> bool:
@@ -175,7 +167,7 @@ class Part:
 
     def _begin(self, micro: Micro) -> None:
         self._micro = micro
-        if self._is_scaled:
+        if self.sums.scale_before["value"] != 1.0:
             self.task.scale.begin(self.tried.scale_limit)
         gradients, reader = self.sums.gradients, self.task.reader
         if gradients is not None:
@@ -244,9 +236,10 @@ class Part:
         else:
             with ways.computing():
                 terms = loss.evaluate(task.model, micro.rows)
-        if self.sums.gradients is None:
-            self._open(terms, len(micro.indices))
         known = self.sums.division.coefficients
+        if self.sums.gradients is None and (not known or terms.sums.keys() == known.keys()):
+            self._open(terms, len(micro.indices))
+            known = self.sums.division.coefficients
         if terms.sums.keys() != known.keys():
             raise LossError(
                 f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "

@@ -139,7 +139,10 @@ def _recover_from_overflow(where: str, part: Part, before: Snapshot) -> None:
         'too high a learning rate; Step(non_finite="drop") leaves such rows out, "skip" the update.'
     )
     failed.reached = reached
-    raise failed
+    try:
+        raise failed
+    finally:
+        del failed  # as in `recover`
 
 
 def _undo(part: Part, before: Snapshot, said: str, kind: type[AnybatchError]) -> bool:

@@ -78,9 +78,10 @@ class Sums:
 
     def count(self, sums: Mapping[str, Tensor], weights: Mapping[str, Number] | None, rows: int) -> None:
         """Add the losses and weights of one micro-batch."""
-        self.values.append(_without_graph(sums))
-        if weights is not None:
-            self.weights.append(_without_graph(weights))
+        kept, weighed = _without_graph(sums), None if weights is None else _without_graph(weights)
+        self.values.append(kept)  # now, as memory may run out before
+        if weighed is not None:
+            self.weights.append(weighed)
         self.rows.append(rows)
         self.total += rows
 

@@ -116,7 +116,8 @@ class Accumulation:
                     return part
                 if not is_whole:
                     put_back(before, part.sums, error)
-                if isinstance(error, LossError) and plan.is_cut != wanted.is_cut:
+                is_of_cut = isinstance(error, LossError) and not isinstance(error, NonFiniteLossError)
+                if is_of_cut and plan.is_cut != wanted.is_cut:
                     raise OutOfMemoryError(
                         f"Expected {batch.rows} rows to fit into memory uncut, got none left, and the loss "
                         f"does not allow a cut: {error}"
@@ -257,7 +258,7 @@ class Accumulation:
             if self._skipped is None:
                 return end(self)
         except (NonFinite, NonFiniteLossError) as error:
-            if self._settings.non_finite != "skip":
+            if self._settings.non_finite != "skip" or self._phase != "open":  # the update was made
                 raise
             self._skipped = error if isinstance(error, NonFiniteLossError) else self.not_finite()
         self._task.strategy.abandon(self._skipped)  # then the other ranks skip it, too
@@ -342,6 +343,7 @@ def carry_out(
                     if again is None:
                         raise
                     plan, tried = again.plan, again.tried
+                del part  # and with it the sums that are not used
         except BaseException as error:
             window.discard(error)
             raise
