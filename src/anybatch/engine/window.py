@@ -112,7 +112,7 @@ class Accumulation:
                     reached = error.reached or rng.capture_process()
                     put_back(before, part.sums, error)
                     rng.restore_process(reached)  # the same random numbers would be as bad again
-                    self._skipped = error
+                    self._skipped = error.with_traceback(None)  # whose frames hold this window
                     return part
                 if not is_whole:
                     put_back(before, part.sums, error)
@@ -260,7 +260,8 @@ class Accumulation:
         except (NonFinite, NonFiniteLossError) as error:
             if self._settings.non_finite != "skip" or self._phase != "open":  # the update was made
                 raise
-            self._skipped = error if isinstance(error, NonFiniteLossError) else self.not_finite()
+            found = error if isinstance(error, NonFiniteLossError) else self.not_finite()
+            self._skipped = found.with_traceback(None)  # whose frames hold this window
         self._task.strategy.abandon(self._skipped)  # then the other ranks skip it, too
         reached = rng.capture_process()
         self._before.put_back()
