@@ -45,8 +45,9 @@ class Outcome(Observer):
         self.gradients: dict[str, Tensor] = {}
         self.rows, self.draws = batch.rows, draws
         effects = Effects()
+        task = task.alone()  # first, so that its loss gathers no rows of other ranks
         task = replace(
-            task.alone(),
+            task,
             loss=ModelLoss().begin() if isinstance(task.loss, ModelTerms) else task.loss,
             effects=effects,
             scale=LossScale(Precision()),  # a dry run neither looks for overflow nor divides by a scale
