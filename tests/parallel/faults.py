@@ -9,12 +9,23 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import anybatch as ab
 from anybatch.core.errors import BatchError, RankError
 from anybatch.testing import tolerance
-from tests.faults.faulty import NO_MEMORY, ROWS, SIZE, VARIANTS, assert_as_unfaulted, build, make_batch, take
+from tests.faults.faulty import (
+    NO_MEMORY,
+    ROWS,
+    SIZE,
+    VARIANTS,
+    assert_as_unfaulted,
+    build,
+    make_batch,
+    spread,
+    take,
+)
 from tests.parallel.cases import digest
 from tests.snapshots import DRAWN, changes, snapshot
 
@@ -210,3 +221,11 @@ def in_the_update(rank: int, size: int) -> list[str]:
                 break
         fails[:] = [False]
     return said
+
+
+def one_rank_has_rows(rank: int, size: int) -> float:
+    """The loss of a batch whose rows meet and are all on rank 0, cut there: only that rank looks."""
+    torch.manual_seed(0)
+    model, batch = nn.Linear(3, 4).double(), (torch.randn(9, 3).double(), torch.zeros(9))
+    step = ab.Step(model, ab.WholeBatch(spread), torch.optim.SGD(model.parameters(), 0.1), micro_batch=2)
+    return step(None if rank else batch).loss

@@ -170,6 +170,10 @@ def test_whole_batch_losses_have_budgets_on_ranks(two: Ranks) -> None:
         assert micro_batches > 1
 
 
+def test_a_look_on_one_rank_gathers_nothing_of_others(two: Ranks) -> None:
+    assert len({*two.run(faults.one_rank_has_rows)}) == 1
+
+
 def test_a_rank_that_dies_ends_all() -> None:
     with spawned(2) as ranks:
         ranks.start(faults.ended, 1)
