@@ -1,6 +1,5 @@
 """Faults in losses: means without their denominator, the wrong denominator, rows that meet in the loss."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 import anybatch as ab
 from tests.probe_corpus.case import (
     CLASSES,
-    LENGTHS,
     WIDTH,
     Batch,
     Case,
@@ -20,7 +18,6 @@ from tests.probe_corpus.case import (
     Vectors,
     features,
     mlp,
-    numbers,
     pad,
     padded_sentences,
     sentences,
@@ -29,8 +26,6 @@ from tests.probe_corpus.case import (
 
 FAULTS = Corpus()
 IN_THE_LOSS = r"\A.*loss"  # the culprit itself, not only the sentence about it
-BALANCE = torch.tensor([0.2, 1.0, 5.0])
-of_tokens = partial(FAULTS.loss, "denominator", model=Tagger, batch=padded_sentences)
 of_classes = partial(FAULTS.loss, model=mlp, batch=vectors)
 meeting = partial(of_classes, "meeting")
 
@@ -43,84 +38,38 @@ def losses_of(model: nn.Module, micro: Vectors, reduction: str = "none") -> Tens
     return F.cross_entropy(model(micro[0]), micro[1], reduction=reduction)
 
 
-def times(mean: Tensor, count: Any) -> ab.Total:
-    return ab.Total(mean * count, count)
-
-
-def tagged(loss: Any, lengths: Sequence[int] = LENGTHS) -> Case:
-    return Case(model=Tagger(), loss=loss, batch=padded_sentences(lengths))
-
-
-def of_rows(loss: Any, model: nn.Module | None = None) -> Case:
-    return Case(model=model or mlp(), loss=loss, batch=vectors())
-
-
 FAULTS.of(
     "denominator",
     "labels",
-    bare_mean_over_tokens=lambda: tagged(token_mean),
     bare_mean_of_collated_sentences=lambda: Case(
         model=Tagger(), loss=token_mean, batch=sentences(), collate=pad
     ),
     # The first rows are all alike and would show nothing.
-    short_rows_come_late=lambda: tagged(token_mean, [6] * 40 + [1, 6] * 4),
-    token_mean_times_rows=lambda: tagged(
-        lambda model, micro: times(token_mean(model, micro), len(micro["labels"]))
+    short_rows_come_late=lambda: Case(
+        model=Tagger(), loss=token_mean, batch=padded_sentences([6] * 40 + [1, 6] * 4)
     ),
 )
 FAULTS.of(
     "denominator",
     "row|element",
-    bare_mean_over_rows=lambda: Case(
-        model=mlp(outputs=1), loss=lambda model, micro: F.mse_loss(model(micro[0]), micro[1]), batch=numbers()
+    bare_mean_under_dropout=lambda: Case(
+        model=mlp(nn.Dropout(0.3)), loss=lambda m, micro: losses_of(m, micro, "mean"), batch=vectors()
     ),
-    bare_mean_under_dropout=lambda: of_rows(
-        lambda model, micro: losses_of(model, micro, "mean"), mlp(nn.Dropout(0.3))
-    ),
-)
-FAULTS.of(
-    "denominator",
-    IN_THE_LOSS,
-    sum_counted_as_one=lambda: of_rows(lambda model, micro: ab.Total(losses_of(model, micro, "sum"), 1)),
 )
 
 
-@of_tokens(IN_THE_LOSS, batch=sentences, collate=pad)
+@of_classes("denominator", IN_THE_LOSS)
+def sum_counted_as_one(model: nn.Module, micro: Vectors) -> ab.Total:
+    return ab.Total(losses_of(model, micro, "sum"), 1)
+
+
+@FAULTS.loss("denominator", IN_THE_LOSS, model=Tagger, batch=sentences, collate=pad)
 def divided_by_the_longest_row(model: nn.Module, micro: Batch) -> ab.Total:
     logits, labels = model(micro["input_ids"]).flatten(0, 1), micro["labels"]
     return ab.Total(F.cross_entropy(logits, labels.flatten(), reduction="sum"), labels.shape[1])
 
 
-@of_tokens("shift", batch=lambda: padded_sentences((7, 2, 7, 2, 2, 2, 2, 3)))
-def labels_counted_before_the_shift(model: nn.Module, micro: Batch) -> ab.Total:
-    logits, labels = model(micro["input_ids"])[:, :-1], micro["labels"][:, 1:]
-    mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    return times(mean, (micro["labels"] != -100).sum())
-
-
-@of_classes(
-    "denominator",
-    "class weight",
-    batch=lambda: (torch.randn(8, WIDTH), torch.tensor([0, 2, 1, 0, 0, 1, 2, 2])),
-    dtype=torch.float32,
-)
-def class_weights_forgotten(model: nn.Module, micro: Vectors) -> ab.Total:
-    return times(F.cross_entropy(model(micro[0]), micro[1], weight=BALANCE), len(micro[1]))
-
-
-def class_weights_in_a_criterion() -> Case:
-    criterion = nn.CrossEntropyLoss(weight=BALANCE)
-    loss = lambda model, micro: criterion(model(micro["x"]), micro["y"])  # noqa: E731
-    batch = features(y=torch.tensor([2, 2, 0, 0, 0, 1, 2, 1]))
-    return Case(model=mlp(), loss=loss, batch=batch, dtype=torch.float32)
-
-
-FAULTS.of("denominator", "class weight", class_weights_in_a_criterion=class_weights_in_a_criterion)
-
 KNOWN = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 1], [0, 1, 0], [1, 0, 0], [0, 0, 1], [1, 1, 1], [0, 1, 0]])
-ANCHORS = torch.tensor(
-    [[1, 2, 2], [1, 0, 0], [2, 2, 1], [0, 0, 1], [0, 1, 0], [2, 0, 0], [1, 1, 1], [0, 2, 0]]
-)
 
 
 @FAULTS.loss(
@@ -132,18 +81,7 @@ ANCHORS = torch.tensor(
 def masked_bce_mean(model: nn.Module, micro: Batch) -> ab.Total:
     losses = F.binary_cross_entropy_with_logits(model(micro["x"]), micro["y"], reduction="none")
     mean = (losses * micro["label_mask"]).sum() / micro["label_mask"].sum().clamp(min=1)
-    return times(mean, len(losses))
-
-
-@FAULTS.loss(
-    "denominator", "label", model=mlp, batch=lambda: {"x": torch.randn(8, 3, WIDTH), "labels": ANCHORS}
-)
-def detection_divided_by_its_positives(model: nn.Module, micro: Batch) -> ab.Total:
-    """As in detectors: anchors of class 0 are background, and the positives of a micro-batch divide."""
-    logits, rows = model(micro["x"]), len(micro["labels"])
-    positives = (micro["labels"] > 0).sum().clamp(min=1)
-    losses = F.cross_entropy(logits.transpose(1, 2), micro["labels"], reduction="sum")
-    return ab.Total(losses / positives * rows, rows)
+    return ab.Total(mean * len(losses), len(losses))
 
 
 @FAULTS.loss("denominator, meeting, unexplained", IN_THE_LOSS, model=Tagger, batch=padded_sentences)
@@ -152,22 +90,10 @@ def two_means_added(model: nn.Module, micro: Batch) -> Tensor:
     return token_mean(model, micro) + model(micro["input_ids"]).mean(dim=(1, 2)).square().mean()
 
 
-@of_tokens(r"\A.*tokens", terms={"size": 0.1})
-def one_of_two_terms_is_wrong(model: nn.Module, micro: Batch) -> dict[str, ab.Total]:
-    size = model(micro["input_ids"]).square().mean(dim=(1, 2))
-    return {"tokens": times(token_mean(model, micro), len(size)), "size": ab.Total(size.sum(), len(size))}
-
-
 @of_classes("dropped rows", IN_THE_LOSS)
 def short_micro_batch_skipped(model: nn.Module, micro: Vectors) -> ab.Total:
     losses = losses_of(model, micro)
     return ab.Total(losses.sum(), len(losses)) if len(losses) >= 3 else ab.Total(0.0 * losses.sum(), 0)
-
-
-@of_classes("dropped rows", IN_THE_LOSS)
-def last_row_left_out(model: nn.Module, micro: Vectors) -> ab.Total:
-    losses = losses_of(model, micro)[: max(len(micro[1]) - 1, 1)]
-    return ab.Total(losses.sum(), len(losses))
 
 
 @meeting(

@@ -219,11 +219,6 @@ def fading(self: Any, x: Tensor) -> Tensor:
     return x.detach() + (x - x.detach()) * level
 
 
-def counted(self: Any, x: Tensor) -> Tensor:
-    self.calls += 1
-    return x
-
-
 def spectral_norm_in_training() -> Case:
     """One power iteration for each call in training mode, on a weight that has just been updated."""
     norm = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
@@ -253,8 +248,7 @@ FAULTS.of(
 )
 FAULTS.of(
     "buffer",
-    "calls|mean|running_mean.*running_var",
-    calls_counted_in_a_saved_buffer=lambda: keeping(counted, calls=torch.zeros(()).long()),
+    "running_mean.*running_var",
     running_statistics_of_instance_norm=instance_norm,
 )
 
@@ -331,11 +325,6 @@ def attention() -> nn.Module:
     return Words(forward, attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True))
 
 
-def pooled(padding_idx: int | None = None) -> nn.Module:
-    mean = lambda model, words, mask: model.head(model.layer(model.embedding(words)).tanh().mean(1))  # noqa: E731
-    return Words(mean, CLASSES, padding_idx=padding_idx, layer=nn.Linear(WIDTH, WIDTH))
-
-
 def last_state() -> nn.Module:
     """Classifies what it remembers at the end, after the padding."""
     lstm = nn.LSTM(WIDTH, 5, batch_first=True)
@@ -365,12 +354,6 @@ FAULTS.of(
     "attention",
     mask_ignored_by_attention=lambda: collated(attention(), tag_loss),
     mask_ignored_by_attention_padded_beforehand=lambda: tensors(attention(), tag_loss),
-)
-FAULTS.of(
-    "padding",
-    r"\Athe model",
-    mean_over_padding=lambda: collated(pooled(padding_idx=0), topic_loss),
-    mean_over_padding_padded_beforehand=lambda: tensors(pooled(), topic_loss),
 )
 FAULTS.of(
     "padding",
