@@ -25,8 +25,6 @@ ROWS = 12
 
 
 class Words(nn.Module):
-    """Reads words with a layer of its own; the head may be the embedding."""
-
     def __init__(self, inner: nn.Module, width: int) -> None:
         super().__init__()
         self.embed, self.inner, self.head = nn.Embedding(50, 16), inner, nn.Linear(width, 50, bias=False)
@@ -209,15 +207,11 @@ def test_samples_are_collated_micro_batch_by_micro_batch() -> None:
 
 
 class Picks(nn.Module):
-    """Has a shape that depends on values."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x + x[x > 0].sum()
 
 
 class Lengths(nn.Module):
-    """Takes a number out of a tensor."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x + x[:, : int(x.long().max().clamp(1, 2))].sum()
 

@@ -32,8 +32,6 @@ class Record:
 
 
 class Nested(nn.Module):
-    """Gives back what it was given, in every nest."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
@@ -122,8 +120,6 @@ def test_what_the_model_makes_of_it_is_rounded(change: Any, mode: Callable[[], A
 
 
 class Blocks(nn.Module):
-    """Blocks that begin with a part in float32; the first one takes the rows themselves."""
-
     def __init__(self, kind: bool | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
