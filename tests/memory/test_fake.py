@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from anybatch.core.errors import TraceError
 from anybatch.memory.fake import (
     FakeMode,
+    Fakes,
     drop_left_fakes,
     replaced_by_fakes,
     undisturbed,
@@ -59,6 +60,23 @@ def test_modules_are_as_before_though_the_step_fails() -> None:
     assert model.one.weight.grad is None
     assert not model.cache
     assert not hasattr(model, "lazy")
+
+
+def test_shared_memory_stays_shared_and_hooks_come_along() -> None:
+    flat = torch.zeros(6)
+    first, second = nn.Parameter(flat[:3]), nn.Parameter(flat[3:])
+    called: list[int] = []
+    first.register_hook(lambda gradient: called.append(1))
+    first.set_count = "mine"
+    mode = FakeMode()
+    fakes = Fakes(mode)
+    one, other = fakes.of(first), fakes.of(second)
+    assert one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    assert one.untyped_storage().nbytes() == flat.nbytes
+    assert one.set_count == "mine"
+    with mode:
+        (one * 2).sum().backward()
+    assert called == [1]
 
 
 def test_fakes_that_are_left_are_taken_out_or_named() -> None:

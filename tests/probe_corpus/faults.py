@@ -22,7 +22,6 @@ from tests.probe_corpus.case import (
     classifier,
     collated,
     features,
-    images,
     layer,
     mlp,
     numbers,
@@ -40,18 +39,6 @@ from tests.probe_corpus.case import (
 FAULTS = Corpus()
 
 # ---- rows meet
-
-
-def block(norm: nn.Module) -> nn.Module:
-    forward = lambda self, x: x + torch.tanh(self.norm(self.conv(x)))  # noqa: E731
-    return layer("Block", forward, conv=nn.Conv2d(4, 4, 3, padding=1), norm=norm)
-
-
-def batch_norm_at_a_depth() -> Case:
-    """The first block is sound, so the second must be named."""
-    blocks = nn.Sequential(nn.Conv2d(2, 4, 3), block(nn.GroupNorm(2, 4)), block(nn.BatchNorm2d(4)))
-    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
-    return Case(model=model, loss=nn.CrossEntropyLoss(), batch=images())
 
 
 class Series(nn.Module):
@@ -106,7 +93,6 @@ def rows_that_look_for_their_like() -> Case:
     return case
 
 
-FAULTS.of("meeting", r"2\.norm", batch_norm_at_a_depth=batch_norm_at_a_depth)
 FAULTS.of(
     "meeting",
     r"Meeting[^$]*[17] other rows of 8 change",
@@ -349,13 +335,6 @@ def convolved() -> nn.Module:
     return Words(forward, padding_idx=0, first=first, second=second)
 
 
-def normed() -> nn.Module:
-    def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
-        return model.head(model.norm(model.embedding(words).transpose(1, 2)).transpose(1, 2))
-
-    return Words(forward, norm=nn.GroupNorm(1, WIDTH))
-
-
 FAULTS.of(
     "padding",
     "attention",
@@ -370,9 +349,8 @@ FAULTS.of(
 )
 FAULTS.of(
     "padding",
-    "Conv1d|GroupNorm",
+    "Conv1d",
     convolution_over_padding=lambda: collated(convolved(), tag_loss),
-    group_norm_over_padding=lambda: collated(normed(), tag_loss),
 )
 
 # ---- losses

@@ -57,8 +57,6 @@ SOUND.of(
     # The rest trains on, as in fine-tuning.
     batch_norm_in_eval=lambda: convolutional(nn.BatchNorm2d(4).eval(), nn.Dropout(0.2)),
     dropout=lambda: classifier(nn.Dropout(0.5)),
-    alpha_dropout=lambda: classifier(nn.SELU(), nn.AlphaDropout(0.3)),
-    dropout_of_channels=lambda: convolutional(nn.Dropout2d(0.4)),
 )
 
 # ---- random numbers
@@ -117,7 +115,6 @@ SOUND.of(
         model=nn.Sequential(noise(0.3), mlp(noise(0.1))), loss=nn.CrossEntropyLoss(), batch=vectors()
     ),
     gradient_checkpointing=lambda: classifier(recomputed(), recomputed()),
-    experts_with_room_for_all=lambda: classifier(Experts(0.0)),
     experts_with_dropout=lambda: classifier(Experts(0.3)),
 )
 
@@ -279,16 +276,6 @@ def packed(dropout: float = 0.0) -> nn.Module:
     return Words(forward, CLASSES, width=10, padding_idx=0, lstm=lstm)
 
 
-def last_word() -> nn.Module:
-    """Finds the end of each row by its mask; the states after it are computed and thrown away."""
-
-    def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
-        states, _ = model.rnn(model.embedding(words))
-        return model.head(states[torch.arange(len(states)), mask.sum(dim=1) - 1])
-
-    return Words(forward, CLASSES, width=5, rnn=nn.GRU(WIDTH, 5, batch_first=True))
-
-
 def zero_is_a_word_like_any_other() -> Case:
     """Nothing is padded: rows happen to end in the word 0, and there is neither mask nor padding index."""
     words = torch.randint(WORDS, (8, 6))
@@ -307,7 +294,6 @@ SOUND.of(
     packed_lstm=lambda: collated(packed(), topic_loss),
     # What is drawn between the layers has a line for each word, sorted by time, not by row.
     packed_lstm_with_dropout=lambda: tensors(packed(0.3), topic_loss),
-    last_word_by_the_mask=lambda: tensors(last_word(), topic_loss),
     zero_is_a_word_like_any_other=zero_is_a_word_like_any_other,
 )
 
