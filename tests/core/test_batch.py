@@ -51,10 +51,6 @@ def test_samples_are_collated_one_micro_batch_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("value", "got", "todo"),
     [
-        ({"x": None}, "got 0", "Pass the tensors of all rows"),
-        ((torch.zeros(0), torch.zeros(0, 2)), "empty batch: [0]: (0,), [1]: (0, 2)", "Skip empty batches"),
-        ((torch.zeros(4), torch.zeros(3)), "got [0]: (4,), [1]: (3,)", "one entry per row"),
-        ((torch.zeros(4), torch.tensor(1.0)), "[1]: ()", "what all rows share belongs in"),
         (torch.tensor(1.0), "got the batch itself: ()", "one entry per row"),
         ([(torch.zeros(8), torch.tensor(1))] * 4096, "and 8,", "A list of samples needs collate="),
         ([torch.zeros(0)] * 5, "an empty batch: [0]: (0,), … and 4 more", "Skip empty"),
@@ -64,13 +60,6 @@ def test_tensors_that_cannot_be_cut_are_refused(value: Any, got: str, todo: str)
     with pytest.raises(BatchError, match=rf"^Expected .*{re.escape(got)}.*{re.escape(todo)}") as caught:
         TensorBatch(value)
     assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize("samples", [[], torch.zeros(4), {"x": torch.zeros(4)}, iter([1, 2]), {1, 2}, 7])
-def test_samples_that_cannot_be_cut_are_refused(samples: Any) -> None:
-    got = "" if hasattr(samples, "__iter__") and samples == [] else type(samples).__name__
-    with pytest.raises(BatchError, match=rf"^Expected .* sample.*got .*{got}"):
-        SampleBatch(samples, torch.tensor)
 
 
 def test_only_a_range_is_a_batch_of_views() -> None:

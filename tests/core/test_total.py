@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from anybatch import Fold, Total
+from anybatch import Total
 from anybatch.core import weighted_mean
 from anybatch.core.errors import LossError
 
@@ -83,10 +83,3 @@ def test_mean_divides_once(items: list[Pair]) -> None:
         assert math.isnan(mean)
     else:
         assert mean == float(Fraction(total, weight))  # correctly rounded: one division
-
-
-def test_run_is_collect_and_finish() -> None:
-    digits = Fold(init=str, add=lambda text, item: text + str(item), merge=lambda a, b: a + b, finish=int)
-    assert digits.collect([1, 2]) == "12"
-    assert digits.run(iter([1, 2, 3])) == 123
-    assert digits.finish(digits.merge(digits.collect([1, 2]), digits.collect([3]))) == 123

@@ -45,24 +45,6 @@ def test_a_batch_is_read() -> None:
         assert split_batch(micro, has_target=False) == (inputs, ())
 
 
-@pytest.mark.parametrize(
-    ("micro", "got"),
-    [
-        (torch.ones(2), "got Tensor"),
-        (None, "got NoneType"),
-        ((), "got tuple"),
-        ({"a": 1, "b": 2}, "got ['a', 'b']"),
-        ({"a": 1, "y": 2, "labels": 3}, "got ['a', 'y', 'labels']"),
-    ],
-    ids=range(5),
-)
-def test_a_batch_without_target_is_refused(micro: Any, got: str) -> None:
-    with pytest.raises(LossError) as caught:
-        split_batch(micro)
-    assert got in str(caught.value)
-    assert "ab.Total(losses.sum(), losses.numel())" in str(caught.value)
-
-
 class Echo(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return inputs + tuple(named.values()) if named or len(inputs) > 1 else inputs[0]

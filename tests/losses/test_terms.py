@@ -26,11 +26,6 @@ def rows(model: nn.Module, micro: Tensor) -> Total:
     return Total(model(micro).sum(), len(micro))
 
 
-def forgetful(model: nn.Module, micro: Tensor) -> dict[str, Total]:
-    terms = rows_and_size(model, micro)
-    return terms if len(micro) == 2 else {"mean": terms["mean"]}
-
-
 def take(loss: Any, batch: Any = X, **options: Any) -> tuple[Any, dict[str, Tensor]]:
     model = nn.Linear(2, 1).double()
     recorder = GradientRecorder(model)
@@ -51,22 +46,16 @@ def test_each_term_is_reported_with_its_weight() -> None:
     [
         ({"coefficients": {"size": math.nan}}, "coefficient for 'size', got nan"),
         ({"coefficients": {"size": -math.inf}}, "coefficient for 'size', got -inf"),
-        ({"coefficients": {"sise": 1.0}}, "got ['mean', 'size'] without ['sise']"),
         ({"function": 3}, "got int"),
-        ({"function": forgetful}, "got ['mean'] after ['mean', 'size']"),
         ({"weight": {"mean": ROWS}}, "got ['mean']. Name the same terms in both"),
         ({"weight": {"mean": ROWS, "size": 3, "more": 1}}, "got ['mean', 'more', 'size']"),
-        ({"weight": {"mean": -1, "size": 3}}, "got -1"),
-        ({"weight": {"mean": math.nan, "size": 3}}, "got nan"),
         ({"weight": {"mean": "5", "size": 3}}, "got str"),
-        ({"weight": torch.ones(2)}, "got shape (2,)"),
-        ({"weight": torch.ones(()).requires_grad_()}, "without gradient"),
         *(
             ({"function": rows, "weight": one}, f"add up to the batch's {int(one)} for 'loss', got {ROWS}")
             for one in (ROWS + 1, torch.tensor(ROWS - 1), float(ROWS) * 2)
         ),
     ],
-    ids=range(15),
+    ids=range(9),
 )
 def test_terms_and_promises_that_do_not_fit_are_refused(made: dict[str, Any], got: str) -> None:
     weight = made.get("weight")
@@ -78,12 +67,8 @@ def test_terms_and_promises_that_do_not_fit_are_refused(made: dict[str, Any], go
 @pytest.mark.parametrize(
     ("returned", "got"),
     [
-        (torch.tensor(1.0), "got a tensor of shape ()"),
-        (torch.ones(3), "got a tensor of shape (3,)"),
         (1.0, "got float"),
         (None, "got NoneType"),
-        ({}, "got an empty one"),
-        ({"a": Total(1, 1), "b": torch.tensor(1.0)}, "got {'b': 'Tensor'}"),
         ([Total(1, 1)], "got list"),
     ],
     ids=str,

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,18 +14,11 @@ from anybatch.core.errors import LossError, NonFiniteLossError
 from anybatch.losses.cotangents import Seen, joined
 from anybatch.losses.whole_batch import WholeBatch
 from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
+from tests.losses.test_contract import double as double
 from tests.losses.whole_losses import CASES, Towers, clip, encoder, labelled, sup_con, take
 
 ROWS, MICRO_BATCH = 23, 4  # six micro-batches, the last one shorter
 LIMIT = tolerance(torch.float64, 1)
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    """Every law is stated in float64."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("name", ["clip", "triplets"])

@@ -1,7 +1,5 @@
 """Fake tensors in place of real ones, and counts of elements."""
 
-import logging
-import logging.handlers
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from anybatch.core.errors import TraceError
 from anybatch.memory.fake import (
     FakeMode,
+    Fakes,
     drop_left_fakes,
     replaced_by_fakes,
     undisturbed,
@@ -63,19 +62,21 @@ def test_modules_are_as_before_though_the_step_fails() -> None:
     assert not hasattr(model, "lazy")
 
 
-def test_an_int_is_a_count_or_refused() -> None:
-    class Asks(nn.Module):
-        def forward(self, x: Tensor) -> int:
-            return int((x > 0).sum())
-
-    with FakeMode():
-        valid = torch.ones(7).bool()
-        assert int(valid.sum()) == 7
-        assert int(torch.ones(1).bool().sum()) == 1
-        with pytest.raises(TraceError, match="asked of a tensor in a loss; its shapes depend on values"):
-            int(torch.arange(3).max())
-        with pytest.raises(TraceError, match=r"in the model \(Asks\); its shapes depend on values"):
-            Asks()(torch.ones(2))
+def test_shared_memory_stays_shared_and_hooks_come_along() -> None:
+    flat = torch.zeros(6)
+    first, second = nn.Parameter(flat[:3]), nn.Parameter(flat[3:])
+    called: list[int] = []
+    first.register_hook(lambda gradient: called.append(1))
+    first.set_count = "mine"
+    mode = FakeMode()
+    fakes = Fakes(mode)
+    one, other = fakes.of(first), fakes.of(second)
+    assert one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    assert one.untyped_storage().nbytes() == flat.nbytes
+    assert one.set_count == "mine"
+    with mode:
+        (one * 2).sum().backward()
+    assert called == [1]
 
 
 def test_fakes_that_are_left_are_taken_out_or_named() -> None:
@@ -91,27 +92,6 @@ def test_fakes_that_are_left_are_taken_out_or_named() -> None:
         with pytest.raises(TraceError, match="got a tensor that a tuple keeps"):
             drop_left_fakes()
         del for_good
-
-
-def test_what_fails_is_told_once() -> None:
-    """Not by torch's logger, too: what cannot be traced is refused with a reason."""
-    log, heard = logging.getLogger("torch._subclasses.fake_tensor"), logging.handlers.BufferingHandler(100)
-    before = list(log.filters)
-    log.addHandler(heard)
-    try:
-        mode = FakeMode()
-        with pytest.raises(TraceError, match=r"aten\.mm"), mode.explained(), mode:
-            torch.ones(2, 3) @ torch.ones(2, 3)
-        assert heard.buffer == []
-        assert log.filters == before
-        with mode.explained():
-            log.warning("for somebody else")
-        assert [record.getMessage() for record in heard.buffer] == ["for somebody else"]
-        with pytest.raises(RuntimeError), FakeMode():
-            torch.ones(2, 3) @ torch.ones(2, 3)
-        assert "failed while attempting to run meta" in heard.buffer[-1].getMessage()
-    finally:
-        log.removeHandler(heard)
 
 
 # ---- counts

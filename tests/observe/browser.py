@@ -1,6 +1,5 @@
 """Headless Chromium over a pipe, with nothing but the standard library."""
 
-import base64
 import json
 import os
 import select
@@ -86,12 +85,6 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
         self.settle()
-
-    def picture(self, path: Path, height: int | None = None) -> None:
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
-        shot = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def _next(self) -> dict[str, Any]:
         until = time.monotonic() + 60

@@ -16,6 +16,7 @@ from anybatch.observe import GradientNoise
 from anybatch.observe.flow_figures import Flow, find_marks
 from anybatch.observe.flow_picture import draw
 from tests.snapshots import same, same_as_before
+from tests.step.test_dry_run import Busy
 
 EXACT = 1e-12
 FIGURES = ("mean", "largest", "norm", "zeros", "ratio")
@@ -147,22 +148,13 @@ def test_parameters_are_the_same_to_the_bit_with_and_without_observers(
     assert same(train(is_watched=True), train(is_watched=False))
 
 
-class Busy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm, self.out = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x += 1e-3 * torch.randn(x.shape)
-        return self.out(nn.functional.dropout(self.norm(self.linear(x))))
-
-
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"memory": "1GB"}, {"micro_batch": 3}])
 def test_one_call_shows_the_whole_gradient_and_touches_nothing(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    model, batch = Busy(), rows_of(6, torch.float32)
+    inputs, targets = rows_of(6, torch.float32)
+    model, batch = Busy(), (inputs, targets[:, :1])
     step, untouched = make_step(model), [part.clone() for part in batch]
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from anybatch.memory.device import find_device
@@ -11,25 +10,11 @@ from anybatch.planner.cost import KEEP
 from tests.budgets import (
     ConvNet,
     Net,
-    carried_out,
-    foreach,
     images,
     make,
-    metered,
     request,
     rows_of,
 )
-
-
-@pytest.mark.parametrize(("policy", "size"), [(KEEP, 24), (KEEP, 10), ("recompute", 24), ("selective", 5)])
-def test_a_trace_is_a_real_second_step_to_the_byte(policy: str, size: int) -> None:
-    step, batch = make(optimizer=foreach), rows_of(24, 5, 8)
-    asked = request(step, batch)
-    for chosen in (None, False):
-        plan = replace(asked.uniform(size, policy), foreach=chosen)
-        predicted = Candidates(asked).trace(plan)
-        carried_out(step, plan, batch)
-        assert predicted.peak == metered(step, lambda plan=plan: carried_out(step, plan, batch), batch)
 
 
 def test_seconds_follow_the_work() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +32,6 @@ class Record:
 
 
 class Nested(nn.Module):
-    """Gives back what it was given, in every nest."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
@@ -123,8 +120,6 @@ def test_what_the_model_makes_of_it_is_rounded(change: Any, mode: Callable[[], A
 
 
 class Blocks(nn.Module):
-    """Blocks that begin with a part in float32; the first one takes the rows themselves."""
-
     def __init__(self, kind: bool | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -170,35 +165,6 @@ def test_the_older_checkpoint_takes_the_same_twice() -> None:
     whole(YEARS).sum().backward()
     assert len(seen) == 2
     assert all(torch.equal(one, YEARS.bfloat16().float()) for one in seen)
-
-
-def test_copies_and_threads_remember_for_themselves_and_nothing_wrong_after_an_error() -> None:
-    model, full = lowered()
-
-    def fail(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = model.kept.register_forward_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
-        model(YEARS)
-    handle.remove()
-    found: list[Tensor] = []
-    models = model, copy.deepcopy(model)
-    threads = [threading.Thread(target=lambda one=one: found.append(one(YEARS))) for one in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(one, full(YEARS)) for one in (*found, model(YEARS)))
-
-
-def test_compiled_models_round_at_their_doors() -> None:
-    torch.compiler.reset()
-    model, full = lowered()
-    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        assert torch.equal(compiled(YEARS), full(YEARS.bfloat16().float()).bfloat16().float())
-    torch.compiler.reset()
 
 
 def test_no_byte_is_held_afterwards() -> None:

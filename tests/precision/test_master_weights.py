@@ -174,16 +174,6 @@ def test_the_backup_follows_who_writes_to_the_weights(
     assert torch.equal(short.masters.of(weight), torch.full((4, 3), 0.75))
 
 
-def test_a_step_on_the_same_model_is_seen_by_the_other() -> None:
-    short, _ = steps()
-    optimizer = torch.optim.SGD(short.model.parameters(), lr=0.25)
-    other = Step(short.model, mean, optimizer, precision="fp16-true", check=False)
-    other((X,))
-    for parameter in short.model.parameters():
-        assert short.masters.of(parameter) is other.masters.of(parameter)
-        assert torch.equal(short.masters.of(parameter).half(), parameter)
-
-
 def test_a_copy_of_model_and_step_goes_its_own_way() -> None:
     short, full = steps()
     update(short, full)

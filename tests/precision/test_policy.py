@@ -29,7 +29,6 @@ HOLDERS = [MATMUL, *([CUDNN.conv, CUDNN.rnn] if hasattr(CUDNN, "conv") else [CUD
 
 
 def switches() -> dict[str, Any]:
-    """Everything of torch that a precision may touch, as anybody reads it."""
     return {
         **{name: getattr(MATMUL, name) for name in SHORT_SUMS},
         "tf32": [getattr(holder, TF32) for holder in HOLDERS],

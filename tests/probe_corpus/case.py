@@ -90,17 +90,14 @@ def vectors(*shape: int) -> Vectors:
 
 
 def images() -> Vectors:
-    """Small pictures and classes."""
     return vectors(2, 6, 6)
 
 
 def numbers(outputs: int = 1) -> Vectors:
-    """Features and numbers to be predicted."""
     return torch.randn(ROWS, WIDTH), torch.randn(ROWS, outputs)
 
 
 def features(**more: Tensor) -> Batch:
-    """Features, and what else is given."""
     return {"x": torch.randn(ROWS, WIDTH), **more}
 
 
@@ -141,17 +138,14 @@ def layer(name: str, forward: Callable[..., Tensor], **parts: Any) -> nn.Module:
 
 
 def mlp(*middle: nn.Module, outputs: int = CLASSES) -> nn.Sequential:
-    """A perceptron with something in the middle."""
     return nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), *middle, nn.Linear(6, outputs))
 
 
 def classifier(*middle: nn.Module) -> Case:
-    """The layer in the middle of a perceptron that tells classes apart."""
     return Case(model=mlp(*middle), loss=nn.CrossEntropyLoss(), batch=vectors())
 
 
 def regression(*middle: nn.Module, outputs: int = 1) -> Case:
-    """The layer in the middle of a perceptron that predicts numbers."""
     return Case(model=mlp(*middle, outputs=outputs), loss=nn.MSELoss(), batch=numbers(outputs))
 
 
@@ -191,13 +185,11 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def tag_loss(model: nn.Module, micro: Batch) -> ab.Total:
-    """Of every token that has a label."""
     losses = token_losses(model(micro["input_ids"], attention_mask=micro["attention_mask"]), micro["labels"])
     return ab.Total(losses.sum(), (micro["labels"] != -100).sum())
 
 
 def topic_loss(model: nn.Module, micro: Batch) -> ab.Total:
-    """Of every row."""
     logits = model(micro["input_ids"], micro["attention_mask"])
     return ab.Total(F.cross_entropy(logits, micro["topic"], reduction="sum"), len(logits))
 

@@ -13,12 +13,12 @@ import anybatch as ab
 from anybatch.core import tree
 from anybatch.losses import module_of
 from anybatch.testing import GradientRecorder, tolerance
-from tests.probe_corpus import fault_losses, fault_models, sound_losses, sound_models
+from tests.probe_corpus import faults, sound
 from tests.probe_corpus.case import Case, Make
 from tests.snapshots import changes
 
-FAULTS: list[Make] = [*fault_losses.FAULTS, *fault_models.FAULTS]
-SOUND: list[Make] = [*sound_models.SOUND, *sound_losses.SOUND]
+FAULTS: list[Make] = faults.FAULTS
+SOUND: list[Make] = sound.SOUND
 
 MICRO_BATCH = 3  # of 8 rows: 3 + 3 + 2
 DROPOUTS = ("p", "dropout", "dropout_p", "noise")  # what the random layers of the corpus call their strength

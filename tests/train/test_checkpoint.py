@@ -103,8 +103,6 @@ def test_a_value_that_needs_pickle_is_refused_with_its_place(tmp_path: Path, val
 
 
 class Tied(nn.Module):
-    """Two names for one weight, a buffer, and a state that is no tensor."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)

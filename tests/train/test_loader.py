@@ -25,7 +25,6 @@ def make_rows(data: Any, collate: Any = None) -> Any:
 def epoch(
     rows: Any, batch_size: int | None = 4, seed: int = 0, epoch: int = 0, start: int = 0
 ) -> list[list[int]]:
-    """The batches of an epoch, of rows that are their own numbers."""
     batches = rows.batches(batch_size=batch_size, seed=seed, epoch=epoch, start=start)
     return [batch.tolist() if isinstance(batch, Tensor) else batch for batch in batches]
 

@@ -229,25 +229,6 @@ def test_parameters_of_the_loss_are_kept_and_resumed(form: str, tmp_path: Path) 
 # ---- 16 bits
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "fp16-true"])
-def test_checkpoints_hold_the_float32_weights(precision: str, tmp_path: Path) -> None:
-    one = make_trainer(tmp_path, step=make_step("AdamW", precision=precision))
-    one.fit(epochs=1)
-    found = checkpoint.load(tmp_path / LAST)
-    assert {value.dtype for value in found.model.values()} == {torch.float32, torch.int64}
-    for name, parameter in one.step.model.named_parameters():
-        if name.startswith("1."):  # BatchNorm stays in float32
-            continue
-        assert parameter.dtype == getattr(torch, str(one.step.precision.store))
-        assert not torch.equal(found.model[name], parameter.float())  # there are more digits in it
-        assert torch.equal(found.model[name].to(parameter.dtype), parameter)
-    plain = make_step("AdamW").model
-    checkpoint.restore(found, model=plain)  # into a float32 model, too
-    assert same(dict(plain.state_dict()), found.model)
-    state = found.optimizers[0][1]["state"]
-    assert {value.dtype for entry in state.values() for value in entry.values()} == {torch.float32}
-
-
 class Frozen(nn.Module):
     """A frozen layer and a buffer of numbers: both are stored short, and no float32 stands behind them."""
 
