@@ -226,6 +226,6 @@ def in_the_update(rank: int, size: int) -> list[str]:
 def one_rank_has_rows(rank: int, size: int) -> float:
     """The loss of a batch whose rows meet and are all on rank 0, cut there: only that rank looks."""
     torch.manual_seed(0)
-    model, batch = nn.Linear(3, 4).double(), (torch.randn(9, 3).double(), torch.zeros(9))
+    model, batch = nn.Linear(3, 4).double(), (torch.randn(9, 3).double(), torch.arange(9))
     step = ab.Step(model, ab.WholeBatch(spread), torch.optim.SGD(model.parameters(), 0.1), micro_batch=2)
     return step(None if rank else batch).loss
