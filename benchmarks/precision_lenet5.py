@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import anybatch as ab
 from anybatch.core.errors import DataError
-from anybatch.data.dataset import Dataset, Split
+from anybatch.data.dataset import Dataset, DataSplit
 from anybatch.data.load import load
 from benchmarks.memory_report import Record
 from benchmarks.models import LeNet5
@@ -39,7 +39,7 @@ def measure(settings: Settings) -> Iterator[Record]:
         yield record
 
 
-def read(folder: Path | None, lessons: Lessons) -> Split:
+def read(folder: Path | None, lessons: Lessons) -> DataSplit:
     """As many rows of MNIST as are wanted.
 
     Raises:
@@ -48,14 +48,16 @@ def read(folder: Path | None, lessons: Lessons) -> Split:
     if folder is None:
         raise DataError(f"Expected --data with the folder of MNIST in IDX form, got {folder}. Name it.")
     whole = load(folder)
-    return Split(train=_first(whole.train, lessons.train_rows), test=_first(whole.test, lessons.test_rows))
+    return DataSplit(
+        train=_first(whole.train, lessons.train_rows), test=_first(whole.test, lessons.test_rows)
+    )
 
 
 def _first(rows: Dataset, count: int) -> Dataset:
     return replace(rows, inputs=rows.inputs[:count], targets=rows.targets[:count])
 
 
-def train(precision: str, split: Split, lessons: Lessons, *, seed: int) -> Record:
+def train(precision: str, split: DataSplit, lessons: Lessons, *, seed: int) -> Record:
     """A few epochs in one precision; weights and the order of the rows come from the seed alone."""
     order = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):

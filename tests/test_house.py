@@ -297,3 +297,14 @@ def test_classes_are_small(house: House) -> Iterable[str]:
             methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
             if lines(node) > 380 or methods > 25:
                 yield f"{path}: {node.name} has {lines(node)} lines and {methods} methods, at most 380 and 25"
+
+
+@rule({SRC + "core/a.py": "class Cut: ...", SRC + "check/b.py": "class _Cut: ..."})
+def test_a_class_name_stands_for_one_thing(house: House) -> Iterable[str]:
+    places: dict[str, set[str]] = {}
+    for path, tree in python(house):
+        for node in classes(tree):
+            places.setdefault(node.name.lstrip("_"), set()).add(path)
+    for name, paths in places.items():
+        if len(paths) > 1:
+            yield f"{name} is a class in {sorted(paths)}"

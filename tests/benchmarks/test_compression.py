@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybatch.data import Dataset, Split
+from anybatch.data import Dataset, DataSplit
 from benchmarks import compression
 
 
@@ -17,7 +17,7 @@ def made_up(count: int) -> Dataset:
 def test_a_small_run_trains_every_way_and_writes_a_report_that_can_be_judged_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compression, "load", lambda source: Split(train=made_up(64), test=made_up(20)))
+    monkeypatch.setattr(compression, "load", lambda source: DataSplit(train=made_up(64), test=made_up(20)))
     monkeypatch.setattr(compression, "WARMUP", 1)
     monkeypatch.setattr(compression, "WORST", 100.0)
     monkeypatch.setattr(compression, "POINTS", 100.0)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.check.denominators import candidates, held_weights
-from anybatch.check.rows import Cut, Part, find_padding, is_close, refilled
+from anybatch.check.rows import RowCut, RowPart, find_padding, is_close, refilled
 from anybatch.compare import choose_rows
 from anybatch.core import TensorBatch, TrimmedBatch
 
@@ -96,7 +96,7 @@ def test_refilled_rows_differ_in_padded_places_alone() -> None:
     batch = {"tokens": TOKENS, "x": torch.randn(8, 5, 2), "labels": TOKENS, "mask": MASK}
     padding = find_padding(batch, nn.Identity())
     assert padding is not None
-    other = refilled(Cut(data=batch, micro_batch=8, part=Part.whole(8)), padding, 1).data
+    other = refilled(RowCut(data=batch, micro_batch=8, part=RowPart.whole(8)), padding, 1).data
     for name in ("tokens", "x"):
         assert other[name][MASK].equal(batch[name][MASK])
         assert not (other[name][~MASK] == batch[name][~MASK]).any()

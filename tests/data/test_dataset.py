@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anybatch.core.errors import DataError
 from anybatch.data import digits
-from anybatch.data.dataset import Dataset, Split, hold_out, normalise
+from anybatch.data.dataset import Dataset, DataSplit, hold_out, normalise
 from anybatch.testing import relative_error, tolerance
 
 
@@ -46,8 +46,8 @@ def test_no_invalid_data_set_exists(changes: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize("changes", [{"inputs": torch.zeros(3, 1, 2, 3)}, {"classes": ("a", "b", "d")}])
 def test_both_sides_of_a_split_are_alike(changes: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="agree in the shape of a row and in the classes"):
-        Split(train=make(), test=make(**changes))
-    assert len(Split(train=make(rows=4), test=make()).train) == 4
+        DataSplit(train=make(), test=make(**changes))
+    assert len(DataSplit(train=make(rows=4), test=make()).train) == 4
 
 
 def draw_images(rows: int, seed: int) -> Tensor:
@@ -97,11 +97,11 @@ def test_held_out_rows_are_the_rest(rows: int, seed: int, fraction: float) -> No
 
 
 @pytest.fixture(scope="module")
-def split() -> Split:
+def split() -> DataSplit:
     return digits.read_digits()
 
 
-def test_the_split_is_fixed_and_stratified(split: Split) -> None:
+def test_the_split_is_fixed_and_stratified(split: DataSplit) -> None:
     """Another split would silently make every published accuracy another number."""
     assert split.test.targets[:12].tolist() == [0, 9, 5, 6, 8, 4, 1, 7, 3, 2, 0, 3]
     held_out = split.test.targets.bincount()
@@ -114,7 +114,7 @@ def test_the_split_is_fixed_and_stratified(split: Split) -> None:
     assert marks == [False] * 5 + [True, False, True, False]  # every fourth row of its class
 
 
-def test_images_are_the_small_ones_enlarged(split: Split) -> None:
+def test_images_are_the_small_ones_enlarged(split: DataSplit) -> None:
     """Between the centres of two pixels lie four new ones, at 1/8, 3/8, 5/8 and 7/8 of the way."""
     small, targets = digits._load()
     held_out = digits.held_out_rows(targets)

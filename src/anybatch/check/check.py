@@ -421,5 +421,5 @@ def _unexplained(one: Pass, loss_name: str, *, is_late: bool) -> Finding:
     error = one.failure
     reason = "" if error is None else f" It fails with {type(error).__name__}: {str(error).splitlines()[0]}"
     where = "there was no time to look for the cause" if is_late else "no cause was found"
-    what = f"Cut as {one.words}, it differs from the whole batch, and {where}.{reason}"
+    what = f"RowCut as {one.words}, it differs from the whole batch, and {where}.{reason}"
     return Finding(kind="unexplained", culprit=loss_name, what=what, ways_out=WAYS_OUT["unexplained"])

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from anybatch.check.rows import Axis, Part, find_axis, select, take
+from anybatch.check.rows import Axis, RowPart, find_axis, select, take
 from anybatch.state import SeenDraws, device_of, expected_of_bernoulli, has_own_generator, rng, stream_of
 
 Place = tuple[str, bytes]  # a stream and its state
@@ -50,12 +50,12 @@ class Draws(SeenDraws):
             self._start = rng.capture(rng.of_process())
         self._drawn: dict[Place, _Draw] = {}
         self._next: dict[str, bytes] = {}
-        self._part = Part.whole(1)
+        self._part = RowPart.whole(1)
         self.count = 0  # draws since `begin`, of which `unreplayed` were not replayed
         self.has_packed = False  # True if the rows of some draw are unknown
         self.has_dropout = False  # True if there were draws that `without_dropout` switches off
 
-    def begin(self, part: Part, state: rng.RandomState | None = None) -> None:
+    def begin(self, part: RowPart, state: rng.RandomState | None = None) -> None:
         """Begin a micro-batch: reset the streams to the start of the pass, or to a state."""
         rng.restore(self._start)
         if state is not None:

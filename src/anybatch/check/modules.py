@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding
 from anybatch.check.passes import Bench, Call, Key
-from anybatch.check.rows import Axis, Part, agree, find_axis, select, take
+from anybatch.check.rows import Axis, RowPart, agree, find_axis, select, take
 from anybatch.state import rng
 
 ROW_BY_ROW = (
@@ -24,7 +24,7 @@ ROW_BY_ROW_WAYS_OUT = (
     "Draw for all rows at once, one entry for each: torch.rand(len(x)).",
     "If any numbers will do, as in augmentation, this is no fault: check the rest in .eval().",
 )
-Run = Callable[[Sequence[Tensor], Part], list[Tensor]]
+Run = Callable[[Sequence[Tensor], RowPart], list[Tensor]]
 GIVE_TENSOR = WAYS_OUT["position"][-1]  # the first is about random numbers
 
 
@@ -96,10 +96,10 @@ class ModuleTest:
         return "unexplained", "returns other outputs in a micro-batch than in the whole batch"
 
     @property
-    def _whole(self) -> Part:
-        return Part.whole(self.total)
+    def _whole(self) -> RowPart:
+        return RowPart.whole(self.total)
 
-    def _are_same(self, one: Sequence[Tensor], other: Sequence[Tensor], part: Part) -> bool:
+    def _are_same(self, one: Sequence[Tensor], other: Sequence[Tensor], part: RowPart) -> bool:
         return all(agree(a, [(b, part)], self.tolerance) for a, b in zip(one, other, strict=True))
 
     @contextmanager
@@ -108,7 +108,7 @@ class ModuleTest:
         with self.bench.fresh() as (model, _), torch.no_grad():
             module = model.get_submodule(call.key[0])
 
-            def run(inputs: Sequence[Tensor], part: Part) -> list[Tensor]:
+            def run(inputs: Sequence[Tensor], part: RowPart) -> list[Tensor]:
                 self.bench.draws.begin(part, call.state)
                 return [value.clone() for value in call.repeat(module, [value.clone() for value in inputs])]
 
@@ -141,7 +141,7 @@ class ModuleTest:
         """Return how many of some rows have another output."""
 
         def differs(row: int) -> bool:
-            part = Part((row,), self.total)
+            part = RowPart((row,), self.total)
             return any(
                 not agree(select(a, axis, part), [(select(b, axis, part), self._whole)], self.tolerance)
                 for a, b, axis in zip(before, after, tested.outputs, strict=True)
@@ -156,7 +156,7 @@ class ModuleTest:
         sources: set[str] = set()
         with self._fresh(tested.call) as (_, run):
             for rows in (self.total, self.total // 2):
-                part = Part(tuple(range(rows)), self.total)
+                part = RowPart(tuple(range(rows)), self.total)
                 before = rng.capture(rng.of_process())
                 run(_select_all(tested.call.inputs, tested.inputs, part), part)
                 now = rng.capture(rng.of_process())
@@ -179,14 +179,14 @@ class ModuleTest:
         with self._fresh(tested.call) as (_, run):
             before = run(tested.call.inputs, self._whole)
             for rows in dict.fromkeys((self.total - 1, (self.total + 1) // 2)):
-                part = Part(tuple(range(rows)), self.total)
+                part = RowPart(tuple(range(rows)), self.total)
                 after = run(_select_all(tested.call.inputs, tested.inputs, part), part)
                 if not self._are_same(before, after, part):
                     return False
             for row in range(self.total):
                 if time.perf_counter() > self.deadline:
                     break
-                alone = Part((row,) * self.total, self.total)  # this row in all places
+                alone = RowPart((row,) * self.total, self.total)  # this row in all places
                 after = run(_select_all(tested.call.inputs, tested.inputs, alone), self._whole)
                 if self._differing(tested, before, after, [row]):
                     return False
@@ -194,14 +194,14 @@ class ModuleTest:
 
     def _is_equivariant(self, tested: ComparedCall) -> bool:
         """Return True if outputs move with the rows."""
-        turned = Part(tuple(range(self.total))[::-1], self.total)
+        turned = RowPart(tuple(range(self.total))[::-1], self.total)
         with self._fresh(tested.call) as (_, run):
             before = run(tested.call.inputs, self._whole)
             after = run(_select_all(tested.call.inputs, tested.inputs, turned), turned)
         return self._are_same(_select_all(before, tested.outputs, turned), after, turned)
 
 
-def _select_all(inputs: Sequence[Tensor], axes: Sequence[Axis | None], part: Part) -> list[Tensor]:
+def _select_all(inputs: Sequence[Tensor], axes: Sequence[Axis | None], part: RowPart) -> list[Tensor]:
     return [select(value, axis, part) for value, axis in zip(inputs, axes, strict=True)]
 
 
@@ -227,7 +227,7 @@ def _change_row(
             ours = ours.view(-1, *[1] * (value.dim() - axis.place - 1))
             changed.append(torch.where(ours, value + _pattern(value) * (1 + value.abs().mean()), value))
         else:
-            changed.append(select(value, axis, Part(tuple(order), total)))
+            changed.append(select(value, axis, RowPart(tuple(order), total)))
     return changed
 
 
@@ -239,7 +239,7 @@ class ModuleSearch:
     """A search for the innermost modules that differ."""
 
     bench: Bench
-    parts: Sequence[Part]  # the micro-batches of a cut that differs from the whole
+    parts: Sequence[RowPart]  # the micro-batches of a cut that differs from the whole
     table: Mapping[Key, Call]  # calls of the first micro-batch: their shapes tell the axes of rows
     tolerance: float  # relative error that counts as rounding
     deadline: float  # on the clock of `time.perf_counter`
@@ -287,7 +287,7 @@ class ModuleSearch:
             return ComparedCall(call=call, fault="unknown")
 
     def _compare(self, call: Call, axes: Sequence[Axis | None], gradients: bool) -> ComparedCall:
-        draws, whole = self.bench.draws, Part.whole(self.parts[0].total)
+        draws, whole = self.bench.draws, RowPart.whole(self.parts[0].total)
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(call.key[0])
             draws.begin(whole, call.state)
@@ -361,7 +361,7 @@ def _run(
     return leaves, call.repeat(module, [leaf * 1 if leaf.requires_grad else leaf for leaf in leaves])
 
 
-def _cotangents(whole: Sequence[Tensor], pieces: Sequence[Tensor], part: Part) -> list[Tensor | None]:
+def _cotangents(whole: Sequence[Tensor], pieces: Sequence[Tensor], part: RowPart) -> list[Tensor | None]:
     """Return gradients of outputs that are the same for a row in every split; None for pooled outputs."""
     found: list[Tensor | None] = []
     for like, piece in zip(whole, pieces, strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.check.passes import Bench, Call
-from anybatch.check.rows import Cut, Part, take
+from anybatch.check.rows import RowCut, RowPart, take
 from anybatch.core import torch_private as private
 from anybatch.losses import resolve
 
@@ -19,7 +19,7 @@ from anybatch.losses import resolve
 class Evaluation:
     """The terms of one micro-batch."""
 
-    part: Part  # its rows
+    part: RowPart  # its rows
     sums: Mapping[str, float]  # by the term's name
     weights: Mapping[str, float]  # by the term's name
     # gradients of the sum with respect to the model's outputs, by the term's name
@@ -33,7 +33,7 @@ class Evaluation:
 
 
 def evaluate(
-    bench: Bench, outermost: Sequence[Call], cuts: Sequence[Cut], *, pooled: bool
+    bench: Bench, outermost: Sequence[Call], cuts: Sequence[RowCut], *, pooled: bool
 ) -> list[Evaluation]:
     """Return the terms of each micro-batch of these splits, with the outputs of the calls in `outermost`."""
     found: list[Evaluation] = []
@@ -66,12 +66,12 @@ class Stub:
         self._known: defaultdict[str, list[list[Tensor]]] = defaultdict(list)
         for call in outermost:
             self._known[call.key[0]].append(call.outputs)
-        self.begin(Part.whole(1))
+        self.begin(RowPart.whole(1))
         for name, module in model.named_modules():
             module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leaving(name))
 
-    def begin(self, part: Part) -> None:
+    def begin(self, part: RowPart) -> None:
         """Begin a micro-batch."""
         self._part, self._depth, self._leaves = part, 0, list[Tensor]()
         self._counts: Counter[str] = Counter()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from anybatch.check.copies import Copied
 from anybatch.check.draws import Draws
 from anybatch.check.finding import culprit_of
-from anybatch.check.rows import Cut, Part, is_close, shorten
+from anybatch.check.rows import RowCut, RowPart, is_close, shorten
 from anybatch.compare import Outcome
 from anybatch.core import Batch, Event, Micro, Padding, StepReport, Total, torch_private as private
 from anybatch.losses import Terms, call_loss, module_of, resolve
@@ -100,7 +100,7 @@ class Calls:
     """Hooks that record the calls of modules: for each part of a batch those of its last forward."""
 
     def __init__(self) -> None:
-        self.parts: dict[Part, list[Call]] = {}  # outermost calls in order
+        self.parts: dict[RowPart, list[Call]] = {}  # outermost calls in order
         self._open: list[Call] = []
         self._counts: dict[str, int] = {}
         self._outermost: list[Call] = []
@@ -111,11 +111,11 @@ class Calls:
             module.register_forward_pre_hook(self._before(name), with_kwargs=True)
             module.register_forward_hook(self._after)
 
-    def table(self, part: Part) -> dict[Key, Call]:
+    def table(self, part: RowPart) -> dict[Key, Call]:
         """Return all calls of a part by their key, innermost first."""
         return {call.key: call for outer in self.parts.get(part, []) for call in outer.flat()}
 
-    def begin(self, part: Part) -> None:
+    def begin(self, part: RowPart) -> None:
         """Begin a micro-batch of these rows."""
         self._open, self._counts, self._outermost = [], {}, []
         self.parts[part] = self._outermost
@@ -213,7 +213,7 @@ class Pass(Outcome):
         largest: norm of the gradient where it was largest on the way; its rounding is relative to that.
     """
 
-    def __init__(self, bench: "Bench", cut: Cut, batch: Batch, model: nn.Module, loss: Any) -> None:
+    def __init__(self, bench: "Bench", cut: RowCut, batch: Batch, model: nn.Module, loss: Any) -> None:
         self.failure: Exception | None = None
         self.cut, self.words = cut, cut.words
         self.error = self.loss_error = math.inf
@@ -255,7 +255,7 @@ class Pass(Outcome):
 class _WatchedBatch:
     """A batch that tells draws and calls when a micro-batch begins."""
 
-    def __init__(self, inner: Batch, part: Part, draws: Draws, calls: Calls) -> None:
+    def __init__(self, inner: Batch, part: RowPart, draws: Draws, calls: Calls) -> None:
         self._inner, self._part, self._draws, self._calls = inner, part, draws, calls
 
     def __getattr__(self, name: str) -> Any:
@@ -295,7 +295,7 @@ class Bench:
         finally:
             torch.set_default_dtype(default)
 
-    def run(self, cut: Cut) -> Pass:
+    def run(self, cut: RowCut) -> Pass:
         """Make a pass."""
         batch = cut.batch(self.subject.dtype)
         with self.fresh() as (model, loss):
@@ -309,7 +309,7 @@ def norm(tensors: Iterable[Tensor]) -> float:
 
 
 def first_difference(
-    parts: Iterable[Part],
+    parts: Iterable[RowPart],
     padded: Calls,
     short: Calls,
     tolerance: float,

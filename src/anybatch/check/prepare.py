@@ -13,7 +13,7 @@ from torch.jit import ScriptModule
 from anybatch.check.copies import Copied, named_parameters
 from anybatch.check.draws import Draws, OutOfTime
 from anybatch.check.passes import Bench, Pass
-from anybatch.check.rows import Cut, Part, rows_of, subset
+from anybatch.check.rows import RowCut, RowPart, rows_of, subset
 from anybatch.compare import choose_rows
 from anybatch.core import BatchError, Collate, PlanError, SampleBatch, TensorBatch, tree
 
@@ -31,9 +31,9 @@ class Prepared:
     """The rows and the bench of a check."""
 
     bench: Bench
-    whole: Cut  # the chosen rows, uncut; collated if possible
+    whole: RowCut  # the chosen rows, uncut; collated if possible
     # the same rows before `collate`; None without `collate`
-    samples: Cut | None
+    samples: RowCut | None
     notes: tuple[str, ...]  # for the report
     probed: Pass | None = None  # the pass over these rows, if already made
 
@@ -66,10 +66,10 @@ def prepare(
     given = TensorBatch(batch) if collate is None else SampleBatch(batch, collate)
     choose = choose_rows(given, wanted if total > ALL_ROWS else total)
 
-    def cut(count: int) -> Cut:
+    def cut(count: int) -> RowCut:
         chosen = choose(count)
         data = subset(batch, collate, chosen)
-        return Cut(data=data, micro_batch=len(chosen), part=Part.whole(len(chosen)), collate=collate)
+        return RowCut(data=data, micro_batch=len(chosen), part=RowPart.whole(len(chosen)), collate=collate)
 
     # Two rows may be too few for a model; a loss that holds a tensor per row needs all rows.
     cuts = [cut(size) for size in [2, wanted] + [total] * (total <= ALL_ROWS)]
@@ -110,14 +110,14 @@ class _Found:
     """A bench on which a pass came to its end, and that pass."""
 
     bench: Bench  # with no pass before this one
-    cut: Cut  # the rows
+    cut: RowCut  # the rows
     result: Pass  # the pass
     seconds: float  # duration of the pass
     notes: tuple[str, ...]  # for the report
 
 
 def _first_that_runs(
-    model: nn.Module, loss: object, cuts: Sequence[Cut], *, batch_norm: str, seed: int, is_short: bool
+    model: nn.Module, loss: object, cuts: Sequence[RowCut], *, batch_norm: str, seed: int, is_short: bool
 ) -> _Found:
     """Return the first pass that comes to its end: in float64, else in the own dtype."""
     errors: list[Exception] = []
@@ -169,7 +169,7 @@ def _affordable(found: _Found, start: float) -> int:
     return max(ragged, int(min(ALL_ROWS, left / (PASSES * per_row))))
 
 
-def _collated(whole: Cut, collate: Collate, draws: Draws) -> tuple[Cut | None, tuple[str, ...]]:
+def _collated(whole: RowCut, collate: Collate, draws: Draws) -> tuple[RowCut | None, tuple[str, ...]]:
     """Return all rows as one nest of tensors, so that all splits have the same padding."""
     draws.begin(whole.part)
     value = collate(list(whole.data))
@@ -178,7 +178,7 @@ def _collated(whole: Cut, collate: Collate, draws: Draws) -> tuple[Cut | None, t
     except BatchError:
         return None, ()
     note = () if _same(value, collate(list(whole.data))) else ("`collate` draws random numbers; it ran once",)
-    return Cut(data=value, micro_batch=whole.micro_batch, part=whole.part), note
+    return RowCut(data=value, micro_batch=whole.micro_batch, part=whole.part), note
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -9,30 +9,30 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.check.copies import widen
-from anybatch.core import Batch, Collate, Cut as RowCut, Padding, SampleBatch, TensorBatch, TrimmedBatch, tree
+from anybatch.core import Batch, Collate, Cut, Padding, SampleBatch, TensorBatch, TrimmedBatch, tree
 from anybatch.losses import TARGET_KEYS, find_paddings
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowPart:
     """Some rows of a batch, in their order in a micro-batch."""
 
     rows: tuple[int, ...]  # their places in the batch
     total: int  # rows of the batch
 
     @staticmethod
-    def whole(total: int) -> "Part":
+    def whole(total: int) -> "RowPart":
         """Return all rows in their order."""
-        return Part(tuple(range(total)), total)
+        return RowPart(tuple(range(total)), total)
 
-    def only(self, rows: Sequence[int]) -> "Part":
+    def only(self, rows: Sequence[int]) -> "RowPart":
         """Return some of these rows, by their places in the micro-batch."""
-        return Part(tuple([self.rows[row] for row in rows]), self.total)
+        return RowPart(tuple([self.rows[row] for row in rows]), self.total)
 
     @property
     def is_whole(self) -> bool:
         """True for all rows in their order."""
-        return self == Part.whole(self.total)
+        return self == RowPart.whole(self.total)
 
 
 class Axis(NamedTuple):
@@ -42,7 +42,7 @@ class Axis(NamedTuple):
     per_row: int
 
 
-def find_axis(whole: Sequence[int], piece: Sequence[int], part: Part) -> Axis | None:
+def find_axis(whole: Sequence[int], piece: Sequence[int], part: RowPart) -> Axis | None:
     """Return the first axis that shrinks from `total * n` to `rows * n`; None if there is none."""
     if len(whole) != len(piece) or len(part.rows) == part.total:
         return None
@@ -53,7 +53,7 @@ def find_axis(whole: Sequence[int], piece: Sequence[int], part: Part) -> Axis | 
     return None
 
 
-def select(value: Tensor, axis: Axis | None, part: Part) -> Tensor:
+def select(value: Tensor, axis: Axis | None, part: RowPart) -> Tensor:
     """Return the entries of some rows; all of them if there is no axis of rows."""
     if axis is None:
         return value
@@ -62,7 +62,7 @@ def select(value: Tensor, axis: Axis | None, part: Part) -> Tensor:
     return parted.flatten(axis.place, axis.place + 1)
 
 
-def take(value: Tensor, shape: Sequence[int], part: Part) -> Tensor | None:
+def take(value: Tensor, shape: Sequence[int], part: RowPart) -> Tensor | None:
     """Return the entries of a whole tensor that belong to a part of this shape; trim other axes."""
     if value.dim() != len(shape):
         return None
@@ -82,7 +82,7 @@ def shorten(value: Tensor, shape: Sequence[int], *, from_end: bool = False) -> T
     return value
 
 
-def agree(whole: Tensor, pieces: Sequence[tuple[Tensor, Part]], tolerance: float) -> bool | None:
+def agree(whole: Tensor, pieces: Sequence[tuple[Tensor, RowPart]], tolerance: float) -> bool | None:
     """Return True if the tensors of micro-batches are those of the whole; None if that cannot be told."""
     expected = [take(whole, piece.shape, part) for piece, part in pieces]
     found = [value for value in expected if value is not None]
@@ -139,18 +139,18 @@ def subset(batch: Any, collate: Collate | None, rows: Sequence[int]) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cut:
+class RowCut:
     """Rows and their split into micro-batches."""
 
     data: Any  # nested tensors, or samples
     micro_batch: int  # rows of each micro-batch
-    part: Part  # which rows of the whole batch these are
+    part: RowPart  # which rows of the whole batch these are
     collate: Collate | None = None  # for samples
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[RowPart]:
         """The rows of each micro-batch."""
-        return [self.part.only(rows) for rows in RowCut.even(len(self.part.rows), self.micro_batch).parts]
+        return [self.part.only(rows) for rows in Cut.even(len(self.part.rows), self.micro_batch).parts]
 
     @property
     def words(self) -> str:
@@ -158,7 +158,7 @@ class Cut:
         sizes = [len(part.rows) for part in self.parts]
         return "1 by 1" if sizes[:1] == [1] else "+".join(map(str, sizes))
 
-    def only(self, rows: Sequence[int]) -> "Cut":
+    def only(self, rows: Sequence[int]) -> "RowCut":
         """Return some of the rows, uncut."""
         data = subset(self.data, self.collate, rows)
         return replace(self, data=data, micro_batch=len(rows), part=self.part.only(rows))
@@ -180,7 +180,7 @@ def find_padding(batch: Any, model: nn.Module) -> Padding | None:
     return next((one for one in find_paddings(batch, model) if min(one.valid) < one.length), None)
 
 
-def trimmed(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
+def trimmed(whole: RowCut, padding: Padding, micro_batch: int) -> RowCut:
     """Return the same rows, each micro-batch trimmed to its longest row."""
     rows = range(len(whole.part.rows))
     batch = TrimmedBatch(whole.data, [padding], rows)
@@ -188,10 +188,10 @@ def trimmed(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
     def collate(rows: list[int]) -> Any:
         return next(batch.micro_batches([rows])).rows
 
-    return Cut(data=rows, micro_batch=micro_batch, part=whole.part, collate=collate)
+    return RowCut(data=rows, micro_batch=micro_batch, part=whole.part, collate=collate)
 
 
-def refilled(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
+def refilled(whole: RowCut, padding: Padding, micro_batch: int) -> RowCut:
     """Return the same rows with other content in padded places; masks and targets stay."""
     nest = tree.flatten(whole.data)
     filled = torch.arange(padding.length) >= torch.tensor(padding.valid)[:, None]

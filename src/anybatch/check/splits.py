@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from anybatch.check.finding import WAYS_OUT, Finding, listed
 from anybatch.check.passes import Bench, Call, Calls, Pass, State
-from anybatch.check.rows import Cut, Part, agree, is_close
+from anybatch.check.rows import RowCut, RowPart, agree, is_close
 from anybatch.compare import distance, limit_of
 from anybatch.losses import Terms
 
@@ -41,7 +41,7 @@ def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
 class Comparison:
     """Passes in several splits, compared with a reference: the pass over all rows uncut."""
 
-    def __init__(self, *, bench: Bench, whole: Cut, reference: Pass) -> None:
+    def __init__(self, *, bench: Bench, whole: RowCut, reference: Pass) -> None:
         self.bench, self.whole, self.reference = bench, whole, reference
 
     @property
@@ -58,7 +58,7 @@ class Comparison:
         """Compare micro-batches of a size with the reference."""
         return self.compare(replace(self.whole, micro_batch=micro_batch), self.reference)
 
-    def compare(self, cut: Cut, reference: Pass, words: str = "") -> Pass:
+    def compare(self, cut: RowCut, reference: Pass, words: str = "") -> Pass:
         """Compare any split with any reference."""
         found = self.bench.run(cut)
         found.words = words or cut.words
@@ -91,7 +91,7 @@ class Comparison:
 # ---- outputs of the model, row by row
 
 
-def rows_agree(comparison: Comparison, whole: Calls, calls: Calls, parts: Sequence[Part]) -> bool:
+def rows_agree(comparison: Comparison, whole: Calls, calls: Calls, parts: Sequence[RowPart]) -> bool:
     """Return True if the model gives each row the same outputs in the whole batch and in its parts."""
     tables = [calls.table(part) for part in parts]
     for call in whole.parts.get(comparison.whole.part, []):
@@ -106,7 +106,7 @@ def rows_agree(comparison: Comparison, whole: Calls, calls: Calls, parts: Sequen
     return True
 
 
-def rows_agree_on(bench: Bench, comparison: Comparison, cut: Cut) -> bool:
+def rows_agree_on(bench: Bench, comparison: Comparison, cut: RowCut) -> bool:
     """Return True if `rows_agree` in two new passes on a bench."""
     whole, parted = bench.run(comparison.whole), bench.run(cut)
     failed = whole.failure or parted.failure
@@ -114,7 +114,7 @@ def rows_agree_on(bench: Bench, comparison: Comparison, cut: Cut) -> bool:
 
 
 def before_the_model(
-    outermost: Sequence[Call], calls: Calls, parts: Sequence[Part], comparison: Comparison, loss_name: str
+    outermost: Sequence[Call], calls: Calls, parts: Sequence[RowPart], comparison: Comparison, loss_name: str
 ) -> list[Finding]:
     """Return a finding if the loss hands other rows to the model when it is cut."""
     if comparison.whole.collate is not None:

@@ -8,7 +8,7 @@ from anybatch.check.denominators import Candidate, Cuts, candidates, fit, held_w
 from anybatch.check.finding import WAYS_OUT, Finding
 from anybatch.check.outputs import Evaluation, evaluate
 from anybatch.check.passes import Bench, Call
-from anybatch.check.rows import Cut, take
+from anybatch.check.rows import RowCut, take
 from anybatch.losses import SummedLoss, Terms, resolve
 
 _SMALL = 1e-6  # the most that an epsilon in a denominator moves a mean
@@ -19,14 +19,14 @@ class TermTest:
     """A test of a loss by itself: in every split the model's outputs are those of the whole batch."""
 
     bench: Bench  # runs the loss
-    whole: Cut  # all rows in one micro-batch
+    whole: RowCut  # all rows in one micro-batch
     outermost: Sequence[Call]  # the calls of the model in a pass over the whole batch
     tolerance: float  # relative error that counts as rounding
     name: str  # of the caller's loss
     bare: Collection[str]  # the terms that are means without their denominators
     pooled: bool  # True to fix also those outputs of the model that belong to no row
 
-    def find(self, cuts: Sequence[Cut]) -> list[Finding]:
+    def find(self, cuts: Sequence[RowCut]) -> list[Finding]:
         """Return a finding for each term that does not add up in one of the splits."""
         with self.bench.fresh() as (_, loss):
             if not isinstance(resolve(loss), Terms | SummedLoss):
@@ -38,13 +38,13 @@ class TermTest:
         found = [self._check_term(name, reference[0], parted) for name in reference[0].sums]
         return [finding for finding in found if finding is not None]
 
-    def _try(self, cut: Cut) -> list[Evaluation]:
+    def _try(self, cut: RowCut) -> list[Evaluation]:
         try:
             return self._evaluate([cut])
         except Exception:  # rows that a loss refuses to take alone, or outputs that do not fit
             return []
 
-    def _evaluate(self, cuts: Sequence[Cut]) -> list[Evaluation]:
+    def _evaluate(self, cuts: Sequence[RowCut]) -> list[Evaluation]:
         return evaluate(self.bench, self.outermost, cuts, pooled=self.pooled)
 
     def _check_term(self, name: str, whole: Evaluation, parted: Cuts) -> Finding | None:

@@ -82,7 +82,7 @@ def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: i
         for size, small in dict.fromkeys([(most, least), (most, 2), (2, least), (2, 1)]):
             with suppress(OutOfMemoryError):
                 cuts = _cuts(few.rows, size, small, is_mixed=is_mixed)
-                doubt = _Look(task, few, plan).compare(size, cuts)
+                doubt = _FewRows(task, few, plan).compare(size, cuts)
             if doubt is None or doubt.lasts:
                 break
     return doubt
@@ -114,7 +114,7 @@ def read_rows(
     with _few_rows(task, batch, rows) as (task, few), suppress(OutOfMemoryError):
         cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
         if check:
-            return _Look(task, few, plan).compare(2, cuts)
+            return _FewRows(task, few, plan).compare(2, cuts)
         for cut in cuts:
             outcome_of(task, few, plan, cut)
     return doubt
@@ -151,7 +151,7 @@ def reached_by(task: Task, batch: Batch) -> ObjectState:
     return ObjectState([task.model, task.loss, *task.modules, *collate], but_for=known)
 
 
-class _Look(NamedTuple):
+class _FewRows(NamedTuple):
     """A few rows to compare in several splits."""
 
     task: Task

@@ -2,7 +2,7 @@
 
 from anybatch.data.dataset import (
     Dataset as Dataset,
-    Split as Split,
+    DataSplit as DataSplit,
     hold_out as hold_out,
     hold_out_rows as hold_out_rows,
 )

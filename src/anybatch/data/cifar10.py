@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from anybatch.core import DataError
-from anybatch.data.dataset import Split, check_classes, normalised, unreadable
+from anybatch.data.dataset import DataSplit, check_classes, normalised, unreadable
 
 RECORD_BYTES = 1 + 3 * 32 * 32
 TRAIN, TEST = "data_batch_*.bin", "test_batch*.bin"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
-def read_cifar10(folder: Path) -> Split:
+def read_cifar10(folder: Path) -> DataSplit:
     """Read `data_batch_*.bin` and `test_batch*.bin` of a folder, in the order of their names.
 
     Inputs are float32 of shape (rows, 3, 32, 32), each channel normalized; targets are int64, 0 to 9.

@@ -42,7 +42,7 @@ class Dataset:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Split:
+class DataSplit:
     """Training rows and held-out rows of one shape, with the same classes."""
 
     train: Dataset
@@ -105,10 +105,10 @@ def normalised(
     name: str,
     classes: tuple[str, ...],
     held_out: str = "test",
-) -> Split:
+) -> DataSplit:
     """Return byte images, `(rows, channels, height, width)`, and their targets as a normalized split."""
     train_inputs, test_inputs = normalise(train[0], test[0])
-    return Split(
+    return DataSplit(
         train=Dataset(inputs=train_inputs, targets=train[1], name=f"{name}, training", classes=classes),
         test=Dataset(inputs=test_inputs, targets=test[1], name=f"{name}, {held_out}", classes=classes),
     )

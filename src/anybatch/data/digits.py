@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from anybatch.core import DataError
-from anybatch.data.dataset import Split, normalised
+from anybatch.data.dataset import DataSplit, normalised
 
 HELD_OUT_EVERY = 4  # one row in four of each class, scikit-learn's default share
 TOP_LEVEL = 16  # pixels are ink counts of 4x4 blocks: 0 to 16
 
 
-def read_digits() -> Split:
+def read_digits() -> DataSplit:
     """Read the 1797 digits of scikit-learn; every fourth digit of each class is held out.
 
     The split is not random: within each class the 4th, 8th, 12th ... row is held out, so it is stratified and

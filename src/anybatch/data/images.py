@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anybatch.core import DataError
-from anybatch.data.dataset import Split, normalised
+from anybatch.data.dataset import DataSplit, normalised
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 TRAIN, TEST = "train", ("test", "val", "valid", "validation")
@@ -23,7 +23,7 @@ def has_images(folder: Path) -> bool:
     return any(_images_of(child) for child in root.iterdir() if child.is_dir())
 
 
-def read_images(folder: Path, image_size: int | None = None) -> Split:
+def read_images(folder: Path, image_size: int | None = None) -> DataSplit:
     """Read `CLASS/*.png` and the like, or `train/CLASS/...` and `test/CLASS/...` (or `val`).
 
     Without a test folder every fifth image of each class is held out. All images are decoded as RGB and held

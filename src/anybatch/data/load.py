@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from anybatch.core import DataError
 from anybatch.data import cifar10, images, mnist
-from anybatch.data.dataset import Split
+from anybatch.data.dataset import DataSplit
 from anybatch.data.digits import read_digits
 
 
@@ -16,7 +16,7 @@ class Format(NamedTuple):
 
     name: str
     patterns: tuple[str, ...]
-    read: Callable[[Path], Split]
+    read: Callable[[Path], DataSplit]
 
 
 FORMATS = (
@@ -25,7 +25,7 @@ FORMATS = (
 )
 
 
-def load(source: str | os.PathLike[str], image_size: int | None = None) -> Split:
+def load(source: str | os.PathLike[str], image_size: int | None = None) -> DataSplit:
     """Read a data set by its name, or from a folder.
 
     Args:

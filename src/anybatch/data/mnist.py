@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from anybatch.core import DataError
-from anybatch.data.dataset import Split, check_classes, normalised, unreadable
+from anybatch.data.dataset import DataSplit, check_classes, normalised, unreadable
 
 # The third byte of the header (http://yann.lecun.com/exdb/mnist/, "the IDX file format").
 DTYPES = {
@@ -54,7 +54,7 @@ def read_idx(path: Path) -> Tensor:
         raise unreadable(path, error) from None
 
 
-def read_mnist(folder: Path) -> Split:
+def read_mnist(folder: Path) -> DataSplit:
     """Read `train-images-idx3-ubyte` and the three other files of a folder, each with or without `.gz`.
 
     Inputs are float32 of shape (rows, 1, 32, 32), padded from 28 x 28 and normalized; targets are int64.

@@ -42,7 +42,7 @@ from anybatch.losses import Share
 from anybatch.state import Snapshot, rng
 
 
-class Ended(NamedTuple):
+class Finished(NamedTuple):
     """The finished gradient of a window, before anything is written."""
 
     gradient: Gradient
@@ -159,7 +159,7 @@ class Accumulation:
 
     # ---- the end, before the update: nothing is written yet
 
-    def end(self, *, is_ours: bool = True) -> Ended:
+    def end(self, *, is_ours: bool = True) -> Finished:
         """Divide once, sum over ranks, and look at the gradient.
 
         Args:
@@ -180,7 +180,7 @@ class Accumulation:
         size = norm_of(values)
         known, (norm,) = sums.read(weights, size)
         if not any(known.values()):
-            return Ended({}, known, math.nan, size)
+            return Finished({}, known, math.nan, size)
         if not math.isfinite(norm):
             if not all_finite(values):
                 raise NonFinite("gradient")
@@ -189,7 +189,7 @@ class Accumulation:
                     f"Expected a gradient whose norm can be clipped, got a norm of {norm}. No update was "
                     "made. Make the loss smaller, or accumulate in a wider dtype."
                 )
-        return Ended(gradient, known, norm, size)
+        return Finished(gradient, known, norm, size)
 
     def show(self) -> StepReport:
         """End a dry run: only observers see the gradient."""

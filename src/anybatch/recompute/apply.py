@@ -15,7 +15,7 @@ from anybatch.core import PlanError, torch_private as private
 from anybatch.integrations import with_empty_cache, with_own_cache
 from anybatch.recompute import selective
 from anybatch.recompute.blocks import Choice, checked, find_blocks
-from anybatch.recompute.checkpoint import Call, is_readable
+from anybatch.recompute.checkpoint import BlockCall, is_readable
 from anybatch.recompute.offload import Offload
 from anybatch.state import Reachable
 
@@ -127,7 +127,7 @@ def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify:
             return forward(*args, **kwargs)
         arguments = with_empty_cache(block, args, kwargs)
         done, way = _VERIFIED.setdefault(block, set()), (policy, block.training)
-        call = Call(name, once, look_once() if way in done else look(), arguments)
+        call = BlockCall(name, once, look_once() if way in done else look(), arguments)
         # A traced step has fake tensors, which cannot be compared.
         if (verify or way not in done) and any(map(is_readable, call.tensors or block.parameters())):
             call.verified = partial(done.add, way)
@@ -137,8 +137,8 @@ def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify:
 
 
 @private.not_compiled
-def _run(call: Call, contexts: Callable[[], Any], *, stops: bool) -> Any:
-    # `Call` replays random streams; torch would replay only those of the arguments' devices.
+def _run(call: BlockCall, contexts: Callable[[], Any], *, stops: bool) -> Any:
+    # `BlockCall` replays random streams; torch would replay only those of the arguments' devices.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
     runs, failed = count(), list[BaseException]()
 

@@ -82,7 +82,7 @@ class State:
             rng.restore(random)
 
 
-class Call:
+class BlockCall:
     """A call of a block: runs the forward at first, and recomputes it each time after that.
 
     If `verified` is set before the first run, outputs of the second are compared with those of the first,

@@ -166,14 +166,14 @@ def restore_process(state: Mapping[str, Any]) -> None:
             numpy.set_state((name, keys.numpy().astype("uint32"), *rest))
 
 
-class Apart:
+class OwnStreams:
     """The random streams of one purpose, such as loading data, separate from the caller's.
 
     Args:
         seed: of torch's, Python's and NumPy's streams.
 
     Example:
-        >>> state, one, other = torch.get_rng_state(), Apart(3), Apart(3)
+        >>> state, one, other = torch.get_rng_state(), OwnStreams(3), OwnStreams(3)
         >>> with one.drawn():
         ...     first = torch.rand(2)
         >>> with other.drawn():

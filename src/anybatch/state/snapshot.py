@@ -152,7 +152,7 @@ class Snapshot:
             draws or effects.is_looking or effects.draws or bool(self._generators or effects.buffers)
         )
         self._notes = self._notes or effects.attributes or bool(effects.parameters)
-        self._micro: _Micro | None = None
+        self._micro: _BeforeForward | None = None
 
     def begin(self) -> None:
         """Begin a micro-batch: capture what its forward is known to change."""
@@ -164,7 +164,7 @@ class Snapshot:
                 attributes = _Attributes(self._state)
                 placed = [one for one in self._state.buffers_now() if one not in self._copies]
             copies = _copied((*effects.buffers, *effects.parameters, *placed))
-            self._micro = _Micro(rng.capture(self._generators), copies, attributes)
+            self._micro = _BeforeForward(rng.capture(self._generators), copies, attributes)
 
     def look(self) -> None:
         """Learn what the forward of a micro-batch has changed, in a looking step."""
@@ -281,7 +281,7 @@ class _Attributes:
 
 
 @dataclass(slots=True)
-class _Micro:
+class _BeforeForward:
     """The state before the current micro-batch."""
 
     random: rng.RandomState

@@ -146,7 +146,7 @@ class Stream:
                 yield _brought(batch, self._step)
 
     def _repeatable(self, size: int | None, seed: int, epoch: int) -> Iterator[Any]:
-        apart, end = rng.Apart(seed), object()
+        apart, end = rng.OwnStreams(seed), object()
         for part in self._parts():
             if isinstance(generator := getattr(part, "generator", None), torch.Generator):
                 generator.manual_seed(seed)
