@@ -1,9 +1,13 @@
 """Fake tensors in place of real ones, and counts of elements."""
 
+import gc
+import random
+import warnings
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +21,8 @@ from anybatch.memory.fake import (
     replaced_by_fakes,
     undisturbed,
 )
+from tests.recompute.models import streams
+from tests.snapshots import same
 
 
 class Holder(nn.Module):
@@ -77,6 +83,21 @@ def test_shared_memory_stays_shared_and_hooks_come_along() -> None:
     with mode:
         (one * 2).sum().backward()
     assert called == [1]
+
+
+def test_surroundings_are_as_before() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    gradient = parameter.grad = torch.ones(1)
+    before, filters = streams(), list(warnings.filters)
+    with undisturbed([parameter]):
+        torch.rand(1), random.random(), np.random.rand()
+        parameter.grad = None
+        warnings.warn("not heard", stacklevel=1)
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert warnings.filters == filters
+    assert parameter.grad is gradient
+    assert same(before, streams())
 
 
 def test_fakes_that_are_left_are_taken_out_or_named() -> None:
