@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import anybatch as ab
 from anybatch.core.errors import AnybatchError, CheckpointError, LossError, PlanError, WindowError
 from anybatch.engine import Observer
-from anybatch.train import checkpoint
+from anybatch.train import checkpoint, folder
 from anybatch.train.folder import BEST, LAST, numbered
 from anybatch.train.trainer import Trainer
 from tests.snapshots import changes, same
@@ -141,6 +141,13 @@ def test_where_the_newest_is_damaged_an_earlier_one_comes_to_the_same_end(
         path.write_bytes(b"")
     with pytest.raises(CheckpointError, match=LAST):
         again.resume(tmp_path)
+
+
+def test_checkpoints_of_steps_that_are_made_once_more_are_deleted(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / LAST, model=nn.Linear(1, 1))
+    for step, kept in ((8, [8]), (9, [9, 8]), (10, [10, 9]), (5, [5]), (6, [6, 5])):
+        folder.number(tmp_path, step, keep=2)
+        assert [*numbered(tmp_path)] == kept
 
 
 def test_callbacks_and_observers_are_found_by_class_and_order(tmp_path: Path) -> None:
