@@ -320,6 +320,22 @@ def test_a_callback_may_stop_the_training_and_it_goes_on_later(at: tuple[str, in
     assert changes(state(whole), state(again)) == []
 
 
+@pytest.mark.parametrize("at", [("update", 2), ("epoch", 1)])
+def test_what_a_callback_raises_costs_nothing_and_the_others_are_told(
+    at: tuple[str, int], tmp_path: Path
+) -> None:
+    whole = make(None)
+    whole.fit(epochs=EPOCHS)
+    after = Diary()
+    with pytest.raises(ZeroDivisionError):
+        make(tmp_path, save_every=0, callbacks=[stopped(at, ZeroDivisionError()), after]).fit(epochs=EPOCHS)
+    assert after.events.count(at[0]) == at[1]
+    again = make(tmp_path)
+    again.resume(tmp_path)
+    again.fit(epochs=EPOCHS)
+    assert changes(whole_state(whole), whole_state(again)) == []
+
+
 def test_an_error_of_the_data_costs_nothing(tmp_path: Path) -> None:
     class Broken(Lines):
         def __iter__(self) -> Iterator[Any]:
