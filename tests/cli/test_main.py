@@ -34,7 +34,6 @@ def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command."""
     return cli.main([str(argument) for argument in arguments]), *capsys.readouterr()
 
 
@@ -128,7 +127,6 @@ STARTED = ["--epochs", "1", "--momentum", "0.5", "--validation", "0.2", "--warm-
 
 @pytest.fixture
 def started(mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """The folder of a run of one epoch, with options that are not the default ones."""
     assert run(capsys, "train", "lenet5", "--data", mnist, *FAST, *STARTED, "--out", tmp_path / "run")[0] == 0
     return tmp_path / "run"
 

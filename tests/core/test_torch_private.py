@@ -1,6 +1,7 @@
 """Private names of torch: each agrees with the public way; so does the substitute where torch lacks it."""
 
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -53,6 +54,35 @@ def gradients(backward: Callable[..., Any]) -> list[Tensor | None]:
         values = hidden.square().sum(), (hidden @ model[0].weight.t()).exp()
         backward(values, (torch.tensor(factor), torch.randn(6, 7)))
     return [parameter.grad for parameter in [*model.parameters(), unused]]
+
+
+class Own(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("case", ["plain", "subclass", "logged"])
+def test_backward_of_subclasses_and_with_a_log_is_the_public_one(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    public: list[object] = []
+    monkeypatch.setattr(torch.autograd, "backward", lambda values, *_, **__: public.extend(values))
+    caplog.set_level(logging.DEBUG if case == "logged" else logging.WARNING, "torch.autograd.graph")
+    leaf = torch.ones(2, requires_grad=True)
+    value = leaf.sum().as_subclass(Own) if case == "subclass" else leaf.sum()
+    private.run_backward((value,), (torch.ones(()),))
+    assert len(public) == (0 if case == "plain" else 1)
+
+
+def test_backward_on_a_device_leaves_its_context_to_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    public: list[object] = []
+    monkeypatch.setattr(private, "run_backward_publicly", lambda values, *_, **__: public.append(values))
+    values = (torch.ones(2, requires_grad=True, device="meta").sum(),)
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    private.run_backward(values, (torch.ones((), device="meta"),), retain_graph=True)
+    assert not public
+    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
+    private.run_backward(values, (torch.ones((), device="meta"),))
+    assert public == [values]
 
 
 def test_backward_is_the_public_one(names: Any) -> None:

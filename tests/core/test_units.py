@@ -45,7 +45,6 @@ def test_other_bytes_are_refused(text: object) -> None:
 
 
 def cells(page: str) -> list[tuple[str, str]]:
-    """Tags and texts of the cells of a page; fails where a tag is not closed."""
     return [(cell.tag, cell.text or "") for row in ElementTree.fromstring(page).iter("tr") for cell in row]
 
 

@@ -28,7 +28,6 @@ def idx_header(code: int, shape: Sequence[int]) -> bytes:
 
 
 def idx_bytes(values: Tensor) -> bytes:
-    """An IDX file: header and numbers, all big-endian."""
     body = values.contiguous().numpy()
     return idx_header(CODES[values.dtype], values.shape) + body.astype(body.dtype.newbyteorder(">")).tobytes()
 

@@ -61,7 +61,6 @@ def assert_exact(
 
 
 def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Samples of unequal lengths, padded as far as this micro-batch needs."""
     fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
     return {
         name: nn.utils.rnn.pad_sequence([one[name] for one in samples], batch_first=True, padding_value=value)

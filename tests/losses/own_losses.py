@@ -22,8 +22,6 @@ WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
 
 
 class Own(nn.Module):
-    """Scores of shape (rows, length, classes), and a loss made of them and the labels."""
-
     def __init__(self, loss: Callable[..., Any]) -> None:
         super().__init__()
         torch.manual_seed(0)

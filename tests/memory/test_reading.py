@@ -24,7 +24,6 @@ def read(work: Callable[[], object]) -> tuple[int, MemoryReading]:
 
 
 def known_pattern() -> None:
-    """3 + 5 MiB at once, then 2 MiB."""
     first = torch.empty(3 * MIB, dtype=torch.uint8)
     torch.empty(5 * MIB, dtype=torch.uint8)
     del first

@@ -14,8 +14,6 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 class Browser:
-    """One page of Chromium, driven by the DevTools protocol; keeps what the console and the network said."""
-
     def __init__(self) -> None:
         assert CHROMIUM
         self._home = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)

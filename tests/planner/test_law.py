@@ -38,6 +38,11 @@ def test_two_readings_of_one_length_give_a_line_and_longer_rows_the_square() -> 
     assert law((8, 20)) >= 4 * 5_000 - 8_000
 
 
+def test_fewer_rows_than_were_read_are_not_promised_less() -> None:
+    law = law_of([(2, 10)], lambda m, n: 1_000 + m)
+    assert law((1, 10)) == law((2, 10))
+
+
 def test_a_buffer_that_is_made_once_does_not_count_for_ever() -> None:
     law = Law()
     for found in (900.0, 500.0, 510.0):
@@ -56,3 +61,11 @@ def test_a_single_row_with_kernels_of_its_own_is_kept_apart() -> None:
     assert law((1, 10)) == 900
     assert law((1, 20)) == 1_800
     assert law((8, 10)) == pytest.approx(1_200)
+
+
+def test_the_bound_grows_with_the_distance_from_what_was_read() -> None:
+    law = law_of([(2, 10), (4, 10)], lambda m, n: 100.0 * m)
+    margins = [law.bound((m, 10)) / law((m, 10)) for m in (4, 6, 8, 16, 32)]
+    assert margins == sorted(margins)
+    assert margins[0] == pytest.approx(1.01)
+    assert margins[-1] > 1.1

@@ -1,5 +1,6 @@
 """The fastest plan that fits, and the smallest budget for which there is one."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,8 @@ from anybatch import PlanReport, Step, WholeBatch
 from anybatch.core.errors import BudgetError
 from anybatch.memory.device import find_device
 from anybatch.planner.candidates import Candidates, Request
+from anybatch.planner.cost import KEEP
+from anybatch.planner.progress import PlanningProgress
 from anybatch.planner.search import choose
 from anybatch.recompute import offload
 from anybatch.recompute.blocks import choose_blocks as settle
@@ -242,3 +245,39 @@ def test_what_a_kept_block_lets_go_in_a_forward_is_there_at_every_size() -> None
     for share in (0.6, 0.5):
         budget = int(share * choose(request(step, batch)).peak)
         assert choose(request(step, batch, budget=budget)).peak <= budget
+
+
+# ---- candidates
+
+
+def test_seconds_follow_the_work() -> None:
+    candidates = Candidates(asked := request(make(ConvNet), images()))
+    kept, rebuilt = [candidates.seconds(candidates.trace(asked.uniform(24, p))) for p in (KEEP, "recompute")]
+    assert 0 < kept < rebuilt < 2 * kept
+    card, took = replace(find_device("cpu"), flops=1.0, half_flops=2.0), list[float]()
+    for dtype in (torch.float32, torch.bfloat16):
+        asked = request(make(Net, dtype=dtype), rows_of(4, dtype=dtype), device=card)
+        took.append((found := Candidates(asked)).seconds(found.trace(asked.like)))
+    assert took[0] > 1.9 * took[1]
+
+
+def test_optimizers_that_could_go_one_by_one() -> None:
+    for given, device, expected in (
+        ({}, "cpu", False),
+        ({}, "cuda:t4", True),
+        ({"foreach": True}, "cpu", True),
+        ({"foreach": False}, "cuda:t4", False),
+        ({"fused": True}, "cuda:t4", False),
+    ):
+        step = make()
+        step.optimizers[0].param_groups[0].update(given)
+        assert request(step, rows_of(), device=find_device(device)).may_disable_foreach is expected
+
+
+def test_candidates_tell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = request(make(), rows_of(24))
+    for seconds, least, most in ((0, 0, 0), (3, 2, 9)):
+        clock = itertools.count(0, seconds)
+        monkeypatch.setattr(PlanningProgress.__init__, "__defaults__", (lambda clock=clock: next(clock),))
+        assert Candidates(asked).trace(asked.uniform(5, "keep")).peak
+        assert least <= capsys.readouterr().err.count("has been planning for") <= most

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -204,6 +205,17 @@ def test_samples_are_collated_micro_batch_by_micro_batch() -> None:
         step(samples)
     kept = sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in given}.values())
     assert predicted.peak == meter.peak - kept  # samples lie on the host, wherever the step runs
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 3}, {"loss": twice, "micro_batch": 3}])
+def test_nothing_is_changed(options: dict[str, Any]) -> None:
+    step = make_step(**options)
+    before = snapshot(step)
+    heard: list[object] = []
+    task = replace(step.task(), listeners=[heard.append])
+    trace(step.plan(8), task, TensorBatch(make_batch()))
+    assert not changes(before, snapshot(step))
+    assert not heard
 
 
 class Picks(nn.Module):

@@ -19,8 +19,6 @@ ALL = ["bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
 
 
 class Spy(nn.Module):
-    """Notes the dtype of what reaches it, and of its weights, and whether autocast is on."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)

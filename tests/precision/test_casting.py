@@ -89,7 +89,6 @@ class Part(nn.Module):
 
 
 def lowered(**options: Any) -> tuple[Part, Part]:
-    """One in two precisions, and the same in float32."""
     model = Part(**options)
     full = copy.deepcopy(model)
     lower(model, KEPT, model.parameters())

@@ -50,7 +50,6 @@ OPTIMIZERS: dict[str, Make] = {
 def steps(
     optimizer: Make = OPTIMIZERS["SGD"], precision: str = "fp16-true", of: Any = nn.Module.parameters
 ) -> tuple[Step, Step]:
-    """One that stores its weights short, and one in float32."""
     models = [(one, Line()) for one in (precision, "float32")]
     options: Any = {"micro_batch": 4, "check": False}
     short, full = (Step(m, mean, optimizer(of(m)), precision=one, **options) for one, m in models)

@@ -85,7 +85,6 @@ class Corpus(list[Make]):
 
 
 def vectors(*shape: int) -> Vectors:
-    """Features, or inputs of another shape, and classes."""
     return torch.randn(ROWS, *(shape or (WIDTH,))), torch.randint(CLASSES, (ROWS,))
 
 
@@ -122,7 +121,6 @@ def pad(samples: list[Batch]) -> Batch:
 
 
 def padded_sentences(lengths: Sequence[int] = LENGTHS) -> Batch:
-    """Sentences padded once, all to the same length."""
     return pad(sentences(lengths))
 
 
@@ -155,8 +153,6 @@ def of_series(model: nn.Module) -> Case:
 
 
 class Words(nn.Module):
-    """Reads words: an embedding, layers of a case's own, a head, and how they are put together."""
-
     def __init__(self, forward: Any, outputs: int = WORDS, *, width: int = WIDTH, **layers: Any) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH, padding_idx=layers.pop("padding_idx", None))
@@ -169,8 +165,6 @@ class Words(nn.Module):
 
 
 class Tagger(nn.Module):
-    """Each token by itself: no token sees another."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
@@ -200,5 +194,4 @@ def collated(model: nn.Module, loss: object) -> Case:
 
 
 def tensors(model: nn.Module, loss: object) -> Case:
-    """Padded beforehand, so that no cut shows the fault."""
     return Case(model=model, loss=loss, batch=padded_sentences())

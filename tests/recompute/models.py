@@ -147,7 +147,6 @@ def run(
     passes: int = 1,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Any]:
-    """All that two forwards and backwards of a copy leave, from seed 3."""
     model = copy.deepcopy(model)
     seed(3)
     with apply_policies(model, choice):

@@ -11,9 +11,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 import anybatch as ab
 from anybatch.core.errors import PlanError
+from anybatch.integrations.transformers import with_empty_cache, with_own_cache
 from anybatch.memory.meter import Meter
 from anybatch.recompute import POLICIES, Choice, apply_policies, find_blocks, offload as offload_module
 from anybatch.testing import GradientRecorder
@@ -104,6 +106,21 @@ def test_nothing_changes_in_layers_with_a_cache(name: str, chosen: slice, policy
             loss = model(input_ids=ids, labels=ids).loss
             found.append(torch.autograd.grad(loss, list(model.parameters())))
     assert all(map(torch.equal, *found))
+
+
+def test_what_other_layers_have_cached_is_there_by_its_shape_alone() -> None:
+    """Else a layer that is rebuilt would hold the keys and values of all layers before it."""
+    model = next(head for head in HEADS if head.name == "GPT2LMHeadModel").build()
+    block, cache, states = model.get_submodule("transformer.h.0"), DynamicCache(), torch.randn(1, 2, 3, 4)
+    cache.update(states, states, 1)
+    (own,), _ = with_own_cache(*with_empty_cache(block, (cache,), {}))
+    other: Any = own.layers[1]
+    assert other.get_seq_length() == 3
+    for held in (other.keys, other.values):
+        assert held.shape == states.shape
+        assert held.untyped_storage().nbytes() == states.element_size()
+    theirs: Any = cache.layers[1]
+    assert torch.equal(theirs.keys, states)  # and it is as it was
 
 
 def clip(one: Tensor, other: Tensor) -> Tensor:
@@ -317,3 +334,24 @@ def test_less_is_held() -> None:
     kept, rebuilt = peak(()), peak(every(model, "recompute"))
     assert rebuilt < 0.6 * kept
     assert rebuilt < peak(every(model, "selective")) < kept
+
+
+def test_neighbours_of_what_is_moved_are_watched_but_for_what_is_compiled() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+    model = nn.ModuleDict({one: nn.Sequential(Block(), Block()) for one in ("plain", "compiled")})
+    vars(model["compiled"])["_compiled_call_impl"] = "as compile() leaves it"
+    for name, policy, watched in (
+        ("plain.0", "offload", ["plain.0", "plain.1"]),
+        ("plain.0", "recompute", ["plain.0"]),
+        ("plain.0.inner", "offload", ["plain.0.inner", "plain.1"]),  # what is around it is not beside it
+    ):
+        with apply_policies(model, ((name, policy),)):
+            own = [name for name, module in model.named_modules() if "forward" in vars(module)]
+        assert sorted(own) == watched
+    model["plain"] = model["plain"][:1]  # what is no longer there is looked for again
+    with apply_policies(model, (("plain.0", "offload"),)):
+        assert "forward" in vars(model["plain"][0])

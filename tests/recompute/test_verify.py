@@ -50,8 +50,6 @@ FACTORS: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 class Block(nn.Module):
-    """Has all the places of FACTORS, and draws late where it is told to."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.first, self.second, self.kind = nn.Linear(4, 4), nn.Linear(4, 4), kind
@@ -139,8 +137,6 @@ def test_what_cannot_is_refused_at_once(kind: str, message: str, verify: bool, p
 
 
 class Writes(nn.Module):
-    """Writes to its argument, or has a buffer that others write to."""
-
     def __init__(self, *, in_place: bool) -> None:
         super().__init__()
         self.layer, self.in_place = nn.Linear(2, 2), in_place

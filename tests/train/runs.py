@@ -94,7 +94,6 @@ class End(NamedTuple):
 
 
 def finished(**options: Any) -> End:
-    """Train to the end, undisturbed; random numbers go on as if it had not been."""
     with rng.preserved():
         trainer = make_trainer(**options)
         reports = timeless(trainer.fit(epochs=EPOCHS))
@@ -103,12 +102,10 @@ def finished(**options: Any) -> End:
 
 @cache
 def undisturbed(kind: str = "SGD with momentum", micro_batch: int | None = 3) -> End:
-    """The end of the run that others must come to who were stopped."""
     return finished(kind=kind, micro_batch=micro_batch)
 
 
 def assert_same_end(trainer: Trainer, reports: Sequence[EpochReport], end: End) -> None:
-    """Bit for bit, and so are the reports of the epochs since."""
     found = changes(end.state, state(trainer))
     assert not found, found
     assert reports, "no epoch was left"

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import anybatch as ab
 from anybatch.core.errors import AnybatchError, CheckpointError, LossError, PlanError, WindowError
 from anybatch.engine import Observer
-from anybatch.train import checkpoint
+from anybatch.train import checkpoint, folder
 from anybatch.train.folder import BEST, LAST, numbered
 from anybatch.train.trainer import Trainer
 from tests.snapshots import changes, same
@@ -141,6 +141,13 @@ def test_where_the_newest_is_damaged_an_earlier_one_comes_to_the_same_end(
         path.write_bytes(b"")
     with pytest.raises(CheckpointError, match=LAST):
         again.resume(tmp_path)
+
+
+def test_checkpoints_of_steps_that_are_made_once_more_are_deleted(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / LAST, model=nn.Linear(1, 1))
+    for step, kept in ((8, [8]), (9, [9, 8]), (10, [10, 9]), (5, [5]), (6, [6, 5])):
+        folder.number(tmp_path, step, keep=2)
+        assert [*numbered(tmp_path)] == kept
 
 
 def test_callbacks_and_observers_are_found_by_class_and_order(tmp_path: Path) -> None:
@@ -311,6 +318,22 @@ def test_a_callback_may_stop_the_training_and_it_goes_on_later(at: tuple[str, in
     assert again.steps == first.steps
     again.fit(epochs=EPOCHS)
     assert changes(state(whole), state(again)) == []
+
+
+@pytest.mark.parametrize("at", [("update", 2), ("epoch", 1)])
+def test_what_a_callback_raises_costs_nothing_and_the_others_are_told(
+    at: tuple[str, int], tmp_path: Path
+) -> None:
+    whole = make(None)
+    whole.fit(epochs=EPOCHS)
+    after = Diary()
+    with pytest.raises(ZeroDivisionError):
+        make(tmp_path, save_every=0, callbacks=[stopped(at, ZeroDivisionError()), after]).fit(epochs=EPOCHS)
+    assert after.events.count(at[0]) == at[1]
+    again = make(tmp_path)
+    again.resume(tmp_path)
+    again.fit(epochs=EPOCHS)
+    assert changes(whole_state(whole), whole_state(again)) == []
 
 
 def test_an_error_of_the_data_costs_nothing(tmp_path: Path) -> None:

@@ -247,8 +247,6 @@ class Net(nn.Module):
 
 
 class Refusing(Net):
-    """Loads its parameters, then refuses."""
-
     def get_extra_state(self) -> Any:
         return 1
 

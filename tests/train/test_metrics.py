@@ -46,7 +46,6 @@ def evaluated(
 
 
 def outputs() -> Tensor:
-    """What the model of `evaluated` says; every test starts from the same seed."""
     torch.manual_seed(0)
     with torch.no_grad():
         return Perceptron(3, 4).double()(X)
@@ -149,8 +148,6 @@ def test_metrics_without_a_denominator_or_without_outputs_are_refused() -> None:
 
 
 class Drawing(nn.Module):
-    """Changes an attribute, and draws random numbers from everywhere."""
-
     def __init__(self) -> None:
         super().__init__()
         self.forwards = 0

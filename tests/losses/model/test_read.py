@@ -69,7 +69,6 @@ class Changing(nn.Module):
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each forward that is watched."""
     entered: list[int] = []
     enter = Watch.__enter__
 
