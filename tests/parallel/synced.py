@@ -16,7 +16,7 @@ from tests.faults import faulty
 from tests.parallel.cases import share
 from tests.parallel.refused import told
 
-GIVE_UP = timedelta(seconds=2)
+GIVE_UP = timedelta(seconds=6)  # a busy machine answers later than 2
 
 
 class Synced(nn.SyncBatchNorm):
