@@ -47,7 +47,7 @@ def test_what_would_split_rows_further_is_refused(two: Ranks) -> None:
         assert told["after"] == "no error"
 
 
-@pytest.mark.parametrize("error", [NO_MEMORY, KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [NO_MEMORY, KeyboardInterrupt(), ValueError("no")])
 def test_a_rank_that_fails_in_the_layer_leaves_all_as_it_was_and_ends_the_run(error: BaseException) -> None:
     with spawned(2) as ranks:
         first, second = ranks.run(synced.interrupted, error)
