@@ -120,7 +120,7 @@ class Subject:
     def seconds(self, plan: Plan) -> float:
         """Wall time of one update."""
         task, batch = self._prepared(plan.rows)
-        task.effects.begin(task.modules)  # as a step does
+        task.effects.begin(task.network.modules)  # as a step does
         self._wait()
         start = time.perf_counter()
         carry_out(plan, task, batch)
@@ -146,7 +146,7 @@ class Subject:
 
     def _run(self, plan: Plan, batch: Any = None) -> None:
         task, logical = self._prepared(plan.rows, batch)
-        task.effects.begin(task.modules)
+        task.effects.begin(task.network.modules)
         carry_out(plan, task, logical)
 
     def _wait(self) -> None:

@@ -147,7 +147,7 @@ def metered(step: Step, run: Callable[[], object], batch: Any) -> int:
 def carried_out(step: Step, plan: Plan, batch: Any) -> None:
     """A plan, obeyed without any planning."""
     task = step.task()
-    task.effects.begin(task.modules)  # as a step does
+    task.effects.begin(task.network.modules)  # as a step does
     carry_out(plan, task, admit(batch, task, step.collate))
 
 

@@ -290,13 +290,34 @@ def test_functions_are_short(house: House) -> Iterable[str]:
             yield f"{path}: {node.name} has {length} lines and no docstring"
 
 
-@rule(only("class Long:\n" + "    pass\n" * 380), only("class Many:\n" + "    def f(self): ...\n" * 26))
+@rule(
+    only("class Long:\n" + "    pass\n" * 380),
+    only("class Many:\n" + "    def f(self): ...\n" * 26),
+    {SRC + "engine/a.py": "class Wide:\n" + "".join(f"    a{index}: int\n" for index in range(16))},
+)
 def test_classes_are_small(house: House) -> Iterable[str]:
     for path, tree in python(house):
         for node in classes(tree):
             methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
             if lines(node) > 380 or methods > 25:
                 yield f"{path}: {node.name} has {lines(node)} lines and {methods} methods, at most 380 and 25"
+            if path.startswith(SMALL) and len(names := attributes(node)) > 15:
+                yield f"{path}: {node.name} has the attributes {sorted(names)}, at most 15"
+
+
+SMALL = SRC + "engine/", SRC + "step/"
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    fields = {
+        one.target.id
+        for one in node.body
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+    }
+    held = (
+        one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
+    )
+    return fields | {one.attr for one in held if isinstance(one.value, ast.Name) and one.value.id == "self"}
 
 
 @rule({SRC + "core/a.py": "class Cut: ...", SRC + "check/b.py": "class _Cut: ..."})

@@ -268,7 +268,7 @@ def with_cut(step: ab.Step, cut: Sequence[int], batch: tuple[Tensor, Tensor]) ->
     task = step.task()
     plan = replace(step.plan(len(batch[0])), cut=tuple(cut), micro_batch=max(cut))
     with step.planning.enforced(task):
-        task.effects.begin(task.modules)
+        task.effects.begin(task.network.modules)
         return carry_out(plan, task, admit(given, task, step.collate))
 
 

@@ -91,7 +91,7 @@ def test_a_redone_micro_batch_finds_what_it_found(make_model: Any, steps: int, a
     with scarce_in_passes({at}):
         report = step(batch)
     task = twin.task()
-    task.effects.begin(task.modules)
+    task.effects.begin(task.network.modules)
     plan = replace(twin.plan(ROWS), cut=report.cut, micro_batch=max(report.cut))
     assert carry_out(plan, task, admit(batch, task, None)).loss == report.loss
     assert_same(snapshot(twin), snapshot(step))

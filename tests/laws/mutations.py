@@ -216,7 +216,7 @@ def windows_merged_twice(take: Any, sums: Apart, other: Any) -> None:
 @_in_place_of(Part, "backward")
 def clip_per_micro_batch(backward: Any, part: Part, terms: Evaluated) -> None:
     backward(part, terms)
-    torch.nn.utils.clip_grad_norm_(part.task.parameters, part.ways.plan.clip_norm)
+    torch.nn.utils.clip_grad_norm_(part.task.network.parameters, part.ways.plan.clip_norm)
 
 
 @_in_place_of(Part, "backward")

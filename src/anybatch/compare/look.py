@@ -68,10 +68,10 @@ def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: i
     Raises:
         LossError: loss, gradient or weights depend on the split.
     """
-    if task.batch_norms and plan.batch_norm != "frozen":  # batch_norm="micro"
+    if task.network.batch_norms and plan.batch_norm != "frozen":  # batch_norm="micro"
         return Doubt('batch_norm="micro" takes the statistics of each micro-batch', lasts=True, is_quiet=True)
     rows = min(batch.rows, ROWS)
-    if rows < 2 or any(map(is_lazy, task.everyone)):  # the first forward initialises lazy parameters
+    if rows < 2 or any(map(is_lazy, task.network.everyone)):  # the first forward initialises lazy parameters
         return Doubt("the first rows were too few, or parameters lazy")
     least = min(2, *(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most))) if rows > LEAST else 1
     most = min(rows, max(2, most))
@@ -147,8 +147,8 @@ def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[tuple[Task, Batc
 def reached_by(task: Task, batch: Batch) -> ObjectState:
     """Note all that a run reaches, but for the task's parameters and buffers, which a step puts back."""
     collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
-    known = [p for module in task.modules for p in (*module.parameters(), *module.buffers())]
-    return ObjectState([task.model, task.loss, *task.modules, *collate], but_for=known)
+    known = [p for module in task.network.modules for p in (*module.parameters(), *module.buffers())]
+    return ObjectState([task.model, task.loss, *task.network.modules, *collate], but_for=known)
 
 
 class _FewRows(NamedTuple):

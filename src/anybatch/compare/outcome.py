@@ -56,14 +56,14 @@ class Outcome(Observer):
             schedulers=(),
             before_cut=_allowed,
         )
-        effects.begin(task.modules)
+        effects.begin(task.network.modules)
         plan = replace(plan, rows=batch.rows, micro_batch=max(sizes), cut=sizes, non_finite="raise")
         with torch.enable_grad(), plain_kernels():
             self.report = carry_out(plan, task, batch, is_dry=is_dry)
         if self.report.too_large:  # and so it was cut otherwise
             raise OutOfMemoryError(f"Expected {max(sizes)} rows to fit, got none left. Take fewer.")
         self.is_random = bool(draws.unreplayed or effects.draws or effects.draws_process)
-        self.dtypes = draws.dtypes | {p.dtype for p in task.parameters}
+        self.dtypes = draws.dtypes | {p.dtype for p in task.network.parameters}
         coefficients = task.loss.coefficients
         terms = {name: value for name, value in self.report.terms.items() if self.report.weights.get(name)}
         #: The loss with all terms positive; rounding of the loss is relative to it.
@@ -165,7 +165,7 @@ class Looked(Outcome):
         order = range(few.rows)
         if cut.is_interleaved:
             task, few = only_rows(task, few, [*order[::2], *order[1::2]])
-        self._seen, self._watch = _Watched(task.everyone), ExitStack()
+        self._seen, self._watch = _Watched(task.network.everyone), ExitStack()
         try:
             with self._watch:
                 if is_watched:
@@ -287,7 +287,7 @@ def differ(one: Outcome, other: Outcome, *alone: Outcome) -> Difference | None:
 def _short_of_devices(task: Task, plan: Plan) -> set[torch.dtype]:
     """Return float16 if float32 is multiplied with as short a mantissa (TF32)."""
     is_short = plan.precision.compute == "tf32"
-    if task.kinds - {"cpu"} and not is_short:
+    if task.network.kinds - {"cpu"} and not is_short:
         try:
             is_short = torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
         except RuntimeError:  # of switches by operator, which torch does not read as one

@@ -168,17 +168,16 @@ class Apart:
         is_whole: bool,
         tell: Callable[[Mapping[str, Mapping[nn.Parameter, Tensor]]], object] | None = None,
     ) -> None:
-        self._parameters, self._compensated, self._is_looked_at = parameters, compensated, is_looked_at
+        self._parameters, self._compensated = parameters, compensated
         self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in parameters}
         self._banks: dict[str, Gradient] = {name: {} for name in names}
         self._tell = tell
         self.errors: dict[str, Gradient] = {name: {} for name in names}  # rounding errors carried along
         self._at, self._unscale, self._in_backward = names[0], 1.0, False
         self._waiting: dict[str, dict[nn.Parameter, Tensor]] = {}
-        self._look = Look()
+        self._look = Look() if is_looked_at else None
         is_small = is_looked_at and sum(p.nbytes for p in parameters) <= BUCKET
         self.is_whole = is_whole or is_small
-        self._limit = BUCKET if is_looked_at else 0  # bytes that wait before they are added
         self._nbytes = 0
         self.has_accepted = False
         take = weakref.WeakMethod(self._take)  # weakly, so that sums which nobody holds are freed
@@ -215,7 +214,7 @@ class Apart:
     def commit(self, values: Sequence[Tensor] = ()) -> None:
         """Add what waits, after a look at it and at the values that it came from."""
         waiting, self._waiting, self._nbytes = self._waiting, {}, 0
-        if self._is_looked_at:
+        if self._look is not None:
             held = [one for bank in waiting.values() for one in bank.values()]
             if not self._look.are_finite([*held, *values]):
                 raise NonFinite("gradient")
@@ -280,7 +279,7 @@ class Apart:
         parameter.grad = None
         self._waiting.setdefault(self._at, {})[cast("nn.Parameter", parameter)] = gradient
         self._nbytes += 0 if gradient.is_sparse else gradient.nbytes
-        if self._nbytes > self._limit:
+        if self._look is None or self._nbytes > BUCKET:
             del gradient
             self.commit()
 

@@ -50,18 +50,20 @@ class Ways:
         # If the batch is not cut, the loss is torch's own, bit-identical. The total weight of a window, or of
         # several ranks, is unknown before its end.
         is_open = not is_whole or task.add_rows > 0 or task.strategy.is_many
-        self.loss: Loss = task.loss if plan.is_cut or is_open else task.uncut_loss
+        self.loss: Loss = task.loss if plan.is_cut or is_open else task.loss.uncut()
         self.holds_whole = not is_whole or task.add_rows > 0  # gradients of a micro-batch, until it is over
         self.is_late = is_open or (plan.non_finite == "drop" and plan.is_cut)
         self.is_guarded = plan.is_guarded and not is_dry
         self.is_synced = task.is_synced(plan)
         self.is_plain = not is_whole or self.loss.is_plain  # a window has opened its loss
-        self.computing = partial(plan.precision.computing, task.kinds) if plan.precision.is_mixed else None
-        self.can_add_in_place = task.is_wide
+        self.computing = (
+            partial(plan.precision.computing, task.network.kinds) if plan.precision.is_mixed else None
+        )
+        self.can_add_in_place = task.network.is_wide
         if plan.accumulation_dtype is not None:
             chosen = plan.accumulation_dtype
             self.can_add_in_place = all(
-                accumulation_dtype(p.dtype, chosen) == p.dtype for p in task.parameters
+                accumulation_dtype(p.dtype, chosen) == p.dtype for p in task.network.parameters
             )
 
     @staticmethod
@@ -149,7 +151,7 @@ class Part:
     def first_pass(self, passes: ExitStack, before: Snapshot) -> None:
         """Enter the loss's own context, in which a loss that mixes rows makes a pass over the whole batch."""
         ways, task = self.ways, self.task
-        with ways.plan.precision.computing(task.kinds):
+        with ways.plan.precision.computing(task.network.kinds):
             along = ways.loss.along(self.batch, self._cut.sizes, task.model, before.put_modules_back)
             self._share = passes.enter_context(along)
 
@@ -266,7 +268,7 @@ class Part:
         banks = [*division.coefficients]
         banks = banks if division.divisors is None else banks[:1]
         task = self.task
-        is_shown = task.is_shown and any(one.wants_micro and one.is_due for one in task.observers)
+        is_shown = any(one.wants_micro and one.is_due for one in task.observers)
         is_apart = is_shown or task.add_rows > 0
         if (
             self.is_guarded
@@ -282,7 +284,7 @@ class Part:
                 tell=self._tell if is_shown else None,
             )
         else:
-            gradients = InPlace(task.parameters, banks[0])
+            gradients = InPlace(task.network.parameters, banks[0])
         sums.gradients, sums.division = gradients, division  # last: weights take memory, which may run out
 
     def _tell(self, held: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> None:
@@ -325,7 +327,7 @@ class Part:
             except NonFinite:  # the sums were looked at with the gradients
                 raise NonFinite("gradient" if all_finite(list(values.values())) else "loss") from None
             finally:
-                for parameter in task.reached:  # not ours, and they may share memory with ours
+                for parameter in task.network.reached:  # not ours, and they may share memory with ours
                     parameter.grad = None
             if task.add_rows and not self._beside:
                 self._hold_beside()

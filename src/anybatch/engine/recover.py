@@ -176,10 +176,10 @@ def why_not_cut(part: Part, rows: int) -> str:
     plan, task = part.ways.plan, part.task
     if rows == 1:
         return "one row is the least that can go through the model"
-    if plan.batch_norm != "frozen" and task.batch_norms:
+    if plan.batch_norm != "frozen" and task.network.batch_norms:
         return (
-            f"BatchNorm ({names_of_batch_norms(task.model, task.batch_norms)}) takes the statistics of each "
-            "micro-batch, so the result would depend on the cut "
+            f"BatchNorm ({names_of_batch_norms(task.model, task.network.batch_norms)}) takes the statistics "
+            "of each micro-batch, so the result would depend on the cut "
             '(batch_norm="frozen" and ab.batch_norm_to_group_norm do not)'
         )
     if part.ways.is_whole and not plan.is_cut:

@@ -57,7 +57,6 @@ class Sums:
         redone: micro-batches that were undone.
         has_flowed: a loss had a gradient.
         scale_before: the loss scale before the first micro-batch.
-        is_updated: an optimizer has written to parameters, which cannot be undone.
         agreed: totals of all ranks; None in one process.
     """
 
@@ -70,11 +69,10 @@ class Sums:
         self.rows: list[int] = []
         self.total = self.dropped = 0
         self.redone: list[Redone] = []
-        self.has_flowed = self.is_updated = False
+        self.has_flowed = False
         self.scale_before = task.scale.state()
         self.agreed: Agreed | None = None
         self._totals: dict[str, float] = {}  # the summed loss of each term
-        self._means: dict[str, float] = {}
 
     def count(self, sums: Mapping[str, Tensor], weights: Mapping[str, Number] | None, rows: int) -> None:
         """Add the losses and weights of one micro-batch."""
@@ -106,7 +104,7 @@ class Sums:
     ) -> Apart:
         """Make gradient sums of this plan that are held beside `.grad`."""
         return Apart(
-            self.task.parameters,
+            self.task.network.parameters,
             dtype=self.plan.accumulation_dtype,
             names=names,
             compensated=self.plan.compensated,
@@ -147,9 +145,7 @@ class Sums:
         """
         if self.agreed is not None:  # all ranks have checked theirs
             known = to_host(weights)
-            for name, weight in known.items():
-                divisor = 1 if self.task.loss.divided else weight
-                self._means[name] = self.agreed.totals[name] / divisor if weight else math.nan
+            self._totals = {name: self.agreed.totals[name] for name in known}
             return known, all_to_host(others)
         weighed = self.weights if weights else []
         sums = [one[name] for name in weights for one in self.values]
@@ -162,9 +158,7 @@ class Sums:
             values = [next(found) for _ in self.values]
             if not (is_dry or all(map(math.isfinite, values))) and weight:
                 self._refuse(values, name)
-            divisor = 1 if self.division.is_divided else weight
             self._totals[name] = math.fsum(values)
-            self._means[name] = self._totals[name] / divisor if weight else math.nan
         return known, [*found]
 
     def _check(self, known: Mapping[str, float], hosted: Sequence[Mapping[str, float]]) -> None:
@@ -204,13 +198,15 @@ class Sums:
 
     def value(self, weights: Mapping[str, float]) -> tuple[float, Mapping[str, float]]:
         """Return the loss of all rows, and that of each term; after `read`."""
-        used: list[float] = []
-        for name, value in self._means.items():
-            if weights.get(name):
-                # A rank without rows has decided no division.
-                coefficients = self.division.coefficients or self.task.loss.coefficients
-                used.append(coefficients.get(name, 1.0) * value)
-        return (math.fsum(used) if used else math.nan), self._means
+        is_divided = self.division.is_divided if self.agreed is None else self.task.loss.divided
+        means: dict[str, float] = {}
+        for name, total in self._totals.items():
+            weight = weights.get(name)
+            means[name] = total / (1 if is_divided else weight) if weight else math.nan
+        # A rank without rows has decided no division.
+        coefficients = self.division.coefficients or self.task.loss.coefficients
+        used = [coefficients.get(name, 1.0) * mean for name, mean in means.items() if weights.get(name)]
+        return (math.fsum(used) if used else math.nan), means
 
     def tally(self) -> Tally:
         """Return the weights and summed losses of one rank, to be added to those of others.
@@ -220,7 +216,7 @@ class Sums:
         """
         weights, _ = self.read(self.weigh())
         chosen = self.plan.accumulation_dtype
-        like = {p: accumulation_dtype(p.dtype, chosen) for p in self.task.parameters}
+        like = {p: accumulation_dtype(p.dtype, chosen) for p in self.task.network.parameters}
         return Tally(weights, self._totals, self.division.divisors is not None, like)
 
     def undivided(self) -> Undivided:

@@ -1,7 +1,7 @@
 """Task: model, loss, optimizers and batch, checked, and gathered anew if they change."""
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.batchnorm import BatchNorm, find_batch_norms, frozen_batch_norms
+from anybatch.batchnorm import BatchNorm, frozen_batch_norms
 from anybatch.core import (
     Batch,
     BatchError,
@@ -32,7 +32,8 @@ from anybatch.core import (
     torch_private as private,
     tree,
 )
-from anybatch.engine.gradients import accumulation_dtype, is_own_hook
+from anybatch.engine.gradients import is_own_hook
+from anybatch.engine.network import Network
 from anybatch.engine.observer import Observer, Reader
 from anybatch.engine.plan import Plan
 from anybatch.engine.strategy import Single, Strategy
@@ -40,7 +41,7 @@ from anybatch.engine.update import check_optimizers, check_schedulers, learning_
 from anybatch.losses import Loss, SummedLoss, WholeBatch, check_loss, module_of, resolve
 from anybatch.precision import LossScale, Masters, Precision, Working
 from anybatch.recompute import apply_policies
-from anybatch.state import Effects, ModuleState, Reachable
+from anybatch.state import Effects, Reachable
 
 BeforeCut = Callable[["Task", Batch, Plan, int], None]
 
@@ -80,16 +81,10 @@ class Task:
     """The parts that a plan is carried out on."""
 
     model: nn.Module
-    modules: Sequence[nn.Module]  # the modules of the model and of the loss
     loss: Loss
+    network: Network  # the modules and parameters of both
     optimizers: Sequence[Optimizer]  # updated in this order
     schedulers: Sequence[LRScheduler]  # stepped once per update, after the optimizers
-    parameters: Sequence[nn.Parameter]  # the trainable parameters of the optimizers
-    # parameters of the model, or in closures of the loss, that no optimizer here owns, and frozen ones; their
-    # `.grad` takes no part in the update and is left alone
-    others: Sequence[nn.Parameter]
-    batch_norms: Sequence[BatchNorm]  # modules in which rows meet, as they stand
-    devices: Set[torch.device]  # where the parameters of the model are
     listeners: Sequence[Listener]
     # called with this task, the batch, its plan and a number of rows that may fit, before a batch that was
     # not to be cut is cut after all; raises where that would change the result
@@ -104,29 +99,7 @@ class Task:
     reader: Reader | None = None
     # in the plan of a window, rows of one `add`, whose sums are held apart, too; 0 for a step
     add_rows: int = 0
-    state: ModuleState = field(init=False)  # of the modules, which a step notes before it begins
-    everyone: Sequence[nn.Parameter] = field(init=False)
-    reached: Sequence[nn.Parameter] = field(init=False)  # not ours, but backward may reach them
-    trained: Set[nn.Parameter] = field(init=False)
-    uncut_loss: Loss = field(init=False)
-    is_wide: bool = field(init=False)  # no dtype is narrower than that of its gradient's sum
-    is_shown: bool = field(init=False)  # an observer wants each micro-batch's gradients, now or later
-    kinds: Set[str] = field(init=False)  # of the devices that compute
-    is_static: bool = field(init=False)  # compiled, anew for each number of rows
-    made: dict[Any, Any] = field(init=False)  # what is made once for a plan: `engine.part.Ways`
-
-    def __post_init__(self) -> None:
-        put = partial(object.__setattr__, self)
-        put("made", {})
-        put("state", ModuleState(self.modules))
-        put("everyone", (*self.parameters, *self.others))
-        put("reached", tuple([p for p in self.others if p.requires_grad]))
-        put("trained", frozenset(self.parameters))
-        put("uncut_loss", self.loss.uncut())
-        put("is_wide", all(accumulation_dtype(p.dtype) == p.dtype for p in self.parameters))
-        put("is_shown", any(one.wants_micro for one in self.observers))
-        put("is_static", any(map(private.is_static, self.model.modules())))
-        put("kinds", {device.type for device in self.devices} - {"meta"})
+    made: dict[Any, Any] = field(init=False, default_factory=dict[Any, Any])  # for a plan: `Ways`
 
     def tell(self, event: Event) -> None:
         """Call the listeners; what one of them raises after the update says that it was made."""
@@ -155,12 +128,14 @@ class Task:
     def is_synced(self, plan: Plan) -> bool:
         """Return True if rows of all ranks meet in a SyncBatchNorm, so that no forward may run twice."""
         is_many = self.strategy.is_many and plan.batch_norm is None
-        return is_many and any(isinstance(norm, nn.SyncBatchNorm) for norm in self.batch_norms)
+        return is_many and self.network.is_synced
 
     def names(self) -> dict[nn.Parameter, str]:
         """Return the trained parameters and their names in the model; positions where the loss holds them."""
         names = {one: private.plain_name(name) for name, one in self.model.named_parameters()}
-        return {one: names.get(one, f"parameter {index}") for index, one in enumerate(self.parameters)}
+        return {
+            one: names.get(one, f"parameter {index}") for index, one in enumerate(self.network.parameters)
+        }
 
 
 def check_parts(
@@ -222,21 +197,12 @@ def gather(
     resolved = resolve(loss)
     if strategy.is_many and isinstance(resolved, WholeBatch):
         resolved = replace(resolved, gather=strategy.gather)
-    modules = list(dict.fromkeys([*model.modules(), *module_of(loss).modules()]))
-    inside, trained = _parameters_of(modules), frozenset(trainable)
-    # Backward reaches those in closures of the loss, such as a GAN's other network: their `.grad` is kept.
-    beside = _parameters_of(Reachable([loss]).modules)
     return Task(
         model=model,
-        modules=modules,
         loss=resolved,
+        network=Network.of(model, loss, held, is_mixed=resolved.divided),
         optimizers=optimizers,
         schedulers=schedulers,
-        parameters=trainable,
-        others=[p for p in dict.fromkeys((*inside, *held, *beside)) if p not in trained],
-        # In a loss that sees all rows at once they do not depend on the cut.
-        batch_norms=find_batch_norms(model.modules() if resolved.divided else modules),
-        devices={p.device for p in inside},
         listeners=listeners,
         before_cut=before_cut,
         effects=effects,
@@ -254,7 +220,7 @@ def refuse_hooks(task: Task) -> None:
     Raises:
         OptimizerError: one was found. It runs in every micro-batch, and nothing can undo it.
     """
-    found = private.hooks_after_accumulation([*task.parameters, *task.reached])
+    found = private.hooks_after_accumulation([*task.network.parameters, *task.network.reached])
     if strange := [one for one in found if not is_own_hook(one)]:
         name = getattr(strange[0], "__qualname__", type(strange[0]).__name__)
         raise OptimizerError(
@@ -266,7 +232,7 @@ def refuse_hooks(task: Task) -> None:
 
 def context(plan: Plan, task: Task) -> AbstractContextManager[object]:
     """Set what holds throughout a step: arithmetic switches, frozen BatchNorms, policies of blocks."""
-    norms = task.batch_norms if plan.batch_norm == "frozen" else ()
+    norms = task.network.batch_norms if plan.batch_norm == "frozen" else ()
     if norms or plan.blocks or plan.precision.compute == "tf32" or plan.precision.is_short:
         return _context(plan, task, norms)
     return _NOTHING
@@ -295,12 +261,12 @@ class Signature:
     """
 
     def __init__(self, task: Task, loss: object) -> None:
-        self._optimizers, self._others = task.optimizers, task.others
-        self._held = () if task.optimizers else task.parameters
-        self._norms = [module for module in task.modules if isinstance(module, BatchNorm)]
-        self._tables = [private.children_of(one) for one in task.modules]
-        self._tables += [private.parameters_of(one) for one in task.modules]
-        self._attributes = [vars(module) for module in task.modules]
+        self._optimizers, self._others = task.optimizers, task.network.others
+        self._held = () if task.optimizers else task.network.parameters
+        self._norms = [module for module in task.network.modules if isinstance(module, BatchNorm)]
+        self._tables = [private.children_of(one) for one in task.network.modules]
+        self._tables += [private.parameters_of(one) for one in task.network.modules]
+        self._attributes = [vars(module) for module in task.network.modules]
         if isinstance(loss, nn.Module):
             self._tables += [vars(loss), private.buffers_of(loss)]
         elif isinstance(loss, partial):
@@ -330,10 +296,6 @@ _training = attrgetter("training")
 _wants = attrgetter("requires_grad")
 
 
-def _parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    return [p for one in modules for p in private.parameters_of(one).values() if p is not None]
-
-
 def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = False) -> Batch:
     """Check a batch, before anything is touched; `anywhere` where only its shapes matter, not its device.
 
@@ -353,20 +315,20 @@ def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = F
         )
     # Where the loss is the caller's own function, that may move rows itself.
     if isinstance(task.loss, SummedLoss) and not anywhere:
-        strange = {leaf.device for leaf in logical.leaves} - task.devices
-        if strange and task.devices:
+        known = task.network.devices
+        strange = {leaf.device for leaf in logical.leaves} - known
+        if strange and known:
             advice = (
                 "Move the batch there with .to(device), or write the loss as a function (model, micro) that "
                 "moves each micro-batch."
             )
-            if any(device.type == "meta" for device in task.devices):
+            if any(device.type == "meta" for device in known):
                 advice = (
                     'To plan, name the device to plan for, as in device="cuda" or --device cuda; to run the '
                     "model, give it real weights, as in model.to_empty(device=...)."
                 )
             raise BatchError(
-                f"Expected the batch on the model's device {_names(task.devices)}, got {_names(strange)}. "
-                f"{advice}"
+                f"Expected the batch on the model's device {_names(known)}, got {_names(strange)}. {advice}"
             )
     return logical
 

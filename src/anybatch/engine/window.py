@@ -65,6 +65,7 @@ class Accumulation:
     __slots__ = (
         "__weakref__",
         "_before",
+        "_has_written",
         "_is_whole",
         "_phase",
         "_rows",
@@ -79,7 +80,7 @@ class Accumulation:
         self._task, self._settings, self._is_whole = task, settings, batch is not None
         self._before: Snapshot = snapshot(task, OpenBatch() if batch is None else batch)
         self._sums = Sums(settings, task, batch)
-        self._phase, self._rows = "open", 0
+        self._phase, self._rows, self._has_written = "open", 0, False
         self._share: Share | None = None  # returns the loss of some rows; of a window
         self._skipped: NonFiniteLossError | None = None
 
@@ -97,10 +98,10 @@ class Accumulation:
             ways = Ways.of(plan, task, is_whole=is_whole, is_dry=is_dry)
             part = Part(task, ways, batch, window, share=self._share, tried=tried)
             try:
-                clear(task.everyone if is_whole else task.reached)
+                clear(task.network.everyone if is_whole else task.network.reached)
                 fold(part, before)
-                if task.reached and not is_whole:
-                    before.put_gradients_back(task.reached)
+                if task.network.reached and not is_whole:
+                    before.put_gradients_back(task.network.reached)
                 return part
             except Restart as again:
                 put_back(before, part.sums)
@@ -174,7 +175,7 @@ class Accumulation:
         gradient = task.strategy.reduce(sums.finish(weights))
         observe(gradient, task)
         for parameter, found in self._before.gradients_found() if is_ours else ():
-            if parameter in task.trained:
+            if parameter in task.network.trained:
                 gradient[parameter] = found + gradient[parameter] if parameter in gradient else found.clone()
         values = [*gradient.values()]
         size = norm_of(values)
@@ -231,7 +232,7 @@ class Accumulation:
             reader.begin_update()
             with label_for_profiler()("anybatch.update"), task.masters.raised(gradient, task.optimizers):
                 step_optimizers(gradient, task.optimizers, plan.foreach)
-                self._phase, sums.is_updated = "updated", True
+                self._phase, self._has_written = "updated", True
                 task.progress.updates += 1
             reader.update_done()
             task.scale.updated()
@@ -244,10 +245,10 @@ class Accumulation:
                 if observer.wants_updated:
                     observer.updated({name: parameter for parameter, name in task.names().items()})
         except TornUpdateError as torn:  # nothing can be put back
-            self._phase, sums.is_updated = "updated", True
+            self._phase, self._has_written = "updated", True
             raise torn.error from None
         except BaseException as error:
-            if sums.is_updated:
+            if self._has_written:
                 note_update(error, task.progress.updates)
             raise
         return report
@@ -295,12 +296,12 @@ class Accumulation:
         if self._phase == "open":
             put_back(self._before, sums, error)
         else:
-            if sums.is_updated:
-                clear(task.parameters)
+            if self._has_written:
+                clear(task.network.parameters)
             else:
-                self._before.put_gradients_back(task.parameters)
+                self._before.put_gradients_back(task.network.parameters)
             if self._is_whole:  # a step has cleared theirs, too
-                self._before.put_gradients_back(task.others)
+                self._before.put_gradients_back(task.network.others)
         self._phase = "closed"
         sums.gradients = None  # a closed window that someone still holds keeps no gradient
 
@@ -429,7 +430,13 @@ def snapshot(task: Task, batch: Batch) -> Snapshot:
     said = ""
     for _ in range(2):
         try:
-            return Snapshot(task.state, task.effects, parameters=task.everyone, rows=rows, draws=batch.draws)
+            return Snapshot(
+                task.network.state,
+                task.effects,
+                parameters=task.network.everyone,
+                rows=rows,
+                draws=batch.draws,
+            )
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise

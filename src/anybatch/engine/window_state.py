@@ -17,7 +17,7 @@ _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, Runt
 
 def write(sums: Sums, loss: object, *, rows: int, is_skipped: bool) -> dict[str, Any]:
     """Return all that a window needs to go on elsewhere: plain values, and copies of tensors on the CPU."""
-    position = {parameter: index for index, parameter in enumerate(sums.task.parameters)}
+    position = {parameter: index for index, parameter in enumerate(sums.task.network.parameters)}
 
     def plain(banks: Mapping[str, Gradient]) -> dict[str, dict[int, Any]]:
         return {
@@ -36,7 +36,7 @@ def write(sums: Sums, loss: object, *, rows: int, is_skipped: bool) -> dict[str,
     return {
         "format": FORMAT,
         "made": _conditions(sums, loss),
-        "bits": _bits(sums.task.parameters),
+        "bits": _bits(sums.task.network.parameters),
         "rows": rows,
         "is_skipped": is_skipped,
         "cut": list(sums.rows),
@@ -89,7 +89,7 @@ def _check(state: Mapping[str, Any], sums: Sums, loss: object) -> None:
             f"Expected the state of a window of this step, got one of another: {'; '.join(changed)}. Make "
             "model, loss and step as they were when it was saved."
         )
-    pairs = zip(state["bits"], _bits(sums.task.parameters), state["made"]["parameters"], strict=True)
+    pairs = zip(state["bits"], _bits(sums.task.network.parameters), state["made"]["parameters"], strict=True)
     moved = [form for was, now, form in pairs if was != now]
     if moved:
         raise CheckpointError(
@@ -106,7 +106,7 @@ def _conditions(sums: Sums, loss: object) -> dict[str, Any]:
     return {
         "parameters": [
             f"{names.get(one, 'not of the model')} {str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}"
-            for one in task.parameters
+            for one in task.network.parameters
         ],
         "precision": str(settings.precision),
         "non_finite": settings.non_finite,
@@ -151,7 +151,7 @@ def _restore(state: Mapping[str, Any], sums: Sums) -> tuple[int, bool]:
         raise ValueError(f"gradients of {list(found['banks'])}, not of {list(fold.get('coefficients', ()))}")
 
     def by_parameter(values: Mapping[int, Any]) -> Gradient:
-        pairs = [(task.parameters[int(position)], value) for position, value in values.items()]
+        pairs = [(task.network.parameters[int(position)], value) for position, value in values.items()]
         chosen = sums.plan.accumulation_dtype
         return {p: _tensor(value, p, accumulation_dtype(p.dtype, chosen)) for p, value in pairs}
 

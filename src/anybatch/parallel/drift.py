@@ -50,7 +50,7 @@ class Drift:
         self._same = {
             "optimizer": optimizers_of(task),
             "schedulers": schedulers_of(task),
-            "weights": _part(task.everyone, self._turn),
+            "weights": _part(task.network.everyone, self._turn),
             "optimizer state": _part(state_of(task), self._turn),
         }
 
@@ -79,7 +79,7 @@ class Drift:
     def _notice(self, task: Task) -> None:
         containers = [part for one in task.optimizers for part in (one.state, one.param_groups)]
         is_new = [*map(id, containers)] != [*map(id, self._containers)]
-        versions = private.versions(task.everyone)
+        versions = private.versions(task.network.everyone)
         steps = [new - old for new, old in zip(versions, self._versions, strict=False)]
         is_known = not any(steps) or not self._steps or steps == self._steps
         self.is_touched = bool(self._containers) and (is_new or not is_known)

@@ -29,8 +29,8 @@ def fingerprint(
     buffers = [one for place, one in enumerate(buffers_of_model(task)) if place not in written]
     return {
         "torch": torch.__version__,
-        "model": _hash([(names[p], tuple(p.shape), str(p.dtype)) for p in task.parameters]),
-        "weights": _hash([checksum(p) for p in (*task.parameters, *task.model.parameters())]),
+        "model": _hash([(names[p], tuple(p.shape), str(p.dtype)) for p in task.network.parameters]),
+        "weights": _hash([checksum(p) for p in (*task.network.parameters, *task.model.parameters())]),
         "optimizer": optimizers_of(task),
         "optimizer state": _hash([*map(checksum, state_of(task))]),
         "buffers": _hash([*map(checksum, buffers)]),
@@ -69,7 +69,9 @@ def loss_of(task: Task, batch: Batch | None = None) -> str:
         values = []
     elif not settings:
         inside = {*task.model.modules()}
-        values = [one for module in task.modules if module not in inside for one in module.buffers(False)]
+        values = [
+            one for module in task.network.modules if module not in inside for one in module.buffers(False)
+        ]
     sums = [checksum(one) for one in values if isinstance(one, Tensor)]
     return _hash([type(task.loss).__name__, *task.loss.coefficients.items(), *_plain(settings), *sums])
 

@@ -159,11 +159,12 @@ class ParameterServer(Single):
             "a loss scale (fp16), which each worker would choose by itself": settings.precision.loss_scale
             is not None,
             'BatchNorm in training mode; Pass Step(batch_norm="frozen") for the running statistics, or use '
-            "ab.batch_norm_to_group_norm(model)": bool(task.batch_norms) and settings.batch_norm != "frozen",
-            "a compiled model": task.is_static,
+            "ab.batch_norm_to_group_norm(model)": bool(task.network.batch_norms)
+            and settings.batch_norm != "frozen",
+            "a compiled model": task.network.is_static,
             "observers=, which look at gradients that only workers have": bool(task.observers),
             "gradients from before the step; Call optimizer.zero_grad()": any(
-                p.grad is not None for p in task.parameters
+                p.grad is not None for p in task.network.parameters
             ),
         }
         for text, is_there in odd.items():
@@ -228,8 +229,8 @@ class ParameterServer(Single):
             ) from None
         updated = any(weights.values())
         if updated:
-            scheduler.layout.write(values, task.parameters)
-            self._known = contents(task.parameters)
+            scheduler.layout.write(values, task.network.parameters)
+            self._known = contents(task.network.parameters)
             self._updated(task)
         report = _report(folded, weights, norm, task, began, updated=updated)
         return replace(report, learning_rate=learning_rate)  # before the schedulers' step
@@ -259,7 +260,7 @@ class ParameterServer(Single):
     def _prepared(self, task: Task, settings: Plan, remote: Callable[[str], Any]) -> Scheduler:
         fixed, modes = fixed_of(task), settings_of(task)
         shapes = [(one.shape, one.dtype) for one in fixed]
-        made_of: list[Any] = [*map(id, (*task.parameters, *task.optimizers)), shapes, len(modes)]
+        made_of: list[Any] = [*map(id, (*task.network.parameters, *task.optimizers)), shapes, len(modes)]
         made_of.append({**task.loss.coefficients})
         now = modes, contents(fixed)
         if self._scheduler is None or made_of != self._made_of:
@@ -276,33 +277,37 @@ class ParameterServer(Single):
                     one.register_step_pre_hook(self.hand_back),
                 )
             ]
-            self._optimizers, self._parameters = task.optimizers, task.parameters
+            self._optimizers, self._parameters = task.optimizers, task.network.parameters
             self._outside = OutsideValues(task)
         elif now != self._fixed:
             self._scheduler.fix(modes, fixed)
         self._outside.refuse_changes()
         self._fixed = now
-        if not self._is_loaded or self._known != contents(task.parameters):
+        if not self._is_loaded or self._known != contents(task.network.parameters):
             scheduler, layout = self._scheduler, self._scheduler.layout
             shards = range(self.servers)
             for one in task.optimizers if not self._is_loaded else ():
                 one.state_dict()  # fetches state from the servers of another step
             state: dict[Any, Any] = {p: s for one in task.optimizers for p, s in one.state.items()}
-            values = [layout.flat(task.parameters, shard, layout.dtype) for shard in shards]
-            states = [layout.split(state, task.parameters, shard) for shard in shards]
+            values = [layout.flat(task.network.parameters, shard, layout.dtype) for shard in shards]
+            states = [layout.split(state, task.network.parameters, shard) for shard in shards]
             here = [one for _, one in scheduler.snapshots]  # if only the parameters changed
             scheduler.load(values, here if self._is_loaded else states)
             self._is_loaded = True
-            self._known = contents(task.parameters)
+            self._known = contents(task.network.parameters)
         return self._scheduler
 
     def _started(self, task: Task, settings: Plan, remote: Callable[[str], Any]) -> Scheduler:
         if self._compression is not None:
             self._compression.check(task.optimizers)
         layout = Layout.of(
-            task.parameters, task.optimizers, self.servers, settings.accumulation_dtype, self._compression
+            task.network.parameters,
+            task.optimizers,
+            self.servers,
+            settings.accumulation_dtype,
+            self._compression,
         )
-        device = self._device or task.parameters[0].device.type
+        device = self._device or task.network.parameters[0].device.type
         if self._scheduler is not None:
             warnings.warn(
                 "Expected the trained parameters and optimizers of the last step, got others: servers and "

@@ -77,8 +77,8 @@ class Replicate(Single):
                 "gradients or statistics of a SyncBatchNorm were summed. Start all ranks again from the last "
                 "checkpoint."
             )
-        if task.optimizers and any(p.grad is not None for p in task.parameters):
-            found = [task.names()[p] for p in task.parameters if not _is_zero(p.grad)]
+        if task.optimizers and any(p.grad is not None for p in task.network.parameters):
+            found = [task.names()[p] for p in task.network.parameters if not _is_zero(p.grad)]
             if found:
                 raise PlanError(
                     f"Expected no gradients before a step on several ranks, got some of {found[:3]}: they "
@@ -94,7 +94,7 @@ class Replicate(Single):
                 _refuse_sync_batch_norm(task.model)
             if self.compression is not None:
                 self.compression.check(task.optimizers)
-            self._device = task.parameters[0].device
+            self._device = task.network.parameters[0].device
             self._fingerprint = fingerprint(task, settings, self.compression)
         self._task, self._settings = task, settings
         self.drift.begin(task, is_first=not self._is_known)
@@ -105,7 +105,7 @@ class Replicate(Single):
         Raises:
             PlanError: a rank has none, or several; or a layer adds over other ranks than this step.
         """
-        norms = [norm for norm in task.batch_norms if isinstance(norm, nn.SyncBatchNorm)]
+        norms = [norm for norm in task.network.batch_norms if isinstance(norm, nn.SyncBatchNorm)]
         named = names_of_batch_norms(task.model, norms)
         mine = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         if any(dist.get_process_group_ranks(one.process_group or dist.group.WORLD) != mine for one in norms):
@@ -177,8 +177,8 @@ class Replicate(Single):
             "dropped": sums.dropped,
             "scale": sums.task.scale.state(),
             "layout": [
-                len(sums.task.parameters),
-                sum(p.numel() for p in sums.task.parameters),
+                len(sums.task.network.parameters),
+                sum(p.numel() for p in sums.task.network.parameters),
                 sums.task.progress.updates,
             ],
             "drift": self.drift.message(sums),

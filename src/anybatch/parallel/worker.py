@@ -97,14 +97,14 @@ class Worker:
         return self._step.task()
 
     def _here(self, rows: Any, task: Task) -> Any:
-        device = task.parameters[0].device
+        device = task.network.parameters[0].device
         return rows if self._step.collate else tree.map_leaves(lambda leaf: leaf.to(device), rows)
 
     def fix(self, settings: Sequence[Mapping[str, Any]], *tensors: Tensor) -> None:
         """Set the state that is not trained, as returned by `settings_of` and `fixed_of`."""
         try:
             task = self._task()
-            for module, given in zip(task.modules, settings, strict=True):
+            for module, given in zip(task.network.modules, settings, strict=True):
                 vars(module).update(given)
             with torch.no_grad():
                 for mine, value in zip(fixed_of(task), tensors, strict=True):
@@ -129,18 +129,18 @@ class Worker:
         """
         task = self._task()
         if version != self._version:
-            self._layout.write(values, task.parameters)
+            self._layout.write(values, task.network.parameters)
             self._version = version
         with _seeded(seed):
             self._step.fold(self._here(rows, task), self._take)
         self._refuse_writes()
-        terms, folded = self._banks or [[None] * len(task.parameters)], self._folded
+        terms, folded = self._banks or [[None] * len(task.network.parameters)], self._folded
         self._folded, self._banks = None, []
         return self._pushed(folded, [self._sums(terms, shard) for shard in range(len(self._layout.pieces))])
 
     def _take(self, sums: Sums) -> None:
         here, (banks, coefficients) = sums.tally(), sums.undivided()
-        parameters: Sequence[nn.Parameter] = sums.task.parameters
+        parameters: Sequence[nn.Parameter] = sums.task.network.parameters
         self._banks = [[bank.get(p) for p in parameters] for bank in banks]
         self._folded = Folded(
             weights=here.weights,
@@ -169,7 +169,7 @@ class Worker:
         """
         task = self._task()
         versions, values = pulled[::2], pulled[1::2]
-        self._layout.write(values, task.parameters)
+        self._layout.write(values, task.network.parameters)
         for optimizer, groups in zip(task.optimizers, options, strict=True):
             for group, given in zip(optimizer.param_groups, groups, strict=True):
                 group.update(given)
@@ -186,7 +186,7 @@ class Worker:
             steps=max(1, sum(report.updated for report in reports)),
         )
         moved = [
-            (self._layout.flat(task.parameters, shard, self._layout.dtype) - before)[np.newaxis]
+            (self._layout.flat(task.network.parameters, shard, self._layout.dtype) - before)[np.newaxis]
             for shard, before in enumerate(values)
         ]
         return self._pushed(folded, moved)
@@ -213,13 +213,17 @@ def added(several: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def fixed_of(task: Task) -> list[Tensor]:
     """Return tensors that workers read and servers do not update: other parameters, and buffers."""
-    return [*task.others, *[one for module in task.modules for one in module.buffers(recurse=False)]]
+    return [
+        *task.network.others,
+        *[one for module in task.network.modules for one in module.buffers(recurse=False)],
+    ]
 
 
 def settings_of(task: Task) -> list[dict[str, Any]]:
     """Return modes, numbers and strings of each module: they may change between steps."""
     return [
-        {name: value for name, value in vars(module).items() if _is_plain(value)} for module in task.modules
+        {name: value for name, value in vars(module).items() if _is_plain(value)}
+        for module in task.network.modules
     ]
 
 
@@ -230,7 +234,7 @@ class OutsideValues:
         found = Reachable([task.loss, task.model])
         named = set[str]().union(*[names for _, names in found.scopes])
         groups = [group for one in task.optimizers for group in one.param_groups]  # sent to workers
-        own = {id(one) for one in (*map(vars, task.modules), *groups)}
+        own = {id(one) for one in (*map(vars, task.network.modules), *groups)}
         tables = [(one, named) for one in found.containers if isinstance(one, dict) and id(one) not in own]
         self._read = [(one, sorted(names & one.keys())) for one, names in (*found.scopes, *tables)]
         self._cells = [cell for cell in found.cells if cell != CellType()]  # filled

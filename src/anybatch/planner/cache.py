@@ -60,7 +60,7 @@ class Budget:
             if found is None:
                 num_bytes = parse_memory(self.memory, device_of(task))
                 found = self._measured[key] = Measured(num_bytes, races=self.memory == "auto")
-            found.devices = task.devices
+            found.devices = task.network.devices
             self._last = task, kind, found
         return self._last[2]
 
@@ -127,7 +127,7 @@ def for_device(request: Request, memory: str | int | None, device: str | torch.d
 
 
 def _refuse_lazy(task: Task) -> None:
-    lazy = [type(one).__name__ for one in task.modules if isinstance(one, LazyModuleMixin)]
+    lazy = [type(one).__name__ for one in task.network.modules if isinstance(one, LazyModuleMixin)]
     if lazy:
         raise PlanError(
             f"Expected modules whose shapes are known where memory is planned, got {lazy[0]}. Run one "
@@ -146,17 +146,17 @@ def _key(request: Request) -> str:
 
 def _signature(task: Task) -> str:
     """Hash trained parameters, modes and optimizer settings, which change the bytes of a step."""
-    trained = set(task.parameters)
+    trained = set(task.network.parameters)
     # Positions, not a count: other parameters may need other activations.
-    places = [p in trained for one in task.modules for p in one.parameters(recurse=False)]
-    sizes = [parameter.numel() * parameter.element_size() for parameter in task.parameters]
-    training = "".join(["et"[module.training] for module in task.modules])
+    places = [p in trained for one in task.network.modules for p in one.parameters(recurse=False)]
+    sizes = [parameter.numel() * parameter.element_size() for parameter in task.network.parameters]
+    training = "".join(["et"[module.training] for module in task.network.modules])
     settings = [
         (type(one).__name__, [_switches(group) for group in one.param_groups]) for one in task.optimizers
     ]
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     casts = [str(torch.get_autocast_dtype(kind)) for kind in kinds]
-    found = [p.grad for p in (*task.parameters, *task.others) if p.grad is not None]
+    found = [p.grad for p in (*task.network.parameters, *task.network.others) if p.grad is not None]
     held = sum(one.untyped_storage().nbytes() for one in found if one.layout is torch.strided)
     known = f"{places} {sizes} {training} {settings} {casts}{held or ''}"
     return hashlib.sha256(known.encode()).hexdigest()[:16]
@@ -172,7 +172,7 @@ def _switches(group: Mapping[str, Any]) -> list[tuple[str, bool | None]]:
 
 def device_of(task: Task) -> Device:
     """Return the device whose memory the budget limits: the model's. Raise PlanError if it has several."""
-    found = {device for device in task.devices if device.type != "meta"}
+    found = {device for device in task.network.devices if device.type != "meta"}
     if len(found) > 1:
         raise PlanError(
             f"Expected a model on one device for a memory budget, got {sorted(map(str, found))}. "

@@ -42,7 +42,7 @@ class Request:
     def depends_on_cut(self) -> bool:
         """True if the result depends on the chosen cut: BatchNorm of micro-batches."""
         is_chosen = not self.cut_refused and not self.sizes
-        return is_chosen and self.like.batch_norm == "micro" and bool(self.task.batch_norms)
+        return is_chosen and self.like.batch_norm == "micro" and bool(self.task.network.batch_norms)
 
     @property
     def largest(self) -> int:
@@ -200,8 +200,8 @@ def without_single_rows(request: Request) -> Request:
 
 
 def _computes_in_half(task: Task) -> bool:
-    kinds = {device.type for device in task.devices} - {"meta"}
+    kinds = {device.type for device in task.network.devices} - {"meta"}
     if any(torch.is_autocast_enabled(kind) for kind in kinds):
         return True
-    sizes = [p.element_size() for p in task.parameters]
+    sizes = [p.element_size() for p in task.network.parameters]
     return bool(sizes) and sum(size == 2 for size in sizes) > len(sizes) / 2

@@ -103,7 +103,9 @@ class Measured(Reader):
         states = sum(len(one.state) for one in task.optimizers)
         if self._static[:2] != (task, states) or self.steps < FROZEN:
             self._static = task, states, _static_bytes(task)
-        found = [p.grad for p in task.everyone if p.grad is not None and p.grad.layout is torch.strided]
+        found = [
+            p.grad for p in task.network.everyone if p.grad is not None and p.grad.layout is torch.strided
+        ]
         # Existing gradients are kept and added to the step's, hence twice.
         return self._static[2] + sum(one.nbytes for one in (*getattr(batch, "leaves", ()), *found, *found))
 
@@ -360,17 +362,19 @@ def length_of(batch: Batch) -> int:
 
 def may_be_read(task: Task) -> bool:
     """Return True if readings of micro-batches suffice to predict the memory of a step."""
-    unread = any(isinstance(one, LazyModuleMixin) or getattr(one, "sparse", False) for one in task.modules)
+    unread = any(
+        isinstance(one, LazyModuleMixin) or getattr(one, "sparse", False) for one in task.network.modules
+    )
     is_read = isinstance(task.loss, WholeBatch) or is_one_pass(task.loss, task.model)
-    return is_read and not unread and len(task.devices) == 1
+    return is_read and not unread and len(task.network.devices) == 1
 
 
 def _static_bytes(task: Task) -> int:
-    held: list[Any] = [*task.everyone, *task.masters.tensors]
-    for module in task.modules:
+    held: list[Any] = [*task.network.everyone, *task.masters.tensors]
+    for module in task.network.modules:
         held += [*private.buffers_of(module).values()]
     for optimizer in task.optimizers:
         held += private.pytree.tree_leaves([*optimizer.state.values()])
     found = [one for one in held if isinstance(one, Tensor) and one.layout is torch.strided]
-    here = [one.untyped_storage() for one in found if one.device in task.devices]
+    here = [one.untyped_storage() for one in found if one.device in task.network.devices]
     return sum({one.data_ptr(): one.nbytes() for one in here}.values())

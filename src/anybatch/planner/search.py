@@ -47,7 +47,7 @@ class _Search:
         least = self._least()
         if least.peak <= self._limit:
             return self._report(least, [])
-        raise refusal(least, self._limit, self._request.task.batch_norms, self._request.cut_refused)
+        raise refusal(least, self._limit, self._request.task.network.batch_norms, self._request.cut_refused)
 
     def _options(self) -> list[Option]:
         candidates = self._candidates

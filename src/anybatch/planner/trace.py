@@ -160,16 +160,16 @@ def trace(
     target = device_of(task, device)
     sizes = run_sizes(plan, task.loss, task.model)
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
-    parameters = [*task.parameters, *task.others]
+    parameters = [*task.network.parameters, *task.network.others]
     collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
-    roots = [task.model, task.loss, *task.modules, *task.optimizers, *collate]
+    roots = [task.model, task.loss, *task.network.modules, *task.optimizers, *collate]
     with (
         _ONE_AT_A_TIME,  # `drop_left_fakes` acts on all threads
         private.disable_current_modes(),  # hides the trace from a meter around it
         undisturbed(parameters, roots) as snapshot,
         dense_only(parameters),
     ):
-        modules = list(dict.fromkeys((*task.modules, *snapshot.modules)))
+        modules = list(dict.fromkeys((*task.network.modules, *snapshot.modules)))
         run = partial(run_on_fakes, rows=plan.rows, task=task, batch=batch, target=target, modules=modules)
         known = task.effects.buffers
         recording, found, wrongly = run(reduced, idle=idle)
@@ -207,8 +207,10 @@ def run_on_fakes(
     mode = FakeMode()
     with replaced_by_fakes(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)
-        twins = {parameter: fakes.of(parameter) for parameter in (*task.parameters, *task.others)}
-        own = [one for slots in task.state.buffers for one in slots.values() if one is not None]
+        twins = {
+            parameter: fakes.of(parameter) for parameter in (*task.network.parameters, *task.network.others)
+        }
+        own = [one for slots in task.network.state.buffers for one in slots.values() if one is not None]
         buffers = [(one, fakes.of(one), private.version(fakes.of(one))) for one in own if not is_lazy(one)]
         lacks = {fakes.of(parameter) for parameter in idle}
         del fakes  # frees tensors that a forward may replace
@@ -244,7 +246,7 @@ def run_on_fakes(
                 if private.version(twin) != version or id(twin) in mode.statistics
             ]
         )
-        found = frozenset(p for p in task.parameters if twins[p] not in updated)
+        found = frozenset(p for p in task.network.parameters if twins[p] not in updated)
         return meter.recording, found, any(twins[p] in made for p in found)
 
 
@@ -256,7 +258,7 @@ def device_of(task: Task, device: torch.device | str | None) -> torch.device:
     """Return the device asked for; the model's if None."""
     if device is not None:
         return torch.device(device)
-    return next((one for one in task.devices if one.type != "meta"), torch.device("cpu"))
+    return next((one for one in task.network.devices if one.type != "meta"), torch.device("cpu"))
 
 
 def faked(task: Task, fakes: Fakes) -> Task:
@@ -268,13 +270,12 @@ def faked(task: Task, fakes: Fakes) -> Task:
     effects = Effects()  # with the changes known so far
     effects.changes(of(task.effects.buffers))
     effects.writes(of(task.effects.parameters))
-    effects.begin(task.modules)
+    effects.begin(task.network.modules)
     return replace(
         task.aside(observers=()),
         effects=effects,
         loss=fakes.within(task.loss),
-        parameters=of(task.parameters),
-        others=of(task.others),
+        network=replace(task.network, parameters=of(task.network.parameters), others=of(task.network.others)),
         masters=task.masters.stand_in(fakes.of),
     )
 
@@ -282,7 +283,7 @@ def faked(task: Task, fakes: Fakes) -> Task:
 def loss_module_of(task: Task) -> nn.Module:
     """Return the modules of the loss that are not part of the model."""
     own = set(task.model.modules())
-    return nn.ModuleList([module for module in task.modules if module not in own])
+    return nn.ModuleList([module for module in task.network.modules if module not in own])
 
 
 def _set_foreach(task: Task, device: torch.device) -> None:

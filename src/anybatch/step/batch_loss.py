@@ -174,7 +174,7 @@ class GradientStep(Step):
 
     def _begun(self) -> Task:
         self._taken, task = {}, super()._begun()
-        hooked = [one for one in task.parameters if private.hooks_of_tensor(one)[0]]
+        hooked = [one for one in task.network.parameters if private.hooks_of_tensor(one)[0]]
         if hooked:
             raise OptimizerError(
                 f"Expected parameters without gradient hooks, got {len(hooked)} with hooks: they would run "

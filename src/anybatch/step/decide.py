@@ -160,7 +160,7 @@ class Planning:
         self, task: Task, batch: Batch, guard: "Guard", budget: Budget, *, in_window: bool = False
     ) -> tuple[Measured | None, tuple[int, ...]]:
         """Return the rows of each micro-batch by readings; none if the step has to be traced."""
-        norms = task.batch_norms and self.settings.batch_norm != "frozen"
+        norms = task.network.batch_norms and self.settings.batch_norm != "frozen"
         if norms or batch.rows < _FEWEST or not may_be_read(task):
             return None, ()
         measured = budget.measured(task, self.settings, _kind(batch))
@@ -193,7 +193,7 @@ class Planning:
         """Return the rows that fit, by earlier failures; as wanted if the result depends on the cut."""
         if not self.limits.known:
             return wanted
-        keeps_cut = task.batch_norms and self.settings.batch_norm != "frozen"
+        keeps_cut = task.network.batch_norms and self.settings.batch_norm != "frozen"
         return wanted if keeps_cut else self.limits.size(batch.like, wanted)
 
     def learn(
@@ -232,7 +232,7 @@ class Planning:
 
     def enforced(self, task: Task) -> AbstractContextManager[None]:
         """Return a context in which the allocator itself keeps to the budget, on CUDA."""
-        if self.budget is None or "cuda" not in task.kinds:  # to look a device up takes milliseconds
+        if self.budget is None or "cuda" not in task.network.kinds:  # to look a device up takes milliseconds
             return _NOTHING
         return enforced(self.budget.memory, task)
 
@@ -285,7 +285,7 @@ class Planning:
         raise error or traced.pop()
 
     def _request(self, task: Task, batch: Batch, rows: int, *, as_it_comes: bool = False) -> Request:
-        norms = task.batch_norms if self.settings.batch_norm is None else ()
+        norms = task.network.batch_norms if self.settings.batch_norm is None else ()
         size = rows if as_it_comes else self._size(rows)
         blocks = find_blocks(task.model) if self._may_choose_blocks else ()
         return Request(
@@ -356,7 +356,7 @@ class Guard:
 
     def refuse_in_synced(self, task: Task, planning: Planning) -> None:
         """Refuse what runs a forward twice, or on one rank alone, where rows of all ranks meet in it."""
-        plain = [norm for norm in task.batch_norms if not isinstance(norm, nn.SyncBatchNorm)]
+        plain = [norm for norm in task.network.batch_norms if not isinstance(norm, nn.SyncBatchNorm)]
         refuse_batch_norms(task.model, plain, over_ranks=True)
         settings = planning.settings
         asked = {
@@ -375,7 +375,7 @@ class Guard:
     def refuse_meetings(self, task: Task) -> None:
         """Refuse BatchNorm in training mode in more than one micro-batch, unless `batch_norm` was chosen."""
         if self.batch_norm is None:
-            refuse_batch_norms(task.model, task.batch_norms, over_ranks=task.strategy.is_many)
+            refuse_batch_norms(task.model, task.network.batch_norms, over_ranks=task.strategy.is_many)
 
 
 def whole_number(micro_batch: object) -> int | None:
@@ -390,7 +390,7 @@ def whole_number(micro_batch: object) -> int | None:
 
 def _refuse_too_small(task: Task, static: int, budget: int) -> None:
     """Refuse a budget below what every step holds: parameters, gradients, optimizer state and the batch."""
-    least = static + sum(p.nbytes for p in task.parameters)
+    least = static + sum(p.nbytes for p in task.network.parameters)
     if least > budget:
         raise BudgetError(
             f"Expected a budget above parameters, gradients, optimizer state and batch, which take "

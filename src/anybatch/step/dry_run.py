@@ -40,7 +40,7 @@ def show(
     fixed = task.scale if scale is None else LossScale(Precision(loss_scale=scale))
     changes: dict[str, Any] = {"effects": Effects(), "schedulers": (), "listeners": ()}
     task = running = replace(task, scale=fixed, observers=(observer,), **changes)
-    task.effects.begin(task.modules)
+    task.effects.begin(task.network.modules)
     logical = admit(batch, task, step.collate).copied()
     noted = reached_by(task, logical)
     try:

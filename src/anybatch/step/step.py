@@ -391,13 +391,13 @@ class Step:
         known = self._gathered
         if known is None or self.effects.looks_next or not known[1].is_current():
             task = self.task()
-            refuse_wrapped(task.modules, self._named)
+            refuse_wrapped(task.network.modules, self._named)
             refuse_late_group(self.strategy, self._named)
             if known is None and self.guard.batch_norm == "frozen":
-                warn_of_untrained(task.model, task.batch_norms)
+                warn_of_untrained(task.model, task.network.batch_norms)
             known = self._gathered = task, Signature(task, self.loss)
         refuse_hooks(known[0])
-        self.effects.begin(known[0].modules)
+        self.effects.begin(known[0].network.modules)
         return known[0]
 
     def task(self) -> Task:

@@ -72,7 +72,7 @@ class Window(Accumulation):
             pass  # refused is a loss that needs the whole batch
         super().__init__(task, step.planning.settings)
         self._step, self._share = step, share
-        self._trained = [*map(_is_trained, task.everyone)]
+        self._trained = [*map(_is_trained, task.network.everyone)]
         self._report: StepReport | None = None
         self._seconds = 0.0
         if state is not None:
@@ -80,7 +80,7 @@ class Window(Accumulation):
             self._skipped = self.not_finite() if is_skipped else None
         task.progress.unchecked = ""
         task.strategy.begin(task, self._settings)  # refuses gradients on several ranks, so before they go
-        clear(task.parameters)
+        clear(task.network.parameters)
 
     def discard(self, error: BaseException | None = None) -> None:
         """End the window. Without an update, model, gradients and random state are as before it.
@@ -258,9 +258,9 @@ class Window(Accumulation):
 
     def _refuse_gradients(self) -> None:
         """Drop gradients that are zero, and refuse others by name: between two `add`s there are none."""
-        if not any(map(is_not, map(_gradient_of, self._task.parameters), repeat(None))):
+        if not any(map(is_not, map(_gradient_of, self._task.network.parameters), repeat(None))):
             return
-        found = [(p, p.grad) for p in self._task.parameters if p.grad is not None]
+        found = [(p, p.grad) for p in self._task.network.parameters if p.grad is not None]
         names = self._task.names()
         wrong = [names[p] for p, gradient in found if not _is_zero(gradient)]
         if wrong:
@@ -273,7 +273,7 @@ class Window(Accumulation):
         clear([p for p, _ in found])
 
     def _refuse_unfrozen(self) -> None:
-        trained = [*map(_is_trained, self._task.everyone)]
+        trained = [*map(_is_trained, self._task.network.everyone)]
         if trained != self._trained:
             raise WindowError(
                 f"Expected the same {sum(self._trained)} parameters to be trained throughout a window, got "
