@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from anybatch import Step, Total
 from anybatch.core import NonFinite
 from anybatch.engine import Apart
-from anybatch.engine.gradients import InPlace
+from anybatch.engine.gradients import InPlace, finish
 from anybatch.testing import relative_error, tolerance
 
 Ways = InPlace | Apart
@@ -39,7 +39,7 @@ def add(gradients: Ways, value: Tensor) -> None:
 
 
 def found(gradients: Ways, factors: Mapping[str, float] | None = None) -> dict[nn.Parameter, Tensor]:
-    return gradients.gradients().finish(factors or {})
+    return finish(gradients.parted(), factors or {})
 
 
 # ---- dtypes of sums

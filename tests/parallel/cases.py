@@ -256,7 +256,7 @@ class OwnLoss(Replicate):
 
     def close(self, sums: Any) -> Any:
         weights, agreed = super().close(sums), sums.agreed
-        sums.agreed = Agreed(sums.tally().totals or agreed.totals, agreed.rows, agreed.dropped)
+        sums.agreed = Agreed(sums.totals or agreed.totals, agreed.rows, agreed.dropped)
         return weights
 
 

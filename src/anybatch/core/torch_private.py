@@ -299,11 +299,6 @@ def hooks_after_accumulation(tensors: Sequence[Tensor]) -> list[Callable[..., An
     return [*found, *[one for t in tensors for one in getattr(t, "_in_backward_optimizers", ())]]
 
 
-def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return indices and values of a sparse COO tensor, not coalesced. No substitute."""
-    return tensor._indices(), tensor._values()
-
-
 # ---- many tensors at once
 
 

@@ -4,8 +4,8 @@ from anybatch.engine import window_state as window_state
 from anybatch.engine.gradients import (
     Apart as Apart,
     Gradient as Gradient,
-    Gradients as Gradients,
     accumulation_dtype as accumulation_dtype,
+    finish as finish,
     multiply as multiply,
 )
 from anybatch.engine.observer import Observer as Observer, Reader as Reader

@@ -350,7 +350,7 @@ class Part:
         gradients, plan = self.sums.gradients, self.ways.plan
         assert gradients is not None  # noqa: S101 - they have grown
         is_cut = plan.micro_batch < self.task.add_rows
-        for bank in gradients.taken().banks.values():
+        for bank in gradients.banks.values():
             for parameter, value in bank.items():
                 if is_cut or value.dtype != parameter.dtype:
                     copies = 2 if plan.compensated else 1  # the rounding errors
@@ -369,6 +369,6 @@ class Part:
 
 def _nbytes(gradients: InPlace | Apart, plan: Plan) -> int:
     """Return the bytes of gradient sums and of their rounding errors."""
-    held = [one for bank in gradients.taken().banks.values() for one in bank.values()]
+    held = [one for bank in gradients.banks.values() for one in bank.values()]
     dense = sum(one.untyped_storage().nbytes() for one in held if one.layout is torch.strided)
     return 2 * dense if plan.compensated else dense
