@@ -27,6 +27,7 @@ from tests.budgets import (
     rows_of,
     sgd,
 )
+from tests.options import flat
 from tests.snapshots import assert_same, same_as_before, snapshot
 
 LIMIT = 1e-12
@@ -213,7 +214,14 @@ def test_without_a_budget_nothing_is_chosen() -> None:
     report = ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch)
     assert report.plan == ab.Plan(rows=12, micro_batch=12)
     assert report.budget is None
-    told = ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch, micro_batch=5, recompute=["blocks.1"])
+    told = ab.plan(
+        step.model,
+        CROSS_ENTROPY,
+        step.optimizers,
+        batch,
+        micro_batch=5,
+        options=ab.Options(recompute=["blocks.1"]),
+    )
     assert told.plan == ab.Plan(rows=12, micro_batch=5, blocks=(("blocks.1", "recompute"),))
     carried_out(step, told.plan, batch)
     assert metered(step, lambda: carried_out(step, told.plan, batch), batch) == told.peak
@@ -267,7 +275,7 @@ def test_nothing_is_changed_whatever_is_planned_for(precision: Any) -> None:
     wanted: Any = {"memory": 60_000, "precision": precision}
     before = held()
     with same_as_before(step):
-        report = ab.plan(model, CROSS_ENTROPY, optimizer, batch, **wanted)
+        report = ab.plan(model, CROSS_ENTROPY, optimizer, batch, **flat(wanted))
     assert held() == before
     assert str(report.plan.precision) == precision
 
