@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch import Plan, Step
+from anybatch import Step
 from anybatch.core.batch import TensorBatch
-from anybatch.engine import admit, carry_out
+from anybatch.engine import Plan, admit, carry_out
 from anybatch.memory.meter import Meter
 from anybatch.planner.candidates import Request
 from anybatch.recompute.blocks import find_blocks

@@ -35,7 +35,6 @@ __all__ = [
     "Trainer",
     "WholeBatch",
     "Window",
-    "__version__",
     "accuracy",
     "batch_norm_to_group_norm",
     "check",

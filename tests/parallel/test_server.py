@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
+from anybatch import Options
 from anybatch.core import RankError, tree
 from anybatch.parallel import ParameterServer
 from anybatch.parallel.server import COUNTED, NOT_FINITE, Layout, Shard
@@ -96,7 +97,7 @@ def test_the_gradient_is_that_of_the_whole_batch(loss: str, servers: int, worker
     before = copy.deepcopy(dict(model.named_parameters()))
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     server = ParameterServer(servers, workers, cluster=Inline(servers + workers))
-    report = ab.Step(model, made, sgd, micro_batch=4, options=ab.Options(strategy=server))(batch())
+    report = ab.Step(model, made, sgd, micro_batch=4, options=Options(strategy=server))(batch())
     found = {name: before[name].detach() - p.detach() for name, p in model.named_parameters()}
     assert relative_error(found, expected.gradients) < EXACT
     assert abs(report.loss - expected.loss) < EXACT * abs(expected.loss)
@@ -253,12 +254,8 @@ def test_what_happens_in_each_step_adds_up(rule: Any) -> None:
     """Mutation: a step tells what earlier ones did as well."""
     end = EndAt("Worker", "run" if rule else "fold", "after", 10)
     model, server = network(), ParameterServer(2, 3, cluster=Inline(1, end), rule=rule)
-    step = ab.Step(
-        model,
-        nn.CrossEntropyLoss(),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        options=ab.Options(strategy=server),
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, options=Options(strategy=server))
     told = [step(batch(number)).counts for number in range(3)]
     server.stop()
     assert [one["pushes"] for one in told] == [16] * 3
@@ -274,12 +271,8 @@ def test_what_happens_in_each_step_adds_up(rule: Any) -> None:
 def test_more_workers_than_rows_wait() -> None:
     model = network()
     server = ParameterServer(1, 6, cluster=Inline(0))
-    step = ab.Step(
-        model,
-        nn.CrossEntropyLoss(),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        options=ab.Options(strategy=server),
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, options=Options(strategy=server))
     assert step(batch(rows=2)).rows == 2
 
 
@@ -288,7 +281,7 @@ def test_a_failed_unit_leaves_all_as_before_and_the_next_step_goes_on() -> None:
         model = network()
         server = ParameterServer(2, 2, cluster=Inline(0))
         adam = torch.optim.Adam(model.parameters())
-        return ab.Step(model, nn.CrossEntropyLoss(), adam, options=ab.Options(strategy=server)), model
+        return ab.Step(model, nn.CrossEntropyLoss(), adam, options=Options(strategy=server)), model
 
     step, model = step_and_model()
     step(batch(0))
@@ -309,7 +302,7 @@ def test_ctrl_c_between_the_updates_of_two_shards_leaves_all_as_before() -> None
     model, cluster = network(), Inline(0)
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
     server = ParameterServer(2, 2, cluster=cluster)
-    step = ab.Step(model, nn.CrossEntropyLoss(), adam, options=ab.Options(strategy=server))
+    step = ab.Step(model, nn.CrossEntropyLoss(), adam, options=Options(strategy=server))
     step(batch(0))
     before = copy.deepcopy(model.state_dict())
     committed = []
@@ -329,10 +322,7 @@ def test_ctrl_c_between_the_updates_of_two_shards_leaves_all_as_before() -> None
     other = network()
     adam = torch.optim.Adam(other.parameters(), lr=0.01)
     step = ab.Step(
-        other,
-        nn.CrossEntropyLoss(),
-        adam,
-        options=ab.Options(strategy=ParameterServer(2, 2, cluster=Inline(0))),
+        other, nn.CrossEntropyLoss(), adam, options=Options(strategy=ParameterServer(2, 2, cluster=Inline(0)))
     )
     step(batch(0))
     step(batch(2))
@@ -349,7 +339,7 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
         scores = model["used"](micro[0])
         return ab.Total(nn.functional.cross_entropy(scores, micro[1], reduction="sum"), len(micro[1]))
 
-    ab.Step(model, loss, adam, options=ab.Options(strategy=ParameterServer(2, 2, cluster=Inline(0))))(batch())
+    ab.Step(model, loss, adam, options=Options(strategy=ParameterServer(2, 2, cluster=Inline(0))))(batch())
     assert all(torch.equal(before[name], value) for name, value in model["not"].state_dict().items())
     assert len(adam.state_dict()["state"]) == 2
 
@@ -362,7 +352,7 @@ def test_what_the_driver_changes_reaches_the_servers() -> None:
             model,
             nn.CrossEntropyLoss(),
             adam,
-            options=ab.Options(strategy=strategy, scheduler=torch.optim.lr_scheduler.StepLR(adam, 2, 0.5)),
+            options=Options(strategy=strategy, scheduler=torch.optim.lr_scheduler.StepLR(adam, 2, 0.5)),
         )
         step(batch(0))
         kept, values = copy.deepcopy(adam.state_dict()), copy.deepcopy(model.state_dict())
@@ -384,7 +374,7 @@ def test_a_run_that_is_resumed_ends_in_the_same_bits(tmp_path: Any) -> None:
         model = network(0.5)
         adam = torch.optim.AdamW(model.parameters(), lr=0.01)
         server = ParameterServer(2, 2, cluster=cluster)
-        step = ab.Step(model, nn.CrossEntropyLoss(), adam, options=ab.Options(strategy=server))
+        step = ab.Step(model, nn.CrossEntropyLoss(), adam, options=Options(strategy=server))
         return ab.Trainer(
             step, batch(rows=100), batch_size=20, out=tmp_path / out, save_every=2, progress=False
         )
@@ -459,7 +449,7 @@ def asynchronous(cluster: Inline, staleness: int = 2, **options: Any) -> tuple[l
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     server = ParameterServer(2, 3, cluster=cluster, rule="dynsgd", steps=2, staleness=staleness, **options)
-    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, options=ab.Options(strategy=server))
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, options=Options(strategy=server))
     for number in range(3):
         report = step(batch(number))
         assert report.rows == ROWS
@@ -470,10 +460,10 @@ def test_one_worker_that_makes_one_step_is_plain_sgd() -> None:
     model = network()
     server = ParameterServer(2, 1, cluster=Inline(0), rule="normalize", units=1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    ab.Step(model, nn.CrossEntropyLoss(), sgd, options=ab.Options(strategy=server))(batch())
+    ab.Step(model, nn.CrossEntropyLoss(), sgd, options=Options(strategy=server))(batch())
     alone = network()
     sgd = torch.optim.SGD(alone.parameters(), lr=0.1)
-    ab.Step(alone, nn.CrossEntropyLoss(), sgd, options=ab.Options(strategy="local"))(batch())
+    ab.Step(alone, nn.CrossEntropyLoss(), sgd, options=Options(strategy="local"))(batch())
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert relative_error({"": one.detach()}, {"": other.detach()}) < EXACT
 
@@ -500,7 +490,7 @@ def test_a_worker_that_left_holds_nobody_up() -> None:
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     server = ParameterServer(1, 2, cluster=Inline(0), rule="accumulate", staleness=0)
-    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, options=ab.Options(strategy=server))
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, options=Options(strategy=server))
     step(batch(0))
     server.remove_worker()
     assert step(batch(1)).rows == ROWS

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Options, Plan, Step, Total
+from anybatch import Options, Step, Total
+from anybatch.engine import Plan
 from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
 from tests.snapshots import make_batch, make_step
 from tests.toys import Perceptron

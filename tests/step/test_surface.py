@@ -158,7 +158,11 @@ CHOICES = ("recompute", "batch_norm", "precision", "non_finite", "strategy")
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_wrong_choice_is_told_all_of_them(name: str) -> None:
     """As the annotations list them: one list each."""
-    known = {str(one) for part in literals(get_type_hints(Step.__init__)[name]) for one in part}
+    known = {
+        str(one)
+        for part in literals((get_type_hints(Step.__init__) | get_type_hints(Options))[name])
+        for one in part
+    }
     assert len(known) >= 2
     with pytest.raises(PlanError) as told:
         make(**{name: "invented"})

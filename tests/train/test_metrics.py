@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
-from anybatch import Fold, Step, Terms, Total
+from anybatch import Step, Terms, Total
+from anybatch.core import Fold
 from anybatch.core.errors import LossError
 from anybatch.testing import relative_error, tolerance
 from anybatch.train.loader import Rows

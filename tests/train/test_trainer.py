@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from anybatch import Callback, Fold, Options, Step, Total, WholeBatch
+from anybatch import Callback, Options, Step, Total, WholeBatch
+from anybatch.core import Fold
 from anybatch.core.errors import AnybatchError, BatchError, CheckpointError, DataError, PlanError
 from anybatch.train import checkpoint
 from anybatch.train.folder import BEST, LAST

@@ -142,8 +142,8 @@ class Plan:
             PlanError: it is something else.
         """
         try:
-            values: dict[str, Any] = {**json.loads(text)}
-            values |= {name: math.inf for name in _CLIPS if values.get(name) is None}
+            values: dict[str, Any] = {"clip_value": None, **json.loads(text)}
+            values |= {name: math.inf for name in _CLIPS if values[name] is None}
             values["cut"] = tuple(values.get("cut", ()))
             values["precision"] = Precision(**values.get("precision", {}))
             values["blocks"] = tuple((name, policy) for name, policy in values.get("blocks", ()))

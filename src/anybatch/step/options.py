@@ -102,7 +102,8 @@ _NORM = "Write clip_norm=..., the largest 2-norm, or options=ab.Options(clip_val
 _MIXED = 'Write precision="bf16-mixed" or precision="fp16-mixed".'
 #: Names that other libraries and loops use, and the place here.
 _FOREIGN = {
-    **dict.fromkeys(("accumulation_steps", "gradient_accumulation_steps"), _STEPS_SIZE),
+    "accumulation_steps": _STEPS_SIZE,  # gradient accumulation
+    "gradient_accumulation_steps": _STEPS_SIZE,  # gradient accumulation by another name
     **dict.fromkeys(("accumulate_grad_batches", "accum_steps", "grad_accum_steps"), _STEPS_SIZE),
     **dict.fromkeys(("clip_grad", "grad_clip", "clip_grad_norm", "max_norm", "max_grad_norm"), _NORM),
     **dict.fromkeys(("gradient_clip_val", "gradient_clipping"), _NORM),
@@ -134,7 +135,7 @@ def known_keywords(**places: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             for name in keywords:
                 if name not in known:
                     raise KeywordError(_told(called, name, known, places))
-            if not isinstance(options := keywords.get("options", DEFAULT), Options):
+            if "options" in keywords and not isinstance(options := keywords["options"], Options):
                 raise KeywordError(
                     f"Expected options to be an ab.Options, got {options!r}. Write options=ab.Options(...)."
                 )
