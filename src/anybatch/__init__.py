@@ -2,14 +2,13 @@
 
 from anybatch.batchnorm import batch_norm_to_group_norm
 from anybatch.check import CheckReport, check
-from anybatch.core import AnybatchError, BudgetError, Fold, StepReport, Total
-from anybatch.engine import Plan
+from anybatch.core import AnybatchError, BudgetError, StepReport, Total, errors
 from anybatch.losses import ModelLoss, Terms, WholeBatch, linear_cross_entropy
 from anybatch.observe import GradientFlow, gradient_flow
 from anybatch.parallel import ParameterServer
 from anybatch.planner import PlanReport
 from anybatch.precision import Precision
-from anybatch.step import BatchLoss, Step, Window, plan
+from anybatch.step import BatchLoss, Options, Step, Window, plan
 from anybatch.train import EMA, Callback, EarlyStopping, LossMonitor, Trainer, accuracy
 
 __version__ = "0.1.0"
@@ -22,12 +21,11 @@ __all__ = [
     "Callback",
     "CheckReport",
     "EarlyStopping",
-    "Fold",
     "GradientFlow",
     "LossMonitor",
     "ModelLoss",
+    "Options",
     "ParameterServer",
-    "Plan",
     "PlanReport",
     "Precision",
     "Step",
@@ -40,7 +38,12 @@ __all__ = [
     "accuracy",
     "batch_norm_to_group_norm",
     "check",
+    "errors",
     "gradient_flow",
     "linear_cross_entropy",
     "plan",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -55,7 +55,9 @@ def cut_error(model: nn.Module) -> float:
     batch = torch.randn(11, 2, 6, 5, dtype=torch.float64), torch.randint(3, (11,))
     recorder = GradientRecorder(model)
     expected = reference_step(model, nn.CrossEntropyLoss(), batch)
-    ab.Step(model, nn.CrossEntropyLoss(), recorder, micro_batch=4, batch_norm="micro")(batch)
+    ab.Step(model, nn.CrossEntropyLoss(), recorder, micro_batch=4, options=ab.Options(batch_norm="micro"))(
+        batch
+    )
     return relative_error(recorder.gradients, expected.gradients)
 
 

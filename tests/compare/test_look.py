@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core.errors import LossError
 from anybatch.memory.meter import Meter
+from tests.options import flat
 from tests.snapshots import assert_same, same_as_before, snapshot
 from tests.toys import Perceptron
 
@@ -28,7 +29,7 @@ def make_batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 def make(model: nn.Module, loss: Any, micro_batch: int | None = 4, **options: Any) -> ab.Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ab.Step(model, loss, optimizer, micro_batch=micro_batch, **options)
+    return ab.Step(model, loss, optimizer, micro_batch=micro_batch, **flat(options))
 
 
 def step_on(model: nn.Module, loss: Any, batch: Any, micro_batch: int = 4, **options: Any) -> Any:
@@ -307,7 +308,9 @@ def test_what_is_sound_passes(name: str, seed: int) -> None:
 def test_it_adds_nothing_to_gradients_of_the_batch(options: Any) -> None:
     model = nn.Linear(3, 2)
     x, target = torch.randn(16, 3, requires_grad=True), torch.randint(2, (16,))
-    ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.0), **options)((x, target))
+    ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.0), **flat(options))(
+        (x, target)
+    )
     (expected,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), target), [x])
     assert x.grad is not None
     assert torch.allclose(x.grad, expected)

@@ -14,6 +14,7 @@ from anybatch.core import NonFinite
 from anybatch.engine import Apart
 from anybatch.engine.gradients import InPlace, finish
 from anybatch.testing import relative_error, tolerance
+from tests.options import flat
 
 Ways = InPlace | Apart
 
@@ -59,7 +60,7 @@ def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[
     batch = (torch.randn(4, 3), torch.randn(4, 2))
 
     def make_step() -> Step:
-        return Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), **mode)
+        return Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), **flat(mode))
 
     window = make_step().window()
     window.add(batch)
@@ -141,7 +142,7 @@ class Conjugated(nn.Module):
 def test_conjugated_gradients(options: dict[str, Any]) -> None:
     model, plain_model = Conjugated(), Conjugated()
     loss = lambda model, rows: Total(model(rows), len(rows))  # noqa: E731
-    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), check=False, **options)
+    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), **flat(options, check=False))
     step(torch.ones(8, 3))
     (plain_model(torch.ones(8, 3)) / 8).backward()
     torch.optim.SGD(plain_model.parameters(), lr=0.1).step()

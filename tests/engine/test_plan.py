@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from anybatch import Plan, Precision
+from anybatch import Precision
 from anybatch.core.batch import cut_sizes
 from anybatch.core.errors import PlanError
+from anybatch.engine import Plan
 from anybatch.precision.policy import NAMED
 
 WINDOW_TABLE = """\

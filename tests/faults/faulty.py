@@ -15,6 +15,7 @@ import anybatch as ab
 from anybatch.core.report import Event
 from anybatch.engine import admit, carry_out
 from anybatch.testing import relative_error, tolerance
+from tests.options import flat
 from tests.snapshots import assert_same, snapshot
 
 FEATURES, CLASSES, SIZE, ROWS = 8, 4, 4, 16  # powers of two, so that early and late division agree to the bit
@@ -211,7 +212,7 @@ def build(
         options["collate"] = lambda samples: (model.fault("collate"), inner(samples))[1]
     if "scheduler" in options:
         options["scheduler"] = options["scheduler"](optimizer)
-    step = ab.Step(model, loss, optimizer, **options)
+    step = ab.Step(model, loss, optimizer, **flat(options))
     for index in range(warm):
         seed(index)
         step(of_form(step, make_batch(index, dtype=dtype)))

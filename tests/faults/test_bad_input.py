@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from anybatch import AnybatchError, Step, Terms, Total
+from anybatch import AnybatchError, Options, Step, Terms, Total
 from anybatch.core.errors import BatchError, LossError, NonFiniteLossError, OptimizerError, PlanError
+from tests.options import flat
 from tests.snapshots import ROWS, assert_same, make_batch, make_model, make_step, same_as_before, snapshot
 
 X, Y = make_batch()
@@ -54,7 +55,7 @@ class Focal(nn.CrossEntropyLoss):
 def make(like: Step, loss: object = None, **options: Any) -> Step:
     """A step for the same model and, unless told otherwise, the same optimizer."""
     options = {"optimizer": like.optimizers[0], "batch_norm": "micro", "check": False} | options
-    return Step(like.model, nn.CrossEntropyLoss() if loss is None else loss, **options)
+    return Step(like.model, nn.CrossEntropyLoss() if loss is None else loss, **flat(options))
 
 
 def sgd(step: Step) -> SGD:
@@ -229,7 +230,7 @@ def test_all_parameters_frozen() -> None:
 def test_loss_that_reaches_no_parameter_of_the_optimizer() -> None:
     model = make_model()
     optimizer = SGD(model.parameters(), lr=0.1)
-    step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=3, batch_norm="micro")
+    step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=3, options=Options(batch_norm="micro"))
     with torch.no_grad():
         refused(step, lambda: step((X, Y)), LossError, "['loss'] without gradient", "torch.no_grad()")
     assert step((X, Y)).rows == ROWS

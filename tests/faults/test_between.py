@@ -10,6 +10,7 @@ import anybatch as ab
 from anybatch.core import OutOfMemoryError, WindowError
 from anybatch.testing import tolerance
 from tests.faults.faulty import NO_MEMORY, ROWS, assert_as_unfaulted, build, make_batch, parts, take
+from tests.options import flat
 
 BATCH = torch.ones(4, 3), torch.ones(4, 1)
 
@@ -36,7 +37,7 @@ class Counting(nn.Module):
 
 def make(model: nn.Module, **options: object) -> ab.Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ab.Step(model, nn.MSELoss(), optimizer, **options)  # type: ignore[arg-type]
+    return ab.Step(model, nn.MSELoss(), optimizer, **flat(options))  # type: ignore[arg-type]
 
 
 def test_unfreezing_between_two_adds_is_refused() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import anybatch as ab
-from anybatch import Precision, Step, Total
+from anybatch import Options, Precision, Step, Total
 from anybatch.core.errors import PlanError
 from anybatch.precision.apply import lower
 from anybatch.precision.policy import find_precision
@@ -28,7 +28,7 @@ def squares(model: nn.Module, micro: Any) -> Total:
 
 def make_step(model: nn.Module, precision: Any, optimizer: Any = None, loss: Any = squares) -> Step:
     optimizer = optimizer or SGD(model.parameters(), lr=0.01)
-    return Step(model, loss, optimizer, precision=precision, check=False)
+    return Step(model, loss, optimizer, precision=precision, options=Options(check=False))
 
 
 def trains(step: Step) -> bool:
@@ -263,7 +263,7 @@ def test_weights_that_an_earlier_step_stores_short_are_brought_back_first(
     batch = torch.rand(4, 3), torch.ones(4, 3)
 
     def make(precision: str) -> Step:
-        return Step(model, nn.MSELoss(), optimizer, precision=precision, batch_norm="micro")
+        return Step(model, nn.MSELoss(), optimizer, precision=precision, options=Options(batch_norm="micro"))
 
     step = make(name)
     step(batch)

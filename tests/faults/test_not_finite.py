@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Step, WholeBatch
+from anybatch import Options, Step, WholeBatch
 from anybatch.core.errors import NonFiniteLossError
 from anybatch.testing import relative_error
 from tests.faults import faulty
@@ -113,7 +113,13 @@ def test_bad_luck_does_not_come_again_for_ever(way: str, policy: str) -> None:
     model.only_gradient = way == "second pass"
     optimizer, size = torch.optim.SGD(model.parameters(), lr=1e-3), None if way == "uncut" else 4
     policy = "skip" if loss else policy
-    step = Step(model, loss or nn.MSELoss(), optimizer, micro_batch=size, non_finite=policy, check=False)
+    step = Step(
+        model,
+        loss or nn.MSELoss(),
+        optimizer,
+        micro_batch=size,
+        options=Options(non_finite=policy, check=False),
+    )
     batch, act = (torch.ones(8, 2), torch.ones(8, 1)), windowed if way == "window" else type(step).__call__
     assert 5 < sum(act(step, batch).updated for _ in range(40)) < 40
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from anybatch import Step
 from anybatch.testing import relative_error, tolerance
 from tests.faults.faulty import take
+from tests.options import flat
 
 REPLAYS = 12  # four micro-batches through three layers
 
@@ -47,7 +48,7 @@ class Frozen(nn.Module):
 def make(*, is_tied: bool = False, **options: Any) -> Step:
     model = Frozen(is_tied=is_tied)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    return Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=4, **options)
+    return Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=4, **flat(options))
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -84,7 +84,9 @@ def test_parameters_that_a_step_does_not_train_keep_their_gradients(way: str) ->
     model.inner.bias.requires_grad_(False)
     trained = [model.enter.weight, model.enter.bias]
     size = None if way == "uncut" else SIZE
-    step = ab.Step(model, nn.CrossEntropyLoss(), SGD(trained, 0.1), micro_batch=size, check=False)
+    step = ab.Step(
+        model, nn.CrossEntropyLoss(), SGD(trained, 0.1), micro_batch=size, options=ab.Options(check=False)
+    )
     found = give_gradients(model)
     for parameter in (*trained, model.large):
         parameter.grad = None

@@ -18,6 +18,7 @@ from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
 from tests.house import ROOT
 from tests.integrations.heads import HEADS, LENGTH, ROWS, T5, VIT, WORDS, Head
+from tests.options import flat
 from tests.snapshots import assert_same
 
 LIMIT = 1e-12  # the law, in float64
@@ -46,7 +47,7 @@ def cut(
     model: nn.Module, batch: Any, micro_batch: int | None, **options: Any
 ) -> tuple[Any, dict[str, Tensor]]:
     recorder = GradientRecorder(model)
-    step = ab.Step(model, ModelLoss(), recorder, micro_batch=micro_batch, **options)
+    step = ab.Step(model, ModelLoss(), recorder, micro_batch=micro_batch, **flat(options))
     return step(batch), recorder.gradients
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch import Step, StepReport
+from anybatch import Options, Step, StepReport
 from anybatch.losses.inputs import call_model, split_batch
 from anybatch.testing import relative_error, tolerance
 from tests.laws.cases import Case
@@ -59,7 +59,14 @@ def test_parameters_after_several_updates(case: Case, optimizer: str, micro_batc
     expected = by_hand(copy.deepcopy(model), loss, batches, make)
     made = make(model.parameters())
     rows = None if isinstance(micro_batch, str) else micro_batch
-    step = Step(model, loss, made, micro_batch=rows, clip_norm=CLIP, scheduler=schedule(made), check=False)
+    step = Step(
+        model,
+        loss,
+        made,
+        micro_batch=rows,
+        clip_norm=CLIP,
+        options=Options(scheduler=schedule(made), check=False),
+    )
     for batch in batches:
         report = windowed(step, batch) if isinstance(micro_batch, str) else step(batch)
         assert report.grad_norm > CLIP  # the clip does something

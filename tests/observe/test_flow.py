@@ -15,6 +15,7 @@ from anybatch.core.errors import NonFiniteLossError, PlanError
 from anybatch.observe import GradientNoise
 from anybatch.observe.flow_figures import Flow, find_marks
 from anybatch.observe.flow_picture import draw
+from tests.options import flat
 from tests.snapshots import same, same_as_before
 from tests.step.test_dry_run import Busy
 
@@ -58,7 +59,7 @@ def make_net(dtype: torch.dtype = torch.float64) -> Net:
 
 def make_step(model: nn.Module, loss: object = None, **options: Any) -> ab.Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return ab.Step(model, nn.MSELoss() if loss is None else loss, optimizer, **options)
+    return ab.Step(model, nn.MSELoss() if loss is None else loss, optimizer, **flat(options))
 
 
 def plain_figures(model: nn.Module, batch: tuple[Tensor, Tensor], update: Callable[[], object]) -> list[Any]:
@@ -160,7 +161,7 @@ def test_one_call_shows_the_whole_gradient_and_touches_nothing(
         parameter.grad = torch.ones_like(parameter)
     with same_as_before(step):
         flow = ab.gradient_flow(
-            model, nn.MSELoss(), batch, path=tmp_path / "a.png", batch_norm="micro", **options
+            model, nn.MSELoss(), batch, path=tmp_path / "a.png", **flat(options, batch_norm="micro")
         )
     assert same(untouched, [*batch])
     assert (flow.layers, flow.ratio, flow.update) == (("linear", "norm", "out"), (None,) * 3, 0)

@@ -27,6 +27,7 @@ from tests.laws.check import check, reference, samples, stack
 from tests.laws.draw import CLASSES, FEATURES, MASKS
 from tests.laws.losses import CASES
 from tests.laws.totals import TOTALS
+from tests.options import flat
 from tests.toys import Perceptron
 
 MOST_ROWS = 9
@@ -134,7 +135,7 @@ def train(
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(options.pop("dtype", torch.float64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     strategy = options.pop("strategy", "auto")
-    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, strategy=strategy, **options)
+    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options, strategy=strategy))
     x, y = torch.randn(sum(sizes), 4, dtype=next(model.parameters()).dtype), torch.randint(3, (sum(sizes),))
     reports, mine = [], (x, y) if strategy == "local" else share((x, y), sizes, rank)
     with mutated(mutation), counted_collectives() as count:
@@ -168,7 +169,12 @@ def compressed(rank: int, size: int, make: Any, fails: bool) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     strategy = Replicate(compression=codec)
     step = ab.Step(
-        model, nn.CrossEntropyLoss(), optimizer, micro_batch=2, strategy=strategy, observers=[observer]
+        model,
+        nn.CrossEntropyLoss(),
+        optimizer,
+        micro_batch=2,
+        options=ab.Options(strategy=strategy),
+        observers=[observer],
     )
     x, y = torch.randn(10, 4, dtype=torch.float64), torch.randint(3, (10,))
     mine = share((x, y), [7, 3] + [0] * (size - 2), rank)

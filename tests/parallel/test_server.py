@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
+from anybatch import Options
 from anybatch.core import RankError, tree
 from anybatch.parallel import ParameterServer
 from anybatch.parallel.server import COUNTED, NOT_FINITE, Layout, Shard
 from anybatch.testing import reference_step, relative_error, tolerance
+from tests.options import flat
 from tests.parallel.inline import Inline
 
 EXACT = 1e-12  # relative, of a gradient in float64
@@ -68,7 +70,7 @@ def updates(
     made = optimizer(model.parameters(), lr=0.01)
     strategy: Any = "local" if cluster is None else ParameterServer(servers, workers, cluster=cluster)
     options = {"micro_batch": 4, "scheduler": scheduler(made), **options}
-    step = ab.Step(model, loss or nn.CrossEntropyLoss(), made, strategy=strategy, **options)
+    step = ab.Step(model, loss or nn.CrossEntropyLoss(), made, **flat(options, strategy=strategy))
     torch.manual_seed(7)
     reports = []
     for number in range(count):
@@ -95,7 +97,7 @@ def test_the_gradient_is_that_of_the_whole_batch(loss: str, servers: int, worker
     before = copy.deepcopy(dict(model.named_parameters()))
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     server = ParameterServer(servers, workers, cluster=Inline(servers + workers))
-    report = ab.Step(model, made, sgd, micro_batch=4, strategy=server)(batch())
+    report = ab.Step(model, made, sgd, micro_batch=4, options=Options(strategy=server))(batch())
     found = {name: before[name].detach() - p.detach() for name, p in model.named_parameters()}
     assert relative_error(found, expected.gradients) < EXACT
     assert abs(report.loss - expected.loss) < EXACT * abs(expected.loss)
@@ -146,7 +148,7 @@ def test_workers_have_the_options_of_the_step(options: dict[str, Any]) -> None:
     def train(strategy: Any) -> dict[str, Tensor]:
         model = network()
         sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-        step = ab.Step(model, nn.CrossEntropyLoss(), sgd, strategy=strategy, **options)
+        step = ab.Step(model, nn.CrossEntropyLoss(), sgd, **flat(options, strategy=strategy))
         rows = batch()
         for _ in range(3):
             step([*zip(*rows, strict=True)] if "collate" in options else rows)
@@ -252,7 +254,8 @@ def test_what_happens_in_each_step_adds_up(rule: Any) -> None:
     """Mutation: a step tells what earlier ones did as well."""
     end = EndAt("Worker", "run" if rule else "fold", "after", 10)
     model, server = network(), ParameterServer(2, 3, cluster=Inline(1, end), rule=rule)
-    step = ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), strategy=server)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, options=Options(strategy=server))
     told = [step(batch(number)).counts for number in range(3)]
     server.stop()
     assert [one["pushes"] for one in told] == [16] * 3
@@ -268,7 +271,8 @@ def test_what_happens_in_each_step_adds_up(rule: Any) -> None:
 def test_more_workers_than_rows_wait() -> None:
     model = network()
     server = ParameterServer(1, 6, cluster=Inline(0))
-    step = ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), strategy=server)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, options=Options(strategy=server))
     assert step(batch(rows=2)).rows == 2
 
 
@@ -277,7 +281,7 @@ def test_a_failed_unit_leaves_all_as_before_and_the_next_step_goes_on() -> None:
         model = network()
         server = ParameterServer(2, 2, cluster=Inline(0))
         adam = torch.optim.Adam(model.parameters())
-        return ab.Step(model, nn.CrossEntropyLoss(), adam, strategy=server), model
+        return ab.Step(model, nn.CrossEntropyLoss(), adam, options=Options(strategy=server)), model
 
     step, model = step_and_model()
     step(batch(0))
@@ -298,7 +302,7 @@ def test_ctrl_c_between_the_updates_of_two_shards_leaves_all_as_before() -> None
     model, cluster = network(), Inline(0)
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
     server = ParameterServer(2, 2, cluster=cluster)
-    step = ab.Step(model, nn.CrossEntropyLoss(), adam, strategy=server)
+    step = ab.Step(model, nn.CrossEntropyLoss(), adam, options=Options(strategy=server))
     step(batch(0))
     before = copy.deepcopy(model.state_dict())
     committed = []
@@ -317,7 +321,9 @@ def test_ctrl_c_between_the_updates_of_two_shards_leaves_all_as_before() -> None
     step(batch(2))
     other = network()
     adam = torch.optim.Adam(other.parameters(), lr=0.01)
-    step = ab.Step(other, nn.CrossEntropyLoss(), adam, strategy=ParameterServer(2, 2, cluster=Inline(0)))
+    step = ab.Step(
+        other, nn.CrossEntropyLoss(), adam, options=Options(strategy=ParameterServer(2, 2, cluster=Inline(0)))
+    )
     step(batch(0))
     step(batch(2))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
@@ -333,7 +339,7 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
         scores = model["used"](micro[0])
         return ab.Total(nn.functional.cross_entropy(scores, micro[1], reduction="sum"), len(micro[1]))
 
-    ab.Step(model, loss, adam, strategy=ParameterServer(2, 2, cluster=Inline(0)))(batch())
+    ab.Step(model, loss, adam, options=Options(strategy=ParameterServer(2, 2, cluster=Inline(0))))(batch())
     assert all(torch.equal(before[name], value) for name, value in model["not"].state_dict().items())
     assert len(adam.state_dict()["state"]) == 2
 
@@ -346,8 +352,7 @@ def test_what_the_driver_changes_reaches_the_servers() -> None:
             model,
             nn.CrossEntropyLoss(),
             adam,
-            strategy=strategy,
-            scheduler=torch.optim.lr_scheduler.StepLR(adam, 2, 0.5),
+            options=Options(strategy=strategy, scheduler=torch.optim.lr_scheduler.StepLR(adam, 2, 0.5)),
         )
         step(batch(0))
         kept, values = copy.deepcopy(adam.state_dict()), copy.deepcopy(model.state_dict())
@@ -369,7 +374,7 @@ def test_a_run_that_is_resumed_ends_in_the_same_bits(tmp_path: Any) -> None:
         model = network(0.5)
         adam = torch.optim.AdamW(model.parameters(), lr=0.01)
         server = ParameterServer(2, 2, cluster=cluster)
-        step = ab.Step(model, nn.CrossEntropyLoss(), adam, strategy=server)
+        step = ab.Step(model, nn.CrossEntropyLoss(), adam, options=Options(strategy=server))
         return ab.Trainer(
             step, batch(rows=100), batch_size=20, out=tmp_path / out, save_every=2, progress=False
         )
@@ -444,7 +449,7 @@ def asynchronous(cluster: Inline, staleness: int = 2, **options: Any) -> tuple[l
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     server = ParameterServer(2, 3, cluster=cluster, rule="dynsgd", steps=2, staleness=staleness, **options)
-    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, strategy=server)
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, options=Options(strategy=server))
     for number in range(3):
         report = step(batch(number))
         assert report.rows == ROWS
@@ -455,10 +460,10 @@ def test_one_worker_that_makes_one_step_is_plain_sgd() -> None:
     model = network()
     server = ParameterServer(2, 1, cluster=Inline(0), rule="normalize", units=1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    ab.Step(model, nn.CrossEntropyLoss(), sgd, strategy=server)(batch())
+    ab.Step(model, nn.CrossEntropyLoss(), sgd, options=Options(strategy=server))(batch())
     alone = network()
     sgd = torch.optim.SGD(alone.parameters(), lr=0.1)
-    ab.Step(alone, nn.CrossEntropyLoss(), sgd, strategy="local")(batch())
+    ab.Step(alone, nn.CrossEntropyLoss(), sgd, options=Options(strategy="local"))(batch())
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert relative_error({"": one.detach()}, {"": other.detach()}) < EXACT
 
@@ -485,7 +490,7 @@ def test_a_worker_that_left_holds_nobody_up() -> None:
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     server = ParameterServer(1, 2, cluster=Inline(0), rule="accumulate", staleness=0)
-    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, strategy=server)
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, options=Options(strategy=server))
     step(batch(0))
     server.remove_worker()
     assert step(batch(1)).rows == ROWS

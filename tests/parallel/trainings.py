@@ -66,7 +66,7 @@ def build(
         micro_batch=2,
         clip_norm=1.0,
         collate=stacked if kind == "samples" else None,
-        strategy=strategy,
+        options=ab.Options(strategy=strategy),
     )
     train, validation, size = data(kind)
     settings = {"train": train, "validation": validation, "progress": False, **size}

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch import Step, StepReport
+from tests.options import flat
 from tests.snapshots import same
 
 UPDATES, ROWS, CLASSES, LENGTH = 20, 12, 5, 6
@@ -156,7 +157,7 @@ def assert_identical(
     def by_step(model: nn.Module, optimizer: Optimizer) -> Callable[[Batch], StepReport]:
         norm = None if micro_batch is None else "micro"
         options = {"micro_batch": micro_batch, "clip_norm": clip_norm, "batch_norm": norm}
-        return Step(model, problem.loss, optimizer, scheduler=make_scheduler(optimizer), **options)
+        return Step(model, problem.loss, optimizer, **flat(options, scheduler=make_scheduler(optimizer)))
 
     torch.manual_seed(0)
     batches = [problem.make_batch(dtype) for _ in range(UPDATES)]

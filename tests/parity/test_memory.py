@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from anybatch import Step, Total
+from anybatch import Options, Step, Total
 from anybatch.losses.whole_batch import WholeBatch
 from anybatch.memory.meter import Meter
 from tests.halves import TERMS
+from tests.options import flat
 from tests.toys import Transformer
 
 ROWS, FEW, MANY = 4, 4, 64  # rows of a micro-batch; numbers of micro-batches
@@ -109,7 +110,9 @@ def measure(
 
 
 def by_step(model: nn.Module, optimizer: Optimizer, criterion: Any, **options: Any) -> Update:
-    return Step(model, criterion, optimizer, micro_batch=ROWS, batch_norm="micro", check=False, **options)
+    return Step(
+        model, criterion, optimizer, micro_batch=ROWS, **flat(options, batch_norm="micro", check=False)
+    )
 
 
 def by_window(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
@@ -227,7 +230,13 @@ def test_two_passes_are_flat_apart_from_the_outputs() -> None:
     width = 4
 
     def contrast(model: nn.Module, micro_batches: int) -> int:
-        step = Step(model, WholeBatch(by_rows, loss_rows=ROWS), sgd(model), micro_batch=ROWS, check=False)
+        step = Step(
+            model,
+            WholeBatch(by_rows, loss_rows=ROWS),
+            sgd(model),
+            micro_batch=ROWS,
+            options=Options(check=False),
+        )
         batch = torch.randn(ROWS * micro_batches, 16), torch.randn(ROWS * micro_batches, 16)
         return peak_bytes(step, batch, model, step.optimizers[0])
 

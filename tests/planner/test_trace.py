@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import Optimizer
 
-from anybatch import ModelLoss, Step, Terms, Total, WholeBatch
+from anybatch import ModelLoss, Options, Step, Terms, Total, WholeBatch
 from anybatch.core.batch import SampleBatch, TensorBatch
 from anybatch.core.errors import TraceError
 from anybatch.engine.plan import Plan
 from anybatch.memory.meter import Meter
 from anybatch.planner.trace import Trace, trace
 from benchmarks.zoo import ZOO
+from tests.options import flat
 from tests.snapshots import changes, make_batch, make_step, snapshot
 
 ROWS = 12
@@ -120,7 +121,7 @@ def compare(
     model: nn.Module, loss: Any, optimizer: Optimizer, batch: Any, **options: Any
 ) -> tuple[Trace, Meter]:
     """Predict from one row before the first step; measure the second."""
-    step = Step(model, loss, optimizer, **{"batch_norm": "micro", "check": False} | options)
+    step = Step(model, loss, optimizer, **flat({"batch_norm": "micro", "check": False} | options))
     logical = TensorBatch(batch)
     predicted = trace(step.plan(logical.rows), step.task(), logical.only(range(1)))
     step(batch)
@@ -277,7 +278,13 @@ def test_modules_that_only_the_loss_reaches_are_as_before(frozen: bool, micro_ba
         return Total(F.softplus(-judge(model(micro[0]))).sum(), len(micro[0]))
 
     model = mlp()
-    step = Step(model, loss, OPTIMIZERS["adamw"](model.parameters()), check=False, micro_batch=micro_batch)
+    step = Step(
+        model,
+        loss,
+        OPTIMIZERS["adamw"](model.parameters()),
+        options=Options(check=False),
+        micro_batch=micro_batch,
+    )
     trace(step.plan(ROWS), step.task(), TensorBatch(vectors()))
     assert all(torch.equal(value, before[name]) for name, value in judge.state_dict().items())
     assert all(parameter.grad is None for parameter in judge.parameters())
@@ -291,7 +298,7 @@ def test_parameters_without_gradient_have_no_state(name: str) -> None:
     model = mlp()
     model.register_parameter("unused", nn.Parameter(torch.ones(1000)))
     optimizer, batch = OPTIMIZERS[name](model.parameters()), vectors()
-    step = Step(model, nn.CrossEntropyLoss(), optimizer, check=False)
+    step = Step(model, nn.CrossEntropyLoss(), optimizer, options=Options(check=False))
     idle = frozenset([model.unused])
     plan, rows = step.plan(ROWS), TensorBatch(batch)
     found = [trace(plan, step.task(), rows, idle=known) for known in (frozenset(), idle)]

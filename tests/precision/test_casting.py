@@ -18,6 +18,7 @@ from anybatch.precision.apply import lower
 from anybatch.precision.policy import find_precision
 from anybatch.recompute.blocks import POLICIES
 from anybatch.testing import tolerance
+from tests.options import flat
 from tests.snapshots import changes
 
 BF16 = find_precision("bf16-true")
@@ -138,7 +139,7 @@ def after_steps(kind: bool | None = None, **options: Any) -> Any:
     model = Blocks(kind)
     precision = Precision(store="bfloat16", keep_float32=("blocks.*.0",))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = Step(model, nn.MSELoss(), optimizer, precision=precision, micro_batch=2, **options)
+    step = Step(model, nn.MSELoss(), optimizer, precision=precision, micro_batch=2, **flat(options))
     for _ in range(4):
         step((YEARS, torch.ones(4, 3)))
     return dict(model.state_dict())

@@ -147,7 +147,7 @@ def test_nothing_changes_in_a_step(policy: str, kind: str) -> None:
         model, x = Both(), torch.randn(6, 5, 8)
         recorder = GradientRecorder(model)
         loss = ab.WholeBatch(clip) if kind == "whole batch" else ab.Terms(several)
-        step = ab.Step(model, loss, recorder, micro_batch=2, check=False)
+        step = ab.Step(model, loss, recorder, micro_batch=2, options=ab.Options(check=False))
         with apply_policies(model, () if is_kept else every(model, policy)):
             if kind == "window":
                 with step.window() as window:

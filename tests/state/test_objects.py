@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Step
+from anybatch import Options, Step
 from anybatch.core.batch import TensorBatch
 from anybatch.planner.trace import trace
 from anybatch.state import Contents, ObjectState, Reachable, rng
@@ -175,7 +175,9 @@ def test_nothing_is_left_in_caches() -> None:
     model = Holder()
     model.register_forward_hook(lambda *found: seen.append(found[2]))
     stream = model.generator.get_state()
-    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
+    step = Step(
+        model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), options=Options(check=False)
+    )
     trace(step.plan(8), step.task(), TensorBatch((torch.ones(8, 3), torch.ones(8, 3))))
     assert (seen, TABLE, model.calls) == ([], {}, 0)
     assert model.box.made is None

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 import anybatch as ab
 from anybatch.core import OptimizerError
 from anybatch.engine import Observer
+from tests.options import flat
 
 ROWS = torch.randn(7, 4), torch.randint(3, (7,))
 
@@ -27,7 +28,7 @@ def own(model: nn.Module, micro: Any) -> ab.Total:
 
 
 def step(model: nn.Module, loss: object = own, optimizer: Any = None, **options: Any) -> ab.Step:
-    return ab.Step(model, loss, optimizer or torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    return ab.Step(model, loss, optimizer or torch.optim.SGD(model.parameters(), lr=0.1), **flat(options))
 
 
 def optimizer_in_backward(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from anybatch.core.errors import LossError, OptimizerError, PlanError
 from anybatch.engine import Observer
 from anybatch.testing import relative_error, tolerance
 from tests.faults.faulty import spread
+from tests.options import flat
 from tests.parallel.spawned import spawned
 from tests.snapshots import same_as_before
 
@@ -72,7 +73,7 @@ def test_gradient_is_that_of_the_whole_batch_times_what_flows_in_and_is_added(wa
     expected = whole(model, lambda one: 4 * F.cross_entropy(one(x), y) + one[0].weight.pow(2).sum())
     if way == "scarce":
         model.register_forward_pre_hook(fail)
-    batch_loss = ab.BatchLoss(model, CROSS, **WAYS[way])
+    batch_loss = ab.BatchLoss(model, CROSS, **flat(WAYS[way]))
     for count in (1, 2, 3):
         before = gradients(model)
         loss = windowed(batch_loss, x, y) if way == "window" else batch_loss((x, y))
@@ -129,7 +130,7 @@ def test_sum_of_losses_and_grad_of_torch() -> None:
 def test_host_scales_clips_and_steps_also_after_a_skipped_batch() -> None:
     model, x, y = make()
     other, scaler = copy.deepcopy(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    batch_loss = ab.BatchLoss(model, CROSS, micro_batch=5, non_finite="skip")
+    batch_loss = ab.BatchLoss(model, CROSS, micro_batch=5, options=ab.Options(non_finite="skip"))
     mine, theirs = (torch.optim.AdamW(one.parameters(), 1e-2) for one in (model, other))
     for _ in range(4):
         for net, optimizer in ((model, mine), (other, theirs)):
@@ -192,7 +193,7 @@ def test_what_is_refused() -> None:
     model, x, y = make()
     for option in ({"clip_norm": 1}, {"scheduler": 1}, {"precision": "fp16-true"}, {"strategy": SERVER}):
         with pytest.raises(PlanError, match=r"ab\.Step"):
-            ab.BatchLoss(model, CROSS, **option)
+            ab.BatchLoss(model, CROSS, **flat(option))
     for optimizer in (None, ()):
         with pytest.raises(OptimizerError, match=r"Expected an optimizer, got .*ab\.BatchLoss"):
             ab.Step(model, CROSS, optimizer)
@@ -223,7 +224,9 @@ def test_failed_call_leaves_all_as_before() -> None:
     model.extend([nn.BatchNorm1d(4).double(), nn.Dropout(0.5)])
     model.register_forward_pre_hook(fail)
     model(x[:9]).sum().backward()
-    batch_loss = ab.BatchLoss(model, CROSS, micro_batch=9, batch_norm="micro", check=False)
+    batch_loss = ab.BatchLoss(
+        model, CROSS, micro_batch=9, options=ab.Options(batch_norm="micro", check=False)
+    )
     x[30] = math.nan
     step = ab.Step(model, CROSS, torch.optim.SGD(model.parameters(), lr=1.0))
     with same_as_before(step), pytest.raises(ValueError, match="wrong"):

@@ -14,6 +14,7 @@ from anybatch.core import BudgetError
 from anybatch.engine import window
 from anybatch.planner import trace
 from anybatch.testing import relative_error, tolerance
+from tests.options import flat
 
 STEPS = 12
 
@@ -45,7 +46,7 @@ LOSSES = {"torch's": nn.CrossEntropyLoss(), "own": by_rows, "whole batch": ab.Wh
 
 
 def make(model: nn.Module, loss: Any, **options: Any) -> ab.Step:
-    return ab.Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    return ab.Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), **flat(options))
 
 
 def run(seed: int) -> None:

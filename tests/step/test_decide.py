@@ -11,6 +11,7 @@ import anybatch as ab
 from anybatch import Step
 from anybatch.core import torch_private as private
 from anybatch.core.errors import BatchError, BudgetError, PlanError
+from anybatch.engine import Plan
 from anybatch.step.decide import PATIENCE, Limits
 from anybatch.testing import relative_error
 from tests.budgets import (
@@ -27,6 +28,7 @@ from tests.budgets import (
     rows_of,
     sgd,
 )
+from tests.options import flat
 from tests.snapshots import assert_same, same_as_before, snapshot
 
 LIMIT = 1e-12
@@ -58,7 +60,7 @@ def test_result_is_that_of_the_whole_batch_and_of_the_same_cut_to_the_bit(optimi
     for _ in range(3):
         expected, report = whole(batch), planned(batch)
         cuts += report.cut
-        carried_out(obeyed, ab.Plan(rows=ROWS, micro_batch=max(report.cut), cut=report.cut), batch)
+        carried_out(obeyed, Plan(rows=ROWS, micro_batch=max(report.cut), cut=report.cut), batch)
         assert relative_error(report.loss, expected.loss) <= LIMIT
     assert len(cuts) > 3
     assert relative_error(parameters(planned), parameters(whole)) <= LIMIT
@@ -211,10 +213,17 @@ def test_more_is_tried_after_clean_steps_and_each_failure_doubles_the_patience()
 def test_without_a_budget_nothing_is_chosen() -> None:
     step, batch = make(net), vectors()
     report = ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch)
-    assert report.plan == ab.Plan(rows=12, micro_batch=12)
+    assert report.plan == Plan(rows=12, micro_batch=12)
     assert report.budget is None
-    told = ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch, micro_batch=5, recompute=["blocks.1"])
-    assert told.plan == ab.Plan(rows=12, micro_batch=5, blocks=(("blocks.1", "recompute"),))
+    told = ab.plan(
+        step.model,
+        CROSS_ENTROPY,
+        step.optimizers,
+        batch,
+        micro_batch=5,
+        options=ab.Options(recompute=["blocks.1"]),
+    )
+    assert told.plan == Plan(rows=12, micro_batch=5, blocks=(("blocks.1", "recompute"),))
     carried_out(step, told.plan, batch)
     assert metered(step, lambda: carried_out(step, told.plan, batch), batch) == told.peak
 
@@ -225,7 +234,7 @@ def test_no_number_of_rows_is_refused_by_its_name(rows: Any) -> None:
     with pytest.raises(PlanError, match=rf"^Expected rows to be a whole .*, got {rows!r}\. Leave it out"):
         ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch, rows=rows)
     counted = ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch, rows=np.int64(7))
-    assert counted.plan.to_json() == ab.Plan(rows=7, micro_batch=7).to_json()
+    assert counted.plan.to_json() == Plan(rows=7, micro_batch=7).to_json()
 
 
 def test_rows_that_are_not_on_the_meta_device_need_a_device() -> None:
@@ -234,7 +243,7 @@ def test_rows_that_are_not_on_the_meta_device_need_a_device() -> None:
     arguments: Any = model, CROSS_ENTROPY, adamw(model.parameters()), vectors()
     with pytest.raises(BatchError, match=r"device meta, got cpu\. To plan, name the device"):
         ab.plan(*arguments)
-    assert ab.plan(*arguments, device="cpu").plan == ab.Plan(rows=12, micro_batch=12)
+    assert ab.plan(*arguments, device="cpu").plan == Plan(rows=12, micro_batch=12)
 
 
 def test_a_model_without_memory_and_a_batch_of_two_rows_do() -> None:
@@ -267,7 +276,7 @@ def test_nothing_is_changed_whatever_is_planned_for(precision: Any) -> None:
     wanted: Any = {"memory": 60_000, "precision": precision}
     before = held()
     with same_as_before(step):
-        report = ab.plan(model, CROSS_ENTROPY, optimizer, batch, **wanted)
+        report = ab.plan(model, CROSS_ENTROPY, optimizer, batch, **flat(wanted))
     assert held() == before
     assert str(report.plan.precision) == precision
 

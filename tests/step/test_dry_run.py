@@ -15,6 +15,7 @@ from anybatch.engine import Observer
 from anybatch.precision.policy import find_precision
 from anybatch.step import dry_run
 from anybatch.testing import relative_error
+from tests.options import flat
 from tests.snapshots import same, same_as_before
 
 FLOAT32 = find_precision("float32")
@@ -55,7 +56,7 @@ class Busy(nn.Module):
 
 def make(model: nn.Module, loss: object = None, **options: Any) -> ab.Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return ab.Step(model, nn.MSELoss() if loss is None else loss, optimizer, **options)
+    return ab.Step(model, nn.MSELoss() if loss is None else loss, optimizer, **flat(options))
 
 
 def rows_of(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

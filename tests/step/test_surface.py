@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from anybatch import AnybatchError, Step, StepReport, Terms, Total
+from anybatch import AnybatchError, Options, Step, StepReport, Terms, Total
 from anybatch.core.errors import BatchError, LossError, PlanError
+from tests.options import flat
 from tests.snapshots import make_batch
 
 X, Y = torch.randn(4, 3), torch.randn(4, 2)
@@ -19,7 +20,7 @@ X, Y = torch.randn(4, 3), torch.randn(4, 2)
 def make(loss: Any = F.mse_loss, **options: Any) -> Step:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    return Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), **options)
+    return Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), **flat(options))
 
 
 # ---- attributes
@@ -98,7 +99,7 @@ def test_a_scheduler_that_the_caller_steps_too_is_warned_about_once() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedulers = [LambdaLR(optimizer, lambda epoch: 1.0), StepLR(optimizer, 1, gamma=0.5)]
-    step = Step(model, nn.MSELoss(), optimizer, scheduler=schedulers)
+    step = Step(model, nn.MSELoss(), optimizer, options=Options(scheduler=schedulers))
     early = [one.state_dict() for one in schedulers]
     for _ in range(3):
         step((X, Y))
@@ -119,9 +120,9 @@ def test_a_scheduler_that_the_caller_steps_too_is_warned_about_once() -> None:
 def test_a_report_tells_the_update_its_learning_rate_and_its_seconds() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    step = Step(model, nn.MSELoss(), optimizer, scheduler=StepLR(optimizer, 1, gamma=0.1))
+    step = Step(model, nn.MSELoss(), optimizer, options=Options(scheduler=StepLR(optimizer, 1, gamma=0.1)))
     told: list[StepReport] = []
-    again = Step(model, step.loss, optimizer, listeners=[told.append], non_finite="skip")
+    again = Step(model, step.loss, optimizer, listeners=[told.append], options=Options(non_finite="skip"))
     reports = [step((X, Y)), step((X, Y))]
     with step.window() as window:
         window.add((X, Y))
@@ -157,7 +158,11 @@ CHOICES = ("recompute", "batch_norm", "precision", "non_finite", "strategy")
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_wrong_choice_is_told_all_of_them(name: str) -> None:
     """As the annotations list them: one list each."""
-    known = {str(one) for part in literals(get_type_hints(Step.__init__)[name]) for one in part}
+    known = {
+        str(one)
+        for part in literals((get_type_hints(Step.__init__) | get_type_hints(Options))[name])
+        for one in part
+    }
     assert len(known) >= 2
     with pytest.raises(PlanError) as told:
         make(**{name: "invented"})

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Step
+from anybatch import Options, Step
 from anybatch.core.errors import BudgetError
 from tests.budgets import metered
+from tests.options import flat
 
 
 def with_layer(model: nn.Module, memory: int | None, **options: Any) -> Step:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    return Step(model, nn.MSELoss(), optimizer, memory=memory, check=False, **options)
+    return Step(model, nn.MSELoss(), optimizer, memory=memory, **flat(options, check=False))
 
 
 def peak_of_window(step: Step, batch: Any, sizes: Any, *, warm: bool = True) -> int:
@@ -59,7 +60,13 @@ def test_a_window_whose_result_depends_on_the_cut_is_cut_only_if_need_be() -> No
         layers = [nn.Conv1d(4, 32, 3, padding=1), norm, nn.ReLU(), convolution, nn.Flatten()]
         model = nn.Sequential(*layers, nn.Linear(8192, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Step(model, nn.CrossEntropyLoss(), optimizer, memory=memory, batch_norm="micro", check=False)
+        return Step(
+            model,
+            nn.CrossEntropyLoss(),
+            optimizer,
+            memory=memory,
+            options=Options(batch_norm="micro", check=False),
+        )
 
     window = make(2**30).window()
     window.add(batch)
@@ -112,7 +119,7 @@ def test_a_sparse_gradient_of_somebody_elses_is_in_nobodys_way() -> None:
             return self.layer(self.table(x).detach())
 
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    step = Step(Model(), nn.MSELoss(), optimizer, memory=2**30, check=False)
+    step = Step(Model(), nn.MSELoss(), optimizer, memory=2**30, options=Options(check=False))
     assert step((rows, torch.randn(8, 1))).updated
     assert table.weight.grad is not None
     assert table.weight.grad.is_sparse

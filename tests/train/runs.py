@@ -16,6 +16,7 @@ from anybatch.state import rng
 from anybatch.train.callbacks import Callback, EpochReport, RunInfo
 from anybatch.train.metrics import accuracy
 from anybatch.train.trainer import Trainer
+from tests.options import flat
 from tests.snapshots import changes, same, snapshot
 
 FEATURES, CLASSES = 3, 4
@@ -57,7 +58,7 @@ def make_step(kind: str = "SGD with momentum", **options: Any) -> Step:
         "batch_norm": "micro",
         "scheduler": make_scheduler(optimizer),
     }
-    return Step(model, optimizer=optimizer, **settings | options)
+    return Step(model, optimizer=optimizer, **flat(settings | options))
 
 
 def make_trainer(out: Path | None = None, kind: str = "SGD with momentum", **options: Any) -> Trainer:

@@ -229,8 +229,7 @@ def test_average_is_that_of_a_slow_reference_over_updates_in_any_cut(
         nn.CrossEntropyLoss(),
         optimizer,
         micro_batch=micro_batch,
-        non_finite="skip",
-        batch_norm="frozen",
+        options=ab.Options(non_finite="skip", batch_norm="frozen"),
     )
     ema = ab.EMA(0.7, buffers=buffers)
     seen: list[dict[str, Tensor]] = []

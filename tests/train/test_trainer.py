@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from anybatch import Callback, Fold, Step, Total, WholeBatch
+from anybatch import Callback, Options, Step, Total, WholeBatch
+from anybatch.core import Fold
 from anybatch.core.errors import AnybatchError, BatchError, CheckpointError, DataError, PlanError
 from anybatch.train import checkpoint
 from anybatch.train.folder import BEST, LAST
@@ -70,7 +71,7 @@ def other_model() -> Step:
     model = nn.Linear(3, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
-    return Step(model, nn.CrossEntropyLoss(), optimizer, scheduler=scheduler)
+    return Step(model, nn.CrossEntropyLoss(), optimizer, options=Options(scheduler=scheduler))
 
 
 @pytest.mark.parametrize(

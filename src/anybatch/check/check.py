@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from anybatch.batchnorm import BatchNormChoice, find_batch_norms
+from anybatch.batchnorm import find_batch_norms
 from anybatch.check.copies import untouched
 from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding, summaries
@@ -31,7 +31,9 @@ from anybatch.check.splits import (
 from anybatch.check.terms import TermTest
 from anybatch.core import BatchError, Collate, Padding, PlanError, html_table
 from anybatch.engine import check_micro_batch
+from anybatch.losses import LossLike
 from anybatch.parallel import unwrapped
+from anybatch.step import DEFAULT, Options, known_keywords
 
 CUTTING_S = 5.0  # a further split is given up after this time
 CHECK_S = 8.0  # everything else is given up after this time
@@ -103,16 +105,17 @@ def _indented(text: str) -> str:
     return "  " + text.replace("\n", "\n  ")
 
 
+@known_keywords()
 def check(
     model: nn.Module,
-    loss: object,
+    loss: LossLike,
     batch: Any,
     *,
     collate: Collate | None = None,
     micro_batch: int | None = None,
     rows: int | None = None,
-    batch_norm: BatchNormChoice | None = None,
     seed: int = 0,
+    options: Options = DEFAULT,
 ) -> CheckReport:
     """Test on a few rows that every split gives the same result, and name the cause if one does not.
 
@@ -129,8 +132,9 @@ def check(
         collate: as for `anybatch.Step`.
         micro_batch: another size to try.
         rows: rows to check on. By default 8, or as many as take a few seconds.
-        batch_norm: "frozen" if steps will use it. Otherwise each BatchNorm in training mode is a finding.
         seed: seed of the random numbers.
+        options: those of your step. Only `batch_norm` matters: unless it is "frozen", each BatchNorm in
+            training mode is a finding.
 
     Returns:
         The report. Print it to read it.
@@ -155,7 +159,7 @@ def check(
     if micro_batch is not None:
         check_micro_batch(micro_batch)
     with untouched(model, loss):
-        prepared = prepare(model, loss, batch, collate, micro_batch, rows, batch_norm, seed, start)
+        prepared = prepare(model, loss, batch, collate, micro_batch, rows, options.batch_norm, seed, start)
         comparison, passes = _compare_cuts(prepared, micro_batch, start)
         if (
             _differ(comparison, passes)

@@ -45,8 +45,8 @@ WAYS_OUT = {
 
 BATCH_NORM_WAYS_OUT = (
     "ab.batch_norm_to_group_norm(model) makes every cut exact.",
-    'Step(batch_norm="frozen") or .eval() takes the running statistics.',
-    'Step(batch_norm="micro") accepts that each micro-batch has its own statistics, which is inexact.',
+    'Options(batch_norm="frozen") or .eval() takes the running statistics.',
+    'Options(batch_norm="micro") accepts that each micro-batch has its own statistics, which is inexact.',
 )
 
 

@@ -18,7 +18,7 @@ from anybatch.compare import Outcome
 from anybatch.core import Batch, Event, Micro, Padding, StepReport, Total, torch_private as private
 from anybatch.losses import Terms, call_loss, module_of, resolve
 from anybatch.state import plain_kernels, rng
-from anybatch.step import Step
+from anybatch.step import Options, Step
 
 Places = tuple[int, int]  # the length of a padded row, and its valid places
 _NAME = "loss"  # of an unnamed term
@@ -223,9 +223,8 @@ class Pass(Outcome):
         watched: Any = _WatchedBatch(batch, cut.part, bench.draws, self.calls)
         sizes = tuple([len(part.rows) for part in cut.parts])
         try:
-            step = Step(
-                model, loss, Recorder(bench.subject.named), batch_norm=bench.batch_norm, strategy="local"
-            )
+            options = Options(batch_norm=bench.batch_norm, strategy="local")
+            step = Step(model, loss, Recorder(bench.subject.named), options=options)
             super().__init__(step.task(), watched, step.plan(batch.rows), sizes, bench.draws, is_dry=False)
         except Exception as error:  # the user's code may raise anything
             self.failure = error

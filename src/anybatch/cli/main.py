@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from importlib import metadata
 from typing import Any, get_args
 
@@ -100,7 +101,7 @@ def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         collate=found.collate,
         micro_batch=options.micro_batch,
         rows=options.rows,
-        batch_norm=options.batch_norm or found.batch_norm,
+        options=replace(found.options, batch_norm=options.batch_norm or found.options.batch_norm),
     )
     return json.loads(report.to_json()), str(report)
 

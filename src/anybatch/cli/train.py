@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -252,14 +253,15 @@ def _prepare(options: argparse.Namespace, training: Training, device: torch.devi
         memory=options.memory,
         clip_norm=options.clip_norm,
         precision=options.precision,
-        non_finite=options.non_finite,
-        scheduler=[learning_rate.warm_up(optimizer, updates=options.warm_up)] if options.warm_up else [],
         collate=training.collate,
-        order=training.order,
-        batch_norm=training.batch_norm,
         # Observers do not get the gradients of workers.
         observers=[] if servers else [GradientFlow(model, ratio=_has_room(options.memory, model, device))],
-        strategy=servers or "auto",
+        options=replace(
+            training.options,
+            non_finite=options.non_finite,
+            scheduler=[learning_rate.warm_up(optimizer, updates=options.warm_up)] if options.warm_up else [],
+            strategy=servers or "auto",
+        ),
     )
     # Held-out rows: a function's are for validation, a recipe's for the test at the end.
     train, validation = training.train, training.test if ":" in options.recipe else None
@@ -320,7 +322,7 @@ def _compiled(model: torch.nn.Module, training: Training) -> torch.nn.Module:
             f"Expected a loss beside the model for --compile, got {training.name} with a model that computes "
             "its own, which is read from its operations. Leave --compile out."
         )
-    meet = training.batch_norm != "frozen" and find_batch_norms(model.modules())
+    meet = training.options.batch_norm != "frozen" and find_batch_norms(model.modules())
     return cast("torch.nn.Module", torch.compile(model, dynamic=True if meet else None))
 
 

@@ -239,7 +239,7 @@ class _FewRows(NamedTuple):
         raise LossError(
             f"Expected the same loss and gradient from {self._name} for every split, {rows} as {whole.cut} "
             f"and as {parts.cut}. {likely} "
-            "ab.check(model, loss, batch) names the place; Step(check=False) skips this."
+            "ab.check(model, loss, batch) names the place; Options(check=False) skips this."
         )
 
     def _refuse_failed_trim(self, error: Exception, cut: Split, whole: Looked) -> None:
@@ -268,7 +268,7 @@ class _FewRows(NamedTuple):
         return (
             f"{trimmed}, where padded places must not count: no mean over them, no position that counts "
             f"them, no attention to them, no labels there. Mask them, keep columns without places whole by "
-            f"{keep}, or leave order out; ab.check(model, loss, batch) names the place, Step(check=False) "
+            f"{keep}, or leave order out; ab.check(model, loss, batch) names the place, Options(check=False) "
             "skips this."
         )
 

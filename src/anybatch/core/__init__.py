@@ -1,6 +1,6 @@
 """Foundations: errors, units, nested tensors, batches, totals and reports."""
 
-from anybatch.core import torch_private as torch_private, tree as tree
+from anybatch.core import errors as errors, torch_private as torch_private, tree as tree
 from anybatch.core.batch import (
     Batch as Batch,
     Collate as Collate,
@@ -21,6 +21,7 @@ from anybatch.core.errors import (
     BudgetError as BudgetError,
     CheckpointError as CheckpointError,
     DataError as DataError,
+    KeywordError as KeywordError,
     LossError as LossError,
     NonFiniteLossError as NonFiniteLossError,
     OptimizerError as OptimizerError,

@@ -6,6 +6,7 @@
     │   └── NonFiniteLossError   the loss of some micro-batch is NaN or infinite
     ├── PlanError         a setting cannot be carried out: micro-batch size, clipping, dtype
     │   ├── BudgetError          no plan fits the memory budget
+    │   ├── KeywordError         a parameter has another name or place
     │   ├── TraceError           a step cannot be run on fake tensors, or its bytes follow no law
     │   └── BlockError           a block of the model does not repeat its forward
     ├── OptimizerError    optimizers, schedulers and parameters do not belong together
@@ -51,6 +52,10 @@ class BlockError(PlanError):
     def __init__(self, message: str, *, block: str = "") -> None:
         super().__init__(message)
         self.block = block  # its name
+
+
+class KeywordError(PlanError, TypeError):
+    """A parameter has another name or place, which the message says; also a `TypeError`."""
 
 
 class TraceError(PlanError):

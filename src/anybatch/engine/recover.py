@@ -136,7 +136,7 @@ def _recover_from_overflow(where: str, part: Part, before: Snapshot) -> None:
         f"Expected a finite {where}, got NaN or infinity in micro-batch {part.count} "
         f"({part.rows_in_words(rows)} of the batch) at a loss scale of {at:g}{meet}. No update was made. "
         "Look for bad data in these rows, a division by zero (a mean over no valid target), or "
-        'too high a learning rate; Step(non_finite="drop") leaves such rows out, "skip" the update.'
+        'too high a learning rate; Options(non_finite="drop") leaves such rows out, "skip" the update.'
     )
     failed.reached = reached
     try:

@@ -67,7 +67,7 @@ class Progress:
             warnings.warn(
                 "Expected the Step alone to step the scheduler that it was given, got one that was stepped "
                 "between two updates as well: the learning rate moves twice. Leave out your own "
-                "scheduler.step(), or the Step's scheduler=.",
+                "scheduler.step(), or Options(scheduler=...) of the Step.",
                 stacklevel=4,
             )
 
@@ -162,7 +162,7 @@ def check_parts(
             f"Expected optimizers of parameters of the model or the loss, got {len(strange)} of neither. "
             "The step computes no gradient for them. Leave them out, or make the optimizer from "
             "model.parameters() again.",
-            stacklevel=4,
+            stacklevel=5,
         )
     return optimizers, check_schedulers(() if scheduler is None else scheduler, optimizers)
 

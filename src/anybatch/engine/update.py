@@ -49,6 +49,18 @@ def clip(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
         value.mul_(factor.to(value.device))
 
 
+def clip_entries(gradient: dict[nn.Parameter, Tensor], largest: float) -> None:
+    """Clamp each entry of the whole batch's gradient in place, as `torch.nn.utils.clip_grad_value_` does.
+
+    The entries of a sparse gradient are its sums, each place once.
+    """
+    for parameter, value in gradient.items():
+        if value.is_sparse:
+            gradient[parameter] = value = value.coalesce()
+            value = value.values()
+        value.clamp_(-largest, largest)
+
+
 def step_optimizers(
     gradients: Mapping[nn.Parameter, Tensor], optimizers: Iterable[Optimizer], foreach: bool | None = None
 ) -> None:

@@ -33,6 +33,7 @@ from anybatch.engine.task import Task, context, label_for_profiler
 from anybatch.engine.update import (
     TornUpdateError,
     clip,
+    clip_entries,
     norm_of,
     note_update,
     schedule_learning_rates,
@@ -227,6 +228,8 @@ class Accumulation:
             return report_of(sums, weights, norm, updated=False)
         if not math.isinf(plan.clip_norm):
             clip(gradient.values(), size, plan.clip_norm)
+        if not math.isinf(plan.clip_value):
+            clip_entries(gradient, plan.clip_value)
         reader = task.reader or NO_READER
         try:
             reader.begin_update()

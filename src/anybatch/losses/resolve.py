@@ -1,5 +1,6 @@
 """Conversion of the caller's loss to the interface `Loss`; unsupported losses are refused here."""
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.core import LossError
+from anybatch.core import LossError, Total
 from anybatch.losses.inputs import module_in
 from anybatch.losses.loss import Loss
 from anybatch.losses.model.model_loss import ModelLoss
@@ -15,6 +16,16 @@ from anybatch.losses.reductions import WEIGHTS
 from anybatch.losses.terms import BARE_MEAN, HOW, Terms
 from anybatch.losses.torch_losses import SummedLoss, summed_loss
 from anybatch.losses.whole_batch import WholeBatch
+
+#: What a step accepts as its loss.
+LossLike = (
+    nn.Module
+    | Callable[..., Tensor]
+    | Callable[..., Total | Mapping[str, Total]]
+    | Terms
+    | WholeBatch
+    | ModelLoss
+)
 
 
 def resolve(loss: object) -> Loss:

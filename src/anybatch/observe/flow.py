@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.batchnorm import BatchNormChoice
 from anybatch.core import Collate, PlanError, check_whole, ran_out_of_memory, torch_private as private
 from anybatch.engine import Observer
-from anybatch.losses import module_of
+from anybatch.losses import LossLike, module_of
 from anybatch.observe.figure import checked
 from anybatch.observe.flow_figures import Figures, Flow
 from anybatch.observe.flow_picture import draw
 from anybatch.observe.measure import Table, norms_of, sizes_of, to_host
 from anybatch.parallel import unwrapped
-from anybatch.step import Step, dry_run
+from anybatch.step import DEFAULT, Options, Step, dry_run, known_keywords
 
 _MODEL, _LOSS = "(model)", "(loss)"  # parameters of no submodule
 
@@ -196,16 +195,17 @@ class _FlowReading:
         return sum(sums) / numbers, most, math.hypot(*norms), 1 - sum(counts) / numbers, ratio
 
 
+@known_keywords()
 def gradient_flow(
     model: nn.Module,
-    loss: object,
+    loss: LossLike,
     batch: Any,
     *,
     path: str | Path | None = None,
     micro_batch: int | None = None,
     memory: str | int | None = None,
     collate: Collate | None = None,
-    batch_norm: BatchNormChoice | None = None,
+    options: Options = DEFAULT,
     title: str = "gradient flow",
 ) -> Flow:
     """Return the gradient of a batch by layer, and draw it; without training.
@@ -221,7 +221,7 @@ def gradient_flow(
         micro_batch: rows of a micro-batch. None for all rows, or, with `memory`, for a planned number.
         memory: budget in bytes, as for `anybatch.Step`.
         collate: function from samples to tensors, as for `anybatch.Step`.
-        batch_norm: treatment of BatchNorm, as for `anybatch.Step`.
+        options: as for `anybatch.Step`; its scheduler and strategy do not matter.
         title: title of the picture.
 
     Returns:
@@ -253,8 +253,7 @@ def gradient_flow(
         micro_batch=micro_batch,
         memory=memory,
         collate=collate,
-        batch_norm=batch_norm,
-        strategy="local",
+        options=replace(options, scheduler=None, strategy="local"),
     )
     seen = GradientFlow(model, ratio=False)
     dry_run.show(step, batch, seen)

@@ -176,7 +176,10 @@ def _ways_out(
     if cut_refused:
         ways.append(f"The batch may not be cut: {cut_refused.rstrip('.')}.")
     if batch_norms and cut_refused:
-        return [*ways, "To allow it, pass batch_norm=... or call ab.batch_norm_to_group_norm(model)."]
+        return [
+            *ways,
+            "To allow it, say Options(batch_norm=...) or call ab.batch_norm_to_group_norm(model).",
+        ]
     state = held.get("optimizer state", 0) * 3 / 4
     if state > little:
         ways.append(f"8-bit optimizer states free about {format_bytes(state)}.")

@@ -11,6 +11,7 @@ from anybatch.batchnorm import batch_norm_to_group_norm
 from anybatch.core import PlanError
 from anybatch.data import load
 from anybatch.recipes.recipe import Recipe, Training, one_of
+from anybatch.step import Options
 
 SMALL = 64  # up to this many pixels the first layer is that for CIFAR-10, which keeps the resolution
 
@@ -115,7 +116,7 @@ def _make(
         test=(rows.test.inputs, rows.test.targets),
         name=rows.train.name,
         scores=lambda scores: scores,
-        batch_norm=batch_norm,
+        options=Options(batch_norm=batch_norm),
     )
 
 

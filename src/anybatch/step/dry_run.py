@@ -45,14 +45,14 @@ def show(
     noted = reached_by(task, logical)
     try:
         if precision is None:
-            plan, running = step.planning.of(task, logical, step.guard)
+            plan, running = step.planning.of(task, logical)
         else:
             size = min(logical.rows, micro_batch or step.micro_batch or logical.rows)
             plan = replace(step.planning.settings, rows=logical.rows, micro_batch=size, precision=precision)
         if plan.is_cut:
-            step.guard.refuse_meetings(task)
+            step.planning.guard.refuse_meetings(task)
         if plan.is_cut and precision is None:
-            step.guard.look(task, logical, plan, plan.micro_batch)
+            step.planning.guard.look(task, logical, plan, plan.micro_batch)
         with step.planning.enforced(task):
             carry_out(plan, running, logical, is_dry=True)
     finally:

@@ -29,16 +29,16 @@ from anybatch.engine import (
     no_room_for_update,
     window_state,
 )
-from anybatch.step.decide import Guard, Planning
+from anybatch.losses import LossLike
+from anybatch.step.decide import Planning
 
 
 class Opener(Protocol):
     """The step that opens a window."""
 
     collate: Collate | None
-    guard: Guard
     planning: Planning
-    loss: object
+    loss: LossLike
 
     def end(self, window: Accumulation) -> StepReport:
         """Update, or hand the gradient over."""
@@ -147,10 +147,11 @@ class Window(Accumulation):
         self._seconds += perf_counter() - began
 
     def _plan(self, batch: Batch) -> Plan:
-        guard, task = self._step.guard, self._task
+        planning, task = self._step.planning, self._task
+        guard = planning.guard
         if self._rows or task.strategy.is_many:
             guard.refuse_meetings(task)
-        plan = self._step.planning.of_window(task, batch, guard)
+        plan = planning.of_window(task, batch)
         if plan.is_cut:
             guard.refuse_meetings(task)
         if plan.is_cut or self._rows:
