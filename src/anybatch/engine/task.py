@@ -21,22 +21,19 @@ from anybatch.core import (
     Batch,
     BatchError,
     Collate,
-    Event,
-    Listener,
     NoRows,
     OptimizerError,
     PlanError,
     SampleBatch,
-    StepReport,
     TensorBatch,
     torch_private as private,
     tree,
 )
+from anybatch.engine.callback import Callbacks, Reader
 from anybatch.engine.gradients import accumulation_dtype, is_own_hook
-from anybatch.engine.observer import Observer, Reader
 from anybatch.engine.plan import Plan
 from anybatch.engine.strategy import Single, Strategy
-from anybatch.engine.update import check_optimizers, check_schedulers, learning_rate_of, note_update, owned
+from anybatch.engine.update import check_optimizers, check_schedulers, learning_rate_of, owned
 from anybatch.losses import Loss, SummedLoss, WholeBatch, check_loss, module_of, resolve
 from anybatch.precision import LossScale, Masters, Precision, Working
 from anybatch.recompute import apply_policies
@@ -90,7 +87,6 @@ class Task:
     others: Sequence[nn.Parameter]
     batch_norms: Sequence[BatchNorm]  # modules in which rows meet, as they stand
     devices: Set[torch.device]  # where the parameters of the model are
-    listeners: Sequence[Listener]
     # called with this task, the batch, its plan and a number of rows that may fit, before a batch that was
     # not to be cut is cut after all; raises where that would change the result
     before_cut: BeforeCut = lambda task, batch, plan, rows: None
@@ -100,7 +96,7 @@ class Task:
     scale: LossScale = field(default_factory=lambda: LossScale(Precision()))
     strategy: Strategy = field(default_factory=Single)
     progress: Progress = field(default_factory=Progress)  # what the step counts
-    observers: Sequence[Observer] = ()
+    callbacks: Callbacks = field(default_factory=Callbacks)
     reader: Reader | None = None
     # in the plan of a window, rows of one `add`, whose sums are held apart, too; 0 for a step
     add_rows: int = 0
@@ -110,7 +106,6 @@ class Task:
     trained: Set[nn.Parameter] = field(init=False)
     uncut_loss: Loss = field(init=False)
     is_wide: bool = field(init=False)  # no dtype is narrower than that of its gradient's sum
-    is_shown: bool = field(init=False)  # an observer wants each micro-batch's gradients, now or later
     kinds: Set[str] = field(init=False)  # of the devices that compute
     is_static: bool = field(init=False)  # compiled, anew for each number of rows
     made: dict[Any, Any] = field(init=False)  # what is made once for a plan: `engine.part.Ways`
@@ -124,24 +119,13 @@ class Task:
         put("trained", frozenset(self.parameters))
         put("uncut_loss", self.loss.uncut())
         put("is_wide", all(accumulation_dtype(p.dtype) == p.dtype for p in self.parameters))
-        put("is_shown", any(one.wants_micro for one in self.observers))
         put("is_static", any(map(private.is_static, self.model.modules())))
         put("kinds", {device.type for device in self.devices} - {"meta"})
 
-    def tell(self, event: Event) -> None:
-        """Call the listeners; what one of them raises after the update says that it was made."""
-        try:
-            for listener in self.listeners:
-                listener(event)
-        except BaseException as error:
-            if isinstance(event, StepReport) and event.updated:
-                note_update(error, event.update)
-            raise
-
-    def aside(self, **changes: Any) -> "Task":
+    def aside(self) -> "Task":
         """Return the same, for steps that do not count."""
-        changes |= {"scale": self.scale.copy(), "progress": Progress(), "schedulers": (), "listeners": ()}
-        return replace(self, **changes).alone()
+        changes: dict[str, Any] = {"progress": Progress(), "schedulers": (), "callbacks": Callbacks()}
+        return replace(self, scale=self.scale.copy(), **changes).alone()
 
     def alone(self) -> "Task":
         """Return the same, for this process only: other ranks take no part."""
@@ -197,14 +181,13 @@ def gather(
     loss: object,
     optimizers: Sequence[Optimizer],
     schedulers: Sequence[LRScheduler],
-    listeners: Sequence[Listener],
     *,
     before_cut: BeforeCut,
     effects: Effects,
     working: Working,
     strategy: Strategy,
     progress: Progress,
-    observers: Sequence[Observer] = (),
+    callbacks: Callbacks,
     held: Sequence[nn.Parameter] = (),
 ) -> Task:
     """Read all parts of a step: callers unfreeze layers and change settings between steps.
@@ -237,14 +220,13 @@ def gather(
         # In a loss that sees all rows at once they do not depend on the cut.
         batch_norms=find_batch_norms(model.modules() if resolved.divided else modules),
         devices={p.device for p in inside},
-        listeners=listeners,
         before_cut=before_cut,
         effects=effects,
         masters=working.masters,
         scale=working.scale,
         strategy=strategy,
         progress=progress,
-        observers=observers,
+        callbacks=callbacks,
     )
 
 

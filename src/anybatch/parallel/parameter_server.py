@@ -161,7 +161,7 @@ class ParameterServer(Single):
             'BatchNorm in training mode; Pass Step(batch_norm="frozen") for the running statistics, or use '
             "ab.batch_norm_to_group_norm(model)": bool(task.batch_norms) and settings.batch_norm != "frozen",
             "a compiled model": task.is_static,
-            "observers=, which look at gradients that only workers have": bool(task.observers),
+            "callbacks of gradients or micro-batches, which only workers have": task.callbacks.are_inside,
             "gradients from before the step; Call optimizer.zero_grad()": any(
                 p.grad is not None for p in task.parameters
             ),

@@ -260,7 +260,7 @@ def device_of(task: Task, device: torch.device | str | None) -> torch.device:
 
 
 def faked(task: Task, fakes: Fakes) -> Task:
-    """Return the task on fake tensors, without observers."""
+    """Return the task on fake tensors, without callbacks."""
 
     def of(parameters: Iterable[Tensor]) -> list[Any]:
         return [fakes.of(parameter) for parameter in parameters]
@@ -270,7 +270,7 @@ def faked(task: Task, fakes: Fakes) -> Task:
     effects.writes(of(task.effects.parameters))
     effects.begin(task.modules)
     return replace(
-        task.aside(observers=()),
+        task.aside(),
         effects=effects,
         loss=fakes.within(task.loss),
         parameters=of(task.parameters),

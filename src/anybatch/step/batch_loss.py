@@ -40,7 +40,7 @@ class BatchLoss:
         precision: None for the dtypes and the autocast of the loop. Otherwise as for `anybatch.Step`, but for
             "bf16-true" and "fp16-true".
         options: further options of `anybatch.Step`: recompute, collate, order, accumulate, compensated,
-            batch_norm, non_finite, check, listeners, observers, strategy.
+            batch_norm, non_finite, check, callbacks, strategy.
 
     Attributes:
         report: the report of the last call; None before.

@@ -1,7 +1,9 @@
 """The step: one exact optimizer update per batch, for any size of the micro-batches."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,6 @@ from anybatch.batchnorm import BatchNormChoice, warn_of_untrained
 from anybatch.core import (
     BlockError,
     Collate,
-    Listener,
     OutOfMemoryError,
     ReadOnlyError,
     StepReport,
@@ -24,7 +25,7 @@ from anybatch.core import (
 )
 from anybatch.engine import (
     Accumulation,
-    Observer,
+    Callbacks,
     Plan,
     Progress,
     Signature,
@@ -33,6 +34,7 @@ from anybatch.engine import (
     Task,
     admit,
     carry_out,
+    check_callbacks,
     check_parts,
     gather,
     owned,
@@ -105,8 +107,7 @@ class Step:
             "drop" leaves out its rows and their weight, "skip" makes no update.
         check: before a batch is split for the first time, compare the loss and gradient of a few rows
             between several splits (`anybatch.compare.look`).
-        listeners: functions called with each event: `MicroBatchDone`, `MicroBatchRedone`, `StepReport`.
-        observers: objects that read the gradients of each update (`anybatch.engine.Observer`).
+        callbacks: objects that look at steps (`ab.Callback`), and functions called with each `StepReport`.
         strategy: "auto" sums gradients over all ranks of the process group, if there are several;
             torchrun starts one. Each rank passes its own rows. "replicate" refuses to run
             alone. "local" lets each rank make updates of its own. A DistributedDataParallel is unwrapped.
@@ -151,8 +152,7 @@ class Step:
         precision: PrecisionName | Precision = "float32",
         non_finite: NonFinitePolicy = "raise",
         check: bool = True,
-        listeners: Sequence[Listener] = (),
-        observers: Sequence[Observer] = (),
+        callbacks: Iterable[object] = (),
         strategy: StrategyName | Strategy = "auto",
     ) -> None:
         group, model = group_of(model), unwrapped(model, strategy)
@@ -180,7 +180,8 @@ class Step:
         self.guard = Guard(batch_norm=batch_norm, check=check)
         self.collate = collate
         self.order: Order | None = order
-        self.listeners, self.observers = tuple(listeners), tuple(observers)
+        self.callbacks = check_callbacks(callbacks)
+        self._told = Callbacks.of(self.callbacks)
         self.effects = Effects()
         self.open_window: Window | None = None
         self._named = strategy
@@ -194,7 +195,7 @@ class Step:
         """Run forward and backward for each micro-batch, then update once.
 
         An error before the update leaves everything as it was. An error after it (in a scheduler, in a
-        listener) leaves the update in place. An error inside `optimizer.step()` cannot be undone.
+        callback) leaves the update in place. An error inside `optimizer.step()` cannot be undone.
 
         Args:
             batch: `(inputs, target)`, `(a, b, ..., target)` or a mapping with a target for torch's losses;
@@ -236,6 +237,7 @@ class Step:
         logical = admit(batch, task, self.collate)
         settings = self.planning.settings
         if report := self.strategy.carry_out(task, logical, settings, partial(Remote.of, self)):
+            task.callbacks.tell(report)
             return report
         is_synced = task.is_synced(settings)
         if is_synced:
@@ -389,7 +391,8 @@ class Step:
         if self.schedulers:
             self._progress.warn_of_other_steps(self.schedulers)
         known = self._gathered
-        if known is None or self.effects.looks_next or not known[1].is_current():
+        is_told = known is not None and known[0].callbacks is self._told
+        if known is None or not is_told or self.effects.looks_next or not known[1].is_current():
             task = self.task()
             refuse_wrapped(task.modules, self._named)
             refuse_late_group(self.strategy, self._named)
@@ -400,6 +403,16 @@ class Step:
         self.effects.begin(known[0].modules)
         return known[0]
 
+    @contextmanager
+    def attached(self, callbacks: Sequence[object]) -> Generator[None]:
+        """Call the methods of these callbacks in each step of this context, too; but not their `update`."""
+        own = self._told
+        self._told = replace(Callbacks.of([*self.callbacks, *callbacks]), update=own.update)
+        try:
+            yield
+        finally:
+            self._told = own
+
     def task(self) -> Task:
         """Return the parts of a step, gathered and checked."""
         return gather(
@@ -407,13 +420,12 @@ class Step:
             self.loss,
             self.optimizers,
             self.schedulers,
-            self.listeners,
             before_cut=self.guard.before_cut,
             effects=self.effects,
             working=self.working,
             strategy=self.strategy,
             progress=self._progress,
-            observers=self.observers,
+            callbacks=self._told,
             held=self.held(),
         )
 
