@@ -165,9 +165,9 @@ def _fault(one: object) -> str:
     if _is_function(one):
         return ""
     has_any = any(bound([one], name) for name in _NOTHING)
-    for name in dir(one):
+    for name in [name for name in dir(one) if name[0] != "_" and name not in _NOTHING]:
         near = get_close_matches(name, _NOTHING, 1, cutoff=0.85 if has_any else 0.6)
-        if near and name not in _NOTHING and callable(getattr(one, name, None)):
+        if near and callable(getattr(one, name, None)):
             return (
                 f"{one!r} with a method {name!r}, which is never called. Call it {near[0]!r}, or begin its "
                 "name with an underscore if it is another method."

@@ -56,15 +56,15 @@ class Metrics(Callback):
     """A callback with named metrics of a trainer's validation, as sums over all rows, divided once.
 
     Args:
-        metrics: functions of (outputs, targets) that return a `Total`, such as `anybatch.accuracy`, or folds.
+        named: functions of (outputs, targets) that return a `Total`, such as `anybatch.accuracy`, or folds.
 
     Example:
         >>> Metrics(accuracy=accuracy)
         Metrics(accuracy=accuracy)
     """
 
-    def __init__(self, **metrics: Metric) -> None:
-        self.named = metrics
+    def __init__(self, **named: Metric) -> None:
+        self.named = named
 
     def metrics(self) -> Mapping[str, Metric]:
         """Return the metrics by name."""
