@@ -3,13 +3,14 @@
 from anybatch.batchnorm import batch_norm_to_group_norm
 from anybatch.check import CheckReport, check
 from anybatch.core import AnybatchError, BudgetError, StepReport, Total, errors
+from anybatch.engine import Callback
 from anybatch.losses import ModelLoss, Terms, WholeBatch, linear_cross_entropy
 from anybatch.observe import GradientFlow, gradient_flow
 from anybatch.parallel import ParameterServer
 from anybatch.planner import PlanReport
 from anybatch.precision import Precision
 from anybatch.step import BatchLoss, Options, Step, Window, plan
-from anybatch.train import EMA, Callback, EarlyStopping, LossMonitor, Trainer, accuracy
+from anybatch.train import EMA, EarlyStopping, LossMonitor, Metrics, Trainer, accuracy
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "EarlyStopping",
     "GradientFlow",
     "LossMonitor",
+    "Metrics",
     "ModelLoss",
     "Options",
     "ParameterServer",

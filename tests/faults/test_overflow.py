@@ -106,8 +106,8 @@ def test_a_scale_that_gave_way_is_put_back_with_all_else(way: str) -> None:
             assert step.scale.value == FIRST / 2**3
             window.discard()
         else:
-            step.model.fault.arm(MicroBatchDone.__name__, 2, RuntimeError("listener"))
-            with pytest.raises(RuntimeError, match="listener"):
+            step.model.fault.arm(MicroBatchDone.__name__, 2, RuntimeError("callback"))
+            with pytest.raises(RuntimeError, match="callback"):
                 step(batch)
             assert len(step.model.fault.ran) == 3 + 3
 

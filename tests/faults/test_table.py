@@ -145,7 +145,7 @@ def expected(row: str) -> type[BaseException]:
     return OutOfMemoryError if ERRORS[row] is NO_MEMORY else type(ERRORS[row])
 
 
-# Memory that a listener lacks is not the step's.
+# Memory that a callback lacks is not the step's.
 RAISES = [
     (row, *one) for row in ERRORS for one in WAYS if one[2:] not in OTHERS or ERRORS[row] is not NO_MEMORY
 ]

@@ -25,7 +25,7 @@ def make(noise: GradientNoise, loss: object = None, **options: Any) -> ab.Step:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = nn.MSELoss() if loss is None else loss
-    return ab.Step(model, loss, optimizer, observers=[noise], **flat(options, check=False))
+    return ab.Step(model, loss, optimizer, callbacks=[noise], **flat(options, check=False))
 
 
 def slow(model: nn.Module, batch: tuple[Tensor, Tensor], cut: list[int]) -> tuple[float, float]:
@@ -95,7 +95,7 @@ def test_estimate_is_unbiased_in_a_cut_into_unequal_parts() -> None:
         loss,
         torch.optim.SGD(model.parameters(), lr=0.0),
         micro_batch=5,
-        observers=[noise],
+        callbacks=[noise],
         options=ab.Options(check=False),
     )
     generator = torch.Generator().manual_seed(3)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
 from anybatch.core import tree
-from anybatch.engine import Agreed, Observer
+from anybatch.engine import Agreed
 from anybatch.parallel import DeepGradientCompression, Replicate
 from anybatch.testing import GradientRecorder
 from tests.faults import faulty
@@ -149,19 +149,19 @@ def train(
     }
 
 
-class Refusing(Observer):
+class Refusing(ab.Callback):
     """Fails after gradients were sent, and before the update."""
 
     refuses = False
 
-    def update(self, gradients: Any) -> None:
+    def gradients(self, gradients: Any) -> None:
         if self.refuses:
             raise ValueError("no")
 
 
 def compressed(rank: int, size: int, make: Any, fails: bool) -> dict[str, Any]:
     """Updates whose gradient is sent through a codec; the third may fail before and after it was sent."""
-    observer = Refusing()
+    refusing = Refusing()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     codec = make()
@@ -174,7 +174,7 @@ def compressed(rank: int, size: int, make: Any, fails: bool) -> dict[str, Any]:
         optimizer,
         micro_batch=2,
         options=ab.Options(strategy=strategy),
-        observers=[observer],
+        callbacks=[refusing],
     )
     x, y = torch.randn(10, 4, dtype=torch.float64), torch.randint(3, (10,))
     mine = share((x, y), [7, 3] + [0] * (size - 2), rank)
@@ -182,10 +182,10 @@ def compressed(rank: int, size: int, make: Any, fails: bool) -> dict[str, Any]:
         if fails and number == 2:
             with contextlib.suppress(RuntimeError):  # shapes that do not fit; on the others a RankError
                 step((x[:, :3], y) if rank == 1 else share((x, y), [10] + [0] * (size - 1), rank))
-            observer.refuses = True
+            refusing.refuses = True
             with contextlib.suppress(ValueError):
                 step(mine)
-            observer.refuses = False
+            refusing.refuses = False
         step(mine)
     bytes_sent = step.strategy.bytes_sent
     return {"parameters": [p.detach() for p in model.parameters()], "bytes": bytes_sent, "rank": rank}

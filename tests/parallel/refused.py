@@ -107,14 +107,14 @@ def others(rank: int, size: int) -> dict[str, str]:
         ab.plan(wrapped, nn.CrossEntropyLoss(), optimizer, (X, Y), memory="64MB")
 
     class Fails(ab.GradientFlow):
-        def update(self, gradients: Any) -> None:
+        def gradients(self, gradients: Any) -> None:
             raise OSError
 
     def missed() -> object:
         model = linear()  # rank 1 makes no update, and the others do
-        observers = [Fails(model)] if rank == 1 else []
+        callbacks = [Fails(model)] if rank == 1 else []
         step = ab.Step(
-            model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), observers=observers
+            model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=callbacks
         )
         with suppress(OSError):
             step((X, Y))

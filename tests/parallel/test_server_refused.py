@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.engine import Observer
+from anybatch.observe import GradientNoise
 from anybatch.parallel import ParameterServer
 from tests.options import flat
 from tests.parallel.inline import Inline
@@ -42,7 +42,7 @@ def test_workers_that_have_nothing_to_do_are_told_of() -> None:
         ({"model": network().bfloat16()}, "got \\['bfloat16'\\]"),
         ({"non_finite": "skip"}, "non_finite='skip'"),
         ({"precision": "fp16-mixed"}, "a loss scale"),
-        ({"observers": [Observer()]}, "got observers=, which look at gradients .* Leave it out"),
+        ({"callbacks": [GradientNoise()]}, "got callbacks of gradients .* only workers have. Leave it out"),
         (
             {"model": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()},
             r"BatchNorm .*Pass Step\(batch",

@@ -16,12 +16,14 @@ from torch.optim import Optimizer
 from anybatch import ModelLoss, Options, Step, Terms, Total, WholeBatch
 from anybatch.core.batch import SampleBatch, TensorBatch
 from anybatch.core.errors import TraceError
+from anybatch.engine import Callbacks
 from anybatch.engine.plan import Plan
 from anybatch.memory.meter import Meter
 from anybatch.planner.trace import Trace, trace
 from benchmarks.zoo import ZOO
 from tests.options import flat
 from tests.snapshots import changes, make_batch, make_step, snapshot
+from tests.train.runs import listening
 
 ROWS = 12
 
@@ -213,7 +215,7 @@ def test_nothing_is_changed(options: dict[str, Any]) -> None:
     step = make_step(**options)
     before = snapshot(step)
     heard: list[object] = []
-    task = replace(step.task(), listeners=[heard.append])
+    task = replace(step.task(), callbacks=Callbacks.of([listening(heard.append)]))
     trace(step.plan(8), task, TensorBatch(make_batch()))
     assert not changes(before, snapshot(step))
     assert not heard

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
 from anybatch.core.errors import LossError, OptimizerError, PlanError
-from anybatch.engine import Observer
 from anybatch.testing import relative_error, tolerance
 from tests.faults.faulty import spread
 from tests.options import flat
@@ -106,9 +106,9 @@ def test_uncut_is_torchs_own_to_the_bit_and_handed_over_without_a_copy() -> None
     model, x, y = make(torch.float32)
     ab.BatchLoss(model, CROSS)((x, y)).backward()
     assert error(model, whole(model, lambda one: F.cross_entropy(one(x), y))) == 0
-    places, watch = dict[str, int](), Observer()
-    watch.update = lambda sums: places.update({name: one.data_ptr() for name, one in sums.items()})
-    batch_loss = ab.BatchLoss(model, CROSS, observers=[watch], micro_batch=9)
+    places, watch = dict[str, int](), SimpleNamespace()
+    watch.gradients = lambda sums: places.update({name: one.data_ptr() for name, one in sums.items()})
+    batch_loss = ab.BatchLoss(model, CROSS, callbacks=[watch], micro_batch=9)
     for batch in ((x, y), None):
         model.zero_grad()
         window = batch_loss.window() if batch is None else None  # held while backward runs

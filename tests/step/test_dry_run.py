@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core.errors import PlanError
-from anybatch.engine import Observer
 from anybatch.precision.policy import find_precision
 from anybatch.step import dry_run
 from anybatch.testing import relative_error
@@ -21,15 +20,13 @@ from tests.snapshots import same, same_as_before
 FLOAT32 = find_precision("float32")
 
 
-class Seen(Observer):
+class Seen(ab.Callback):
     """Calls a function with each gradient of each micro-batch."""
-
-    wants_micro = True
 
     def __init__(self, see: Callable[[Tensor], object]) -> None:
         self.see = see
 
-    def micro(self, micro: Any, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
+    def micro_gradients(self, micro: Any, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
         for several in gradients.values():
             for gradient in several:
                 self.see(gradient.detach())

@@ -27,7 +27,7 @@ def make(loss: Any = F.mse_loss, **options: Any) -> Step:
 
 
 @pytest.mark.parametrize(
-    "name", ["clip_norm", "precision", "model", "listeners", "open_window", "microbatch"]
+    "name", ["clip_norm", "precision", "model", "callbacks", "open_window", "microbatch"]
 )
 def test_attributes_of_a_step_and_a_window_are_only_read(name: str) -> None:
     step = make()
@@ -122,7 +122,7 @@ def test_a_report_tells_the_update_its_learning_rate_and_its_seconds() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     step = Step(model, nn.MSELoss(), optimizer, options=Options(scheduler=StepLR(optimizer, 1, gamma=0.1)))
     told: list[StepReport] = []
-    again = Step(model, step.loss, optimizer, listeners=[told.append], options=Options(non_finite="skip"))
+    again = Step(model, step.loss, optimizer, callbacks=[told.append], options=Options(non_finite="skip"))
     reports = [step((X, Y)), step((X, Y))]
     with step.window() as window:
         window.add((X, Y))

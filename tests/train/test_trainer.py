@@ -166,7 +166,7 @@ def test_best_by_a_term_of_the_users_own_is_known_after_the_first_forward(tmp_pa
         ({"keep": -1}, PlanError, r"keep.*at least 0, got -1"),
         ({"out": None, "keep": 1}, PlanError, r"a folder for checkpoints, got none with .*keep=1"),
         ({"save_minutes": math.nan}, PlanError, r"save_minutes of at least 0, got nan"),
-        ({"callbacks": [Callback]}, PlanError, r"objects of a subclass of ab\.Callback, got Callback"),
+        ({"callbacks": [Callback]}, PlanError, r"methods of ab\.Callback, got the class Callback\. Pass"),
         ({"train": iter([1])}, BatchError, r"iterated anew in each epoch, got a list_iterator"),
         ({"validation": TensorDataset(*make_rows(4))}, BatchError, r"got a TensorDataset"),
     ],

@@ -15,7 +15,7 @@ from anybatch.check.draws import Draws
 from anybatch.check.finding import culprit_of
 from anybatch.check.rows import RowCut, RowPart, is_close, shorten
 from anybatch.compare import Outcome
-from anybatch.core import Batch, Event, Micro, Padding, StepReport, Total, torch_private as private
+from anybatch.core import Batch, Micro, MicroBatchDone, Padding, Total, torch_private as private
 from anybatch.losses import Terms, call_loss, module_of, resolve
 from anybatch.state import plain_kernels, rng
 from anybatch.step import Options, Step
@@ -240,14 +240,13 @@ class Pass(Outcome):
         """Return True if both errors are at most the limit."""
         return self.error <= limit and self.loss_error <= limit
 
-    def told(self, event: Event) -> None:
+    def micro_batch(self, event: MicroBatchDone) -> None:
         """Note the size of the sums."""
-        if not isinstance(event, StepReport):
-            self._norms.append(norm(p.grad for p in self._bench.subject.named.values() if p.grad is not None))
+        self._norms.append(norm(p.grad for p in self._bench.subject.named.values() if p.grad is not None))
 
-    def update(self, gradients: Mapping[str, Tensor]) -> None:
+    def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep the gradient and the state."""
-        super().update(gradients)
+        super().gradients(gradients)
         self.state = state_of(*self._held)
 
 

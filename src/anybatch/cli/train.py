@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,6 @@ from anybatch.core import (
     DataError,
     PlanError,
     RankError,
-    Total,
     format_bytes,
     format_count,
     format_seconds,
@@ -37,8 +36,8 @@ from anybatch.train import (
     BEST,
     EMA,
     LAST,
-    Callback,
     EarlyStopping,
+    Metrics,
     Trainer,
     accuracy,
     checkpoint,
@@ -254,8 +253,8 @@ def _prepare(options: argparse.Namespace, training: Training, device: torch.devi
         clip_norm=options.clip_norm,
         precision=options.precision,
         collate=training.collate,
-        # Observers do not get the gradients of workers.
-        observers=[] if servers else [GradientFlow(model, ratio=_has_room(options.memory, model, device))],
+        # Callbacks do not get the gradients of workers.
+        callbacks=[] if servers else [GradientFlow(model, ratio=_has_room(options.memory, model, device))],
         options=replace(
             training.options,
             non_finite=options.non_finite,
@@ -267,7 +266,8 @@ def _prepare(options: argparse.Namespace, training: Training, device: torch.devi
     train, validation = training.train, training.test if ":" in options.recipe else None
     if options.validation:
         train, validation = training.hold_out(options.validation, options.seed)
-    callbacks: list[Callback] = [] if options.ema is None else [EMA(options.ema)]
+    callbacks: list[object] = [_metrics(training)]
+    callbacks += [] if options.ema is None else [EMA(options.ema)]
     by, larger = ("accuracy", True) if training.scores else ("loss", False)
     if options.patience is not None:
         callbacks.append(EarlyStopping(by, patience=options.patience, larger_is_better=larger))
@@ -278,7 +278,6 @@ def _prepare(options: argparse.Namespace, training: Training, device: torch.devi
         validation,
         batch_size=options.batch_size,
         seed=options.seed,
-        metrics=_metrics(training),
         best_by=by,
         larger_is_better=larger,
         out=out,
@@ -353,9 +352,11 @@ def _on(device: torch.device, loss: Any) -> Any:
     return loss.to(device) if isinstance(loss, torch.nn.Module) else loss
 
 
-def _metrics(training: Training) -> dict[str, Callable[[Any, Any], Total]]:
+def _metrics(training: Training) -> Metrics:
     scores = training.scores
-    return {"accuracy": lambda outputs, targets: accuracy(scores(outputs), targets)} if scores else {}
+    if not scores:
+        return Metrics()
+    return Metrics(accuracy=lambda outputs, targets: accuracy(scores(outputs), targets))
 
 
 def _config(options: argparse.Namespace, training: Training) -> dict[str, Any]:
@@ -443,7 +444,9 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     )
     rows = training.train if training.test is None else training.test
     # The batch size of the training, because a whole-batch loss depends on it.
-    trainer = Trainer(step, rows, batch_size=found.progress["run"]["batch_size"], metrics=_metrics(training))
+    trainer = Trainer(
+        step, rows, batch_size=found.progress["run"]["batch_size"], callbacks=[_metrics(training)]
+    )
     values = trainer.evaluate(rows)
     told = {name: values[name] for name in ("accuracy", "loss") if name in values}
     result = {**told, "rows": trainer.train.count, "checkpoint": str(path)}

@@ -37,6 +37,8 @@ from anybatch.core.finite import Look as Look, NonFinite as NonFinite, all_finit
 from anybatch.core.loaded import all_loaded as all_loaded, loaded as loaded, numpy_random as numpy_random
 from anybatch.core.oom import (
     free_caches as free_caches,
+    is_final as is_final,
+    mark_final as mark_final,
     ran_out_of_memory as ran_out_of_memory,
     released as released,
 )
@@ -47,10 +49,10 @@ from anybatch.core.phase import (
     recomputing as recomputing,
 )
 from anybatch.core.report import (
-    Event as Event,
-    Listener as Listener,
+    EpochReport as EpochReport,
     MicroBatchDone as MicroBatchDone,
     MicroBatchRedone as MicroBatchRedone,
+    RunInfo as RunInfo,
     StepReport as StepReport,
 )
 from anybatch.core.total import (

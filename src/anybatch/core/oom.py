@@ -30,15 +30,25 @@ _SAYINGS = (
 _NUMPYS = re.compile(r"unable to allocate [\d.]+ ?([kmgtpe]i?)?b")  # a slot or a port may be allocated, too
 
 
+def mark_final(error: BaseException) -> None:
+    """Mark an error that must not be recovered from."""
+    vars(error)["is_final"] = True
+
+
+def is_final(error: BaseException) -> bool:
+    """Return True if an error must not be recovered from."""
+    return "is_final" in vars(error)
+
+
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error, or a cause of it, says that memory ran out.
+    """Return True if an error, or a cause of it, says that memory ran out, and it is not final.
 
     Args:
         error: the caught error. Texts are read in `RuntimeError` and `OSError` only, so that a text about
             memory in another error does not count.
     """
     seen: set[int] = set()
-    one: BaseException | None = error
+    one: BaseException | None = None if is_final(error) else error
     while one is not None and id(one) not in seen:
         seen.add(id(one))
         if isinstance(one, MemoryError | torch.OutOfMemoryError):

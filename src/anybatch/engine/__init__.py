@@ -1,6 +1,13 @@
 """The step itself: plan, task, gradients, the loop and the update. Read window.py first."""
 
 from anybatch.engine import window_state as window_state
+from anybatch.engine.callback import (
+    Callback as Callback,
+    Callbacks as Callbacks,
+    Reader as Reader,
+    bound as bound,
+    check_callbacks as check_callbacks,
+)
 from anybatch.engine.gradients import (
     Apart as Apart,
     Gradient as Gradient,
@@ -8,7 +15,6 @@ from anybatch.engine.gradients import (
     finish as finish,
     multiply as multiply,
 )
-from anybatch.engine.observer import Observer as Observer, Reader as Reader
 from anybatch.engine.part import Part as Part
 from anybatch.engine.plan import FLOAT32 as FLOAT32, Plan as Plan, check_micro_batch as check_micro_batch
 from anybatch.engine.strategy import Agreed as Agreed, Single as Single, Strategy as Strategy

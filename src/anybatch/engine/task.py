@@ -21,23 +21,20 @@ from anybatch.core import (
     Batch,
     BatchError,
     Collate,
-    Event,
-    Listener,
     NoRows,
     OptimizerError,
     PlanError,
     SampleBatch,
-    StepReport,
     TensorBatch,
     torch_private as private,
     tree,
 )
+from anybatch.engine.callback import Callbacks, Reader
 from anybatch.engine.gradients import is_own_hook
 from anybatch.engine.network import Network
-from anybatch.engine.observer import Observer, Reader
 from anybatch.engine.plan import Plan
 from anybatch.engine.strategy import Single, Strategy
-from anybatch.engine.update import check_optimizers, check_schedulers, learning_rate_of, note_update, owned
+from anybatch.engine.update import check_optimizers, check_schedulers, learning_rate_of, owned
 from anybatch.losses import Loss, SummedLoss, WholeBatch, check_loss, module_of, resolve
 from anybatch.precision import LossScale, Masters, Precision, Working
 from anybatch.recompute import apply_policies
@@ -85,7 +82,6 @@ class Task:
     network: Network  # the modules and parameters of both
     optimizers: Sequence[Optimizer]  # updated in this order
     schedulers: Sequence[LRScheduler]  # stepped once per update, after the optimizers
-    listeners: Sequence[Listener]
     # called with this task, the batch, its plan and a number of rows that may fit, before a batch that was
     # not to be cut is cut after all; raises where that would change the result
     before_cut: BeforeCut = lambda task, batch, plan, rows: None
@@ -95,26 +91,16 @@ class Task:
     scale: LossScale = field(default_factory=lambda: LossScale(Precision()))
     strategy: Strategy = field(default_factory=Single)
     progress: Progress = field(default_factory=Progress)  # what the step counts
-    observers: Sequence[Observer] = ()
+    callbacks: Callbacks = field(default_factory=Callbacks)
     reader: Reader | None = None
     # in the plan of a window, rows of one `add`, whose sums are held apart, too; 0 for a step
     add_rows: int = 0
     made: dict[Any, Any] = field(init=False, default_factory=dict[Any, Any])  # for a plan: `Ways`
 
-    def tell(self, event: Event) -> None:
-        """Call the listeners; what one of them raises after the update says that it was made."""
-        try:
-            for listener in self.listeners:
-                listener(event)
-        except BaseException as error:
-            if isinstance(event, StepReport) and event.updated:
-                note_update(error, event.update)
-            raise
-
-    def aside(self, **changes: Any) -> "Task":
+    def aside(self) -> "Task":
         """Return the same, for steps that do not count."""
-        changes |= {"scale": self.scale.copy(), "progress": Progress(), "schedulers": (), "listeners": ()}
-        return replace(self, **changes).alone()
+        changes: dict[str, Any] = {"progress": Progress(), "schedulers": (), "callbacks": Callbacks()}
+        return replace(self, scale=self.scale.copy(), **changes).alone()
 
     def alone(self) -> "Task":
         """Return the same, for this process only: other ranks take no part."""
@@ -172,14 +158,13 @@ def gather(
     loss: object,
     optimizers: Sequence[Optimizer],
     schedulers: Sequence[LRScheduler],
-    listeners: Sequence[Listener],
     *,
     before_cut: BeforeCut,
     effects: Effects,
     working: Working,
     strategy: Strategy,
     progress: Progress,
-    observers: Sequence[Observer] = (),
+    callbacks: Callbacks,
     held: Sequence[nn.Parameter] = (),
 ) -> Task:
     """Read all parts of a step: callers unfreeze layers and change settings between steps.
@@ -203,14 +188,13 @@ def gather(
         network=Network.of(model, loss, held, is_mixed=resolved.divided),
         optimizers=optimizers,
         schedulers=schedulers,
-        listeners=listeners,
         before_cut=before_cut,
         effects=effects,
         masters=working.masters,
         scale=working.scale,
         strategy=strategy,
         progress=progress,
-        observers=observers,
+        callbacks=callbacks,
     )
 
 

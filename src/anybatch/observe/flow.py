@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.core import Collate, PlanError, check_whole, ran_out_of_memory, torch_private as private
-from anybatch.engine import Observer
+from anybatch.engine import Callback
 from anybatch.losses import LossLike, module_of
 from anybatch.observe.figure import checked
 from anybatch.observe.flow_figures import Figures, Flow
@@ -23,8 +23,8 @@ from anybatch.step import DEFAULT, Options, Step, dry_run, known_keywords
 _MODEL, _LOSS = "(model)", "(loss)"  # parameters of no submodule
 
 
-class GradientFlow(Observer):
-    """An observer that records the gradient flow of a training: `Step(..., observers=[flow])`.
+class GradientFlow(Callback):
+    """A callback that records the gradient flow of a training: `Step(..., callbacks=[flow])`.
 
     The gradients are those of the whole batch, before clipping, for any cut. The weights are bit-identical
     to a training without it. A recorded update costs one more synchronization of the device, and a copy of
@@ -50,7 +50,7 @@ class GradientFlow(Observer):
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
         >>> flow = GradientFlow(model, every=1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> step = Step(model, nn.MSELoss(), optimizer, micro_batch=4, observers=[flow])
+        >>> step = Step(model, nn.MSELoss(), optimizer, micro_batch=4, callbacks=[flow])
         >>> report = step((torch.randn(8, 3), torch.randn(8, 1)))
         >>> flow.last.layers, len(flow.history)
         (('0', '2'), 1)
@@ -60,7 +60,6 @@ class GradientFlow(Observer):
     """
 
     name = "flow"
-    wants_updated = True
 
     def __init__(self, model: nn.Module, *, every: int = 10, ratio: bool = True, limit: int = 256) -> None:
         check_whole("every", every, least=1)
@@ -79,7 +78,7 @@ class GradientFlow(Observer):
             self._last, self._seen = self._seen.flow(), None
         return self._last
 
-    def update(self, gradients: Mapping[str, Tensor]) -> None:
+    def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Measure the gradients, and copy the weights.
 
         Args:
@@ -89,7 +88,7 @@ class GradientFlow(Observer):
         if self.updates % self.every == 0:
             self._seen = _FlowReading(self.model, gradients, keeps_weights=self.ratio)
 
-    def updated(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Compare the weights with the copy, and store the record."""
         self.updates += 1
         if self._seen is None:

@@ -65,7 +65,7 @@ class Flow:
         zeros: share of zeros, from 0 to 1.
         ratio: 2-norm of the update over the 2-norm of the weights before it; None without an update, or if
             all weights were zero.
-        update: number of the observer's update, 1 for the first; 0 without an update.
+        update: number of the callback's update, 1 for the first; 0 without an update.
     """
 
     layers: tuple[str, ...]

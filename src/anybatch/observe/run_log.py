@@ -188,10 +188,10 @@ def _numbers(record: Line) -> Iterator[tuple[str, float]]:
         if name in ("event", "step", "weights"):
             continue
         if name == "observed":
-            for observer, seen in mapping(value).items():
-                if observer != "flow":
+            for callback, seen in mapping(value).items():
+                if callback != "flow":
                     yield from (
-                        (f"observed.{observer}.{key}", number(one)) for key, one in mapping(seen).items()
+                        (f"observed.{callback}.{key}", number(one)) for key, one in mapping(seen).items()
                     )
         elif name == "cut" and isinstance(value, list):
             sizes = [number(one[0]) for one in cast("list[Any]", value) if isinstance(one, list) and one]

@@ -165,7 +165,7 @@ class ParameterServer(Single):
             "use ab.batch_norm_to_group_norm(model)": bool(task.network.batch_norms)
             and settings.batch_norm != "frozen",
             "a compiled model": task.network.is_static,
-            "observers=, which look at gradients that only workers have": bool(task.observers),
+            "callbacks of gradients or micro-batches, which only workers have": task.callbacks.are_inside,
             "gradients from before the step; Call optimizer.zero_grad()": any(
                 p.grad is not None for p in task.network.parameters
             ),

@@ -262,7 +262,7 @@ def device_of(task: Task, device: torch.device | str | None) -> torch.device:
 
 
 def faked(task: Task, fakes: Fakes) -> Task:
-    """Return the task on fake tensors, without observers."""
+    """Return the task on fake tensors, without callbacks."""
 
     def of(parameters: Iterable[Tensor]) -> list[Any]:
         return [fakes.of(parameter) for parameter in parameters]
@@ -272,7 +272,7 @@ def faked(task: Task, fakes: Fakes) -> Task:
     effects.writes(of(task.effects.parameters))
     effects.begin(task.network.modules)
     return replace(
-        task.aside(observers=()),
+        task.aside(),
         effects=effects,
         loss=fakes.within(task.loss),
         network=replace(task.network, parameters=of(task.network.parameters), others=of(task.network.others)),

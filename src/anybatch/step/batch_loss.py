@@ -1,6 +1,6 @@
 """BatchLoss: the loss of a whole batch as one tensor, whose backward() hands over the exact gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from anybatch.core import (
     Collate,
-    Listener,
     LossError,
     OptimizerError,
     PlanError,
     StepReport,
     torch_private as private,
 )
-from anybatch.engine import Accumulation, Gradient, Observer, Task, check_parts, multiply
+from anybatch.engine import Accumulation, Gradient, Task, check_parts, multiply
 from anybatch.losses import LossLike, module_of
 from anybatch.precision import Precision, PrecisionName, find_precision
 from anybatch.step.options import DEFAULT, Options, known_keywords
@@ -51,7 +50,7 @@ class BatchLoss:
             `.grad` holds) and activations. Leave room for the state of your optimizer.
         precision: None for the dtypes and the autocast of the loop. Otherwise as for `anybatch.Step`, but for
             "bf16-true" and "fp16-true".
-        collate: as for `anybatch.Step`; also `listeners` and `observers`.
+        collate, callbacks: as for `anybatch.Step`.
         options: as for `anybatch.Step`, but for those of the update: scheduler, clip_value.
 
     Attributes:
@@ -81,8 +80,7 @@ class BatchLoss:
         memory: str | int | None = None,
         precision: PrecisionName | Precision | None = None,
         collate: Collate | None = None,
-        listeners: Sequence[Listener] = (),
-        observers: Sequence[Observer] = (),
+        callbacks: Iterable[object] = (),
         options: Options = DEFAULT,
     ) -> None:
         odd = [name for name in ("scheduler", "clip_value") if getattr(options, name) is not None]
@@ -100,8 +98,7 @@ class BatchLoss:
             micro_batch=micro_batch,
             memory=memory,
             collate=collate,
-            listeners=listeners,
-            observers=observers,
+            callbacks=[*callbacks],
             options=options,
         )
         self._precision = None if precision is None else find_precision(precision)

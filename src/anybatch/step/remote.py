@@ -25,7 +25,7 @@ class Remote:
 
     @staticmethod
     def of(step: Any, device: str = "cpu") -> "Remote":
-        """Return a maker of steps like this one, without the listeners and schedulers of the driver."""
+        """Return a maker of steps like this one, without the callbacks and schedulers of the driver."""
         planning = step.planning
         made = Remote(
             device=device,

@@ -1,6 +1,8 @@
 """The step: one exact optimizer update per batch, for any size of the micro-batches."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,6 @@ from anybatch.batchnorm import warn_of_untrained
 from anybatch.core import (
     BlockError,
     Collate,
-    Listener,
     OutOfMemoryError,
     ReadOnlyError,
     StepReport,
@@ -22,7 +23,7 @@ from anybatch.core import (
 )
 from anybatch.engine import (
     Accumulation,
-    Observer,
+    Callbacks,
     Plan,
     Progress,
     Signature,
@@ -31,6 +32,7 @@ from anybatch.engine import (
     Task,
     admit,
     carry_out,
+    check_callbacks,
     check_parts,
     gather,
     owned,
@@ -85,8 +87,7 @@ class Step:
         collate: builds the tensors of a micro-batch from a list of samples. With it, a batch is such a list.
         precision: "float32" to compute in the dtypes as they are, "bf16-mixed", "fp16-mixed", "bf16-true",
             "fp16-true", "tf32", or an `ab.Precision`. The true ones convert the model's weights.
-        listeners: functions called with each event: `MicroBatchDone`, `MicroBatchRedone`, `StepReport`.
-        observers: objects that read the gradients of each update (`anybatch.engine.Observer`).
+        callbacks: objects that look at steps (`ab.Callback`), and functions called with each `StepReport`.
         options: `anybatch.Options`, for all else: recompute, scheduler, order, accumulate, compensated,
             batch_norm, non_finite, check, strategy, clip_value.
 
@@ -120,8 +121,7 @@ class Step:
         precision: PrecisionName | Precision = "float32",
         clip_norm: float | None = None,
         collate: Collate | None = None,
-        listeners: Sequence[Listener] = (),
-        observers: Sequence[Observer] = (),
+        callbacks: Iterable[object] = (),
         options: Options = DEFAULT,
     ) -> None:
         strategy, chosen = options.strategy, find_precision(precision)
@@ -138,7 +138,8 @@ class Step:
             memory=memory,
             may_choose_blocks=options.recompute is None,
         )
-        self.listeners, self.observers = tuple(listeners), tuple(observers)
+        self.callbacks = check_callbacks(callbacks)
+        self._told = Callbacks.of(self.callbacks)
         self.effects = Effects()
         self.open_window: Window | None = None
         self._progress = Progress()
@@ -149,7 +150,7 @@ class Step:
         """Run forward and backward for each micro-batch, then update once.
 
         An error before the update leaves everything as it was. An error after it (in a scheduler, in a
-        listener) leaves the update in place. An error inside `optimizer.step()` cannot be undone.
+        callback) leaves the update in place. An error inside `optimizer.step()` cannot be undone.
 
         Args:
             batch: `(inputs, target)`, `(a, b, ..., target)` or a mapping with a target for torch's losses;
@@ -191,6 +192,7 @@ class Step:
         logical = admit(batch, task, self.collate)
         settings = self.planning.settings
         if report := self.strategy.carry_out(task, logical, settings, partial(Remote.of, self)):
+            task.callbacks.tell(report)
             return report
         is_synced = task.is_synced(settings)
         if is_synced:
@@ -359,7 +361,8 @@ class Step:
         if self.schedulers:
             self._progress.warn_of_other_steps(self.schedulers)
         known = self._gathered
-        if known is None or self.effects.looks_next or not known[1].is_current():
+        is_told = known is not None and known[0].callbacks is self._told
+        if known is None or not is_told or self.effects.looks_next or not known[1].is_current():
             task = self.task()
             refuse_wrapped(task.network.modules, self.options.strategy)
             refuse_late_group(self.strategy, self.options.strategy)
@@ -370,6 +373,16 @@ class Step:
         self.effects.begin(known[0].network.modules)
         return known[0]
 
+    @contextmanager
+    def attached(self, callbacks: Sequence[object]) -> Generator[None]:
+        """Call the methods of these callbacks in each step of this context, too; but not their `update`."""
+        own = self._told
+        self._told = replace(Callbacks.of([*self.callbacks, *callbacks]), update=own.update)
+        try:
+            yield
+        finally:
+            self._told = own
+
     def task(self) -> Task:
         """Return the parts of a step, gathered and checked."""
         return gather(
@@ -377,13 +390,12 @@ class Step:
             self.loss,
             self.optimizers,
             self.schedulers,
-            self.listeners,
             before_cut=self.planning.guard.before_cut,
             effects=self.effects,
             working=self.working,
             strategy=self.strategy,
             progress=self._progress,
-            observers=self.observers,
+            callbacks=self._told,
             held=self.held(),
         )
 

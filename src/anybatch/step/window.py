@@ -217,7 +217,7 @@ class Window(Accumulation):
                 raise failed from None
             raise
         try:
-            task.tell(self._report)
+            task.callbacks.tell(self._report)
         except BaseException as error:
             task.strategy.abandon(error)
             raise

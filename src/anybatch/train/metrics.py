@@ -21,6 +21,7 @@ from anybatch.core import (
     torch_private as private,
     weighted_mean,
 )
+from anybatch.engine import Callback
 from anybatch.losses import resolve, split_batch
 from anybatch.state import evaluating
 from anybatch.step import Step
@@ -49,6 +50,25 @@ def accuracy(outputs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> T
     """
     valid = targets != ignore_index
     return Total(((outputs.argmax(1) == targets) & valid).sum(), valid.sum())
+
+
+class Metrics(Callback):
+    """A callback with named metrics of a trainer's validation, as sums over all rows, divided once.
+
+    Args:
+        named: functions of (outputs, targets) that return a `Total`, such as `anybatch.accuracy`, or folds.
+
+    Example:
+        >>> Metrics(accuracy=accuracy)
+        Metrics(accuracy=accuracy)
+    """
+
+    def __init__(self, **named: Metric) -> None:
+        self.named = named
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return the metrics by name."""
+        return self.named
 
 
 def evaluate(

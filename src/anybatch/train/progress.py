@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.core import StepReport, format_bytes, format_count
-from anybatch.train.callbacks import Callback, EpochReport, RunInfo
+from anybatch.core import EpochReport, RunInfo, StepReport, format_bytes, format_count
+from anybatch.engine import Callback
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +53,7 @@ class ProgressBar(Callback):
         self._last, self._rows = time.perf_counter(), 0
         self._bar.start()
 
-    def update(self, trainer: Any, report: StepReport) -> None:
+    def update(self, report: StepReport) -> None:
         """Advance the bar, at most ten times a second."""
         self._done += 1
         self._rows += report.rows

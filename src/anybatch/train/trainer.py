@@ -7,19 +7,27 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from anybatch.core import AnybatchError, CheckpointError, PlanError, StepReport, WindowError, check_whole
-from anybatch.engine import learning_rate_of
+from anybatch.core import (
+    AnybatchError,
+    CheckpointError,
+    EpochReport,
+    PlanError,
+    RunInfo,
+    WindowError,
+    check_whole,
+)
+from anybatch.engine import bound, check_callbacks, learning_rate_of
 from anybatch.losses import summed_loss
 from anybatch.state import rng
 from anybatch.step import Step
 from anybatch.train import checkpoint
-from anybatch.train.callbacks import EMA, Callback, EpochReport, RunInfo, check_callbacks, load_states, states
+from anybatch.train.callbacks import EMA, load_states, states
 from anybatch.train.folder import BEST, LAST, has_run, load_newest, make_folder, number
 from anybatch.train.identity import check_config, check_run, identity
 from anybatch.train.interrupt import Interruption, deferred
 from anybatch.train.loader import Rows, Stream, open_data
 from anybatch.train.loggers import JsonLog
-from anybatch.train.metrics import Metric, RunningLoss, evaluate
+from anybatch.train.metrics import RunningLoss, evaluate
 from anybatch.train.progress import ProgressBar, peak_bytes
 
 
@@ -48,8 +56,6 @@ class Trainer:
             joined and divided to this size. None, for a loader, makes one update per item.
         seed: seed for the order of the rows, and for random numbers while loading. Random numbers inside the
             model follow torch's own seed, on ranks after the first this seed.
-        metrics: named functions of (outputs, targets) that return a `Total`, such as `anybatch.accuracy`, or
-            folds.
         best_by: name of the validation value that determines the best checkpoint. NaN never counts.
         larger_is_better: True if larger values of `best_by` are better.
         out: folder for checkpoints and logs. None to write nothing.
@@ -60,7 +66,8 @@ class Trainer:
         config: values stored in every checkpoint, such as the recipe's name. A resumed run must have the
             same.
         progress: show a progress bar with throughput and memory, and a line per epoch, on standard error.
-        callbacks: `ab.Callback` objects, called at start, updates and epochs.
+        callbacks: objects that look at the training and at its steps (`ab.Callback`), such as `ab.Metrics`,
+            and functions called with each `StepReport`. They are called after those of the step.
 
     Attributes:
         epoch, steps, updates: finished epochs, batches and updates since the start of the run.
@@ -89,7 +96,6 @@ class Trainer:
         *,
         batch_size: int | None = None,
         seed: int = 0,
-        metrics: Mapping[str, Metric] | None = None,
         best_by: str = "loss",
         larger_is_better: bool = False,
         out: str | Path | None = None,
@@ -98,7 +104,7 @@ class Trainer:
         keep: int = 0,
         config: Mapping[str, Any] | None = None,
         progress: bool = True,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Iterable[object] = (),
     ) -> None:
         self.step = step
         self.train = open_data(train, step)
@@ -108,12 +114,13 @@ class Trainer:
         for name, value in (("save_every", save_every), ("keep", keep), ("seed", seed)):
             check_whole(name, value, least=0)
         _check_saving(out, save_minutes, keep)
-        check_callbacks(callbacks)
-        names = {"loss", *(metrics or {})}
+        given = check_callbacks([*step.callbacks, *check_callbacks(callbacks)])  # one that both have, too
+        self.metrics = {name: one for each in bound(given, "metrics") for name, one in each().items()}
+        names = {"loss", *self.metrics}
         # The names of a user's terms are unknown before a forward.
         if validation is not None and best_by not in names and summed_loss(step.loss) is not None:
             raise _unknown_best(best_by, names)
-        self.batch_size, self.seed, self.metrics = batch_size, seed, dict(metrics or {})
+        self.batch_size, self.seed = batch_size, seed
         self.best_by, self.larger_is_better = best_by, larger_is_better
         self.config = check_config(config or {})
         self._share = self.train.share
@@ -122,9 +129,12 @@ class Trainer:
         bars = (
             [ProgressBar(next(step.model.parameters()).device)] if progress and not self._share.rank else []
         )
-        there = [one for one in callbacks if one.on_every_rank or not self._share.rank]
-        self.callbacks: tuple[Callback, ...] = (*bars, *there)
+        own = given[len(step.callbacks) :]
+        there = [one for one in own if getattr(one, "on_every_rank", True) or not self._share.rank]
+        self.callbacks: tuple[Any, ...] = (*bars, *there)
         self._log = None if self.out is None else JsonLog(self.out / "log.jsonl", peak_bytes)
+        self._own = self.callbacks if self._log is None else (*self.callbacks, self._log)
+        self._everyone = (*step.callbacks, *self._own)
         self.epoch = self.steps = self.updates = 0
         self.seconds, self.stopped, self._saved = 0.0, "", time.monotonic()
         self.best: float | None = None
@@ -171,14 +181,22 @@ class Trainer:
         )
         reports: list[EpochReport] = []
         self.stopped, self._saved = "", time.monotonic()
-        with ExitStack() as stops:
+        with self.step.attached(self._own), ExitStack() as stops:
             for callback in self._everyone:
-                callback.start(self, info)
-                stops.callback(callback.stop, self)
+                for start in bound([callback], "start"):
+                    start(self, info)
+                for stop in bound([callback], "stop"):
+                    stops.callback(stop, self)
             while self.epoch < epochs and not self.stopped:
                 reports += self._run_epoch(interruption)
                 interruption.obey()
         return reports
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """Return what callbacks recorded of the last update, by their names; for logs."""
+        ones: Sequence[Any] = [*self.step.callbacks, *self.callbacks]
+        named = [one for one in ones if getattr(one, "name", "") and hasattr(one, "record")]
+        return {one.name: dict(one.record()) for one in named}
 
     def stop(self, reason: str) -> None:
         """End the training after this update or epoch, and save a checkpoint; for callbacks."""
@@ -240,12 +258,14 @@ class Trainer:
         if self._log is not None:
             self._log.flush()  # a resume from here needs every update in the log
         checkpoint.save(path, **_parts(self.step), progress=progress, random=rng.capture_process())
+        if errors := self._tell(self._everyone, "save", self, Path(path)):
+            raise errors[0]
 
     def resume(self, path: str | Path) -> None:
         """Load a checkpoint: weights, optimizer, scheduler, random state and position in the epoch.
 
         The log in `out` has each update once: `fit` drops those after the checkpoint. A window that was open
-        is open again (`step.open_window`). Callbacks and observers with a state are matched by class and
+        is open again (`step.open_window`). Callbacks with a state are matched by class and
         order; a warning names those without a match.
 
         Args:
@@ -278,16 +298,12 @@ class Trainer:
         self.step.scale.load(then.get("scale", self.step.scale.state()))
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
             self.step.planning.budget.load(then.get("plans", ()))
-        load_states(path, [*self.callbacks, *self.step.observers], then.get("callbacks", ()))
+        load_states(path, [*self.callbacks, *self.step.callbacks], then.get("callbacks", ()))
         if then.get("window") is not None:
             self.step.window(then["window"])
         rng.restore_process(found.random)
         homes = (path.parent.resolve(), path.resolve().parent)  # the path may be a symlink or its target
         self._is_ours = self.out is not None and self.out.resolve() in homes
-
-    @property
-    def _everyone(self) -> tuple[Callback, ...]:
-        return self.callbacks if self._log is None else (*self.callbacks, self._log)
 
     def _run_epoch(self, interruption: Interruption) -> list[EpochReport]:
         before = self.seconds
@@ -300,14 +316,14 @@ class Trainer:
             validation: dict[str, float] = {}
             if self.validation is not None:
                 with ExitStack() as contexts:
-                    for callback in self.callbacks:
-                        contexts.enter_context(callback.validation(self))
+                    for context in bound(self._everyone, "validation"):
+                        contexts.enter_context(context(self))
                     validation = self._evaluate(self.validation)
             done = _report(self, self._loss, validation, rows, self.seconds - before)
             is_best = self._is_best(validation)
         self.epoch, self._batch, self._loss = self.epoch + 1, 0, RunningLoss()
         # Before the save: a checkpoint's epochs are in the logs and in the state of callbacks.
-        errors = self._tell("epoch", done)
+        errors = self._tell(self._everyone, "epoch", self, done)
         if is_best:
             self._save(BEST)  # first, so that the last checkpoint never refers to a missing best one
         self._save(LAST)
@@ -316,11 +332,11 @@ class Trainer:
         self._share.meet_with_signal(f"the checkpoint of epoch {self.epoch}", interruption, self.stopped)
         return [done]
 
-    def _tell(self, event: str, report: StepReport | EpochReport) -> list[Exception]:
+    def _tell(self, callbacks: Iterable[object], event: str, *given: Any) -> list[Exception]:
         errors: list[Exception] = []  # all callbacks are called, so that their states agree
-        for callback in self._everyone:
+        for function in bound(callbacks, event):
             try:
-                getattr(callback, event)(self, report)
+                function(*given)
             except Exception as error:
                 errors.append(error)
         return errors
@@ -339,7 +355,7 @@ class Trainer:
             self.steps += 1
             self.updates += report.updated
             self._loss.add(report)
-            errors = self._tell("update", report)
+            errors = self._tell(self._own, "update", report)
             stop = interruption.signal  # read once: a later signal waits for the next update
             if stop or errors or self.stopped or self._is_time_to_save():
                 self._save(LAST)
@@ -436,7 +452,7 @@ def _progress(trainer: Trainer) -> dict[str, Any]:
         "config": trainer.config,
         "plans": [] if trainer.step.planning.budget is None else trainer.step.planning.budget.state(),
         "window": None if window is None else window.state(),
-        "callbacks": states([*trainer.callbacks, *trainer.step.observers]),
+        "callbacks": states([*trainer.callbacks, *trainer.step.callbacks]),
     }
 
 
