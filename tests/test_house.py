@@ -154,6 +154,7 @@ def test_exports_are_one_sorted_screen_and_the_version_is_that_of_the_project() 
     found = vars(anybatch)
     submodules = {name for name in (*FLOOR, *TOP) if isinstance(found.get(name), ModuleType)}
     assert sorted(anybatch.__all__) == sorted({name for name in found if name[0] != "_"} - submodules)
+    assert dir(anybatch) == sorted(anybatch.__all__)
     assert len(anybatch.__all__) <= 28
     assert f'\nversion = "{anybatch.__version__}"\n' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
@@ -297,6 +298,27 @@ def test_classes_are_small(house: House) -> Iterable[str]:
             methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
             if lines(node) > 380 or methods > 25:
                 yield f"{path}: {node.name} has {lines(node)} lines and {methods} methods, at most 380 and 25"
+
+
+@rule(
+    only(
+        "class Many:\n    def f(self):\n" + "".join(f"        self.a{n} = 0\n" for n in range(16)),
+        "step/a.py",
+    ),
+    only("class Many:\n" + "".join(f"    a{n}: int\n" for n in range(16)), "step/a.py"),
+)
+def test_classes_of_the_step_have_few_attributes(house: House) -> Iterable[str]:
+    for path, tree in python(house, SRC + "step/"):
+        for node in classes(tree):
+            names = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
+            for one in ast.walk(node):
+                match one:
+                    case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                        names.add(name)
+                    case _:
+                        pass
+            if len(names) > 15:
+                yield f"{path}: {node.name} has {len(names)} attributes, at most 15"
 
 
 @rule({SRC + "core/a.py": "class Cut: ...", SRC + "check/b.py": "class _Cut: ..."})
