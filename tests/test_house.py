@@ -154,6 +154,7 @@ def test_exports_are_one_sorted_screen_and_the_version_is_that_of_the_project() 
     found = vars(anybatch)
     submodules = {name for name in (*FLOOR, *TOP) if isinstance(found.get(name), ModuleType)}
     assert sorted(anybatch.__all__) == sorted({name for name in found if name[0] != "_"} - submodules)
+    assert dir(anybatch) == sorted(anybatch.__all__)
     assert len(anybatch.__all__) <= 28
     assert f'\nversion = "{anybatch.__version__}"\n' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
@@ -318,6 +319,27 @@ def attributes(node: ast.ClassDef) -> set[str]:
         one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
     )
     return fields | {one.attr for one in held if isinstance(one.value, ast.Name) and one.value.id == "self"}
+
+
+@rule(
+    only(
+        "class Many:\n    def f(self):\n" + "".join(f"        self.a{n} = 0\n" for n in range(16)),
+        "step/a.py",
+    ),
+    only("class Many:\n" + "".join(f"    a{n}: int\n" for n in range(16)), "step/a.py"),
+)
+def test_classes_of_the_step_have_few_attributes(house: House) -> Iterable[str]:
+    for path, tree in python(house, SRC + "step/"):
+        for node in classes(tree):
+            names = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
+            for one in ast.walk(node):
+                match one:
+                    case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                        names.add(name)
+                    case _:
+                        pass
+            if len(names) > 15:
+                yield f"{path}: {node.name} has {len(names)} attributes, at most 15"
 
 
 @rule({SRC + "core/a.py": "class Cut: ...", SRC + "check/b.py": "class _Cut: ..."})

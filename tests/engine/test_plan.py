@@ -87,9 +87,11 @@ def test_cut_and_json(rows: int, data: st.DataObject) -> None:
         ({"micro_batch": 9}, "at most the 8 rows.* got 9"),
         ({"rows": -4, "micro_batch": -4}, "at least 1 row.* got -4"),
         *(
-            ({"clip_norm": one}, f"clip_norm to be a positive number.* got {one}")
+            ({name: one}, f"{name} to be a positive number.* got {one}")
+            for name in ("clip_norm", "clip_value")
             for one in (0, math.nan, True)
         ),
+        ({"clip_norm": 1.0, "clip_value": 0.5}, "clip_norm or clip_value, got both: 1.0 and 0.5"),
         *(({"accumulate": one}, f"a floating dtype.* got '{one}'") for one in ("int64", "float8_e4m3fn")),
         ({"non_finite": "stop"}, "non_finite to be one of.* got 'stop'"),
         *(({"cut": one}, rf"parts of 1 to 4 rows, 8 in all.* got \({one[0]}") for one in ((5, 3), (4, 0, 4))),

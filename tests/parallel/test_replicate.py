@@ -48,7 +48,7 @@ def test_any_split_over_four_ranks_is_the_whole_batch(four: Ranks) -> None:
     "options",
     [
         {"clip_norm": 0.1},
-        {"accumulate": torch.float64, "compensated": True},
+        {"accumulate": torch.float64, "compensated": True, "clip_value": 0.01},
         {"non_finite": "drop", "micro_batch": 2},
         {"dtype": torch.float32, "precision": "bf16-true", "micro_batch": 2},
         {"dtype": torch.float32, "precision": "fp16-mixed", "micro_batch": 2},

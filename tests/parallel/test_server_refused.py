@@ -41,11 +41,12 @@ def test_workers_that_have_nothing_to_do_are_told_of() -> None:
         ({"optimizer": torch.optim.Adafactor}, "updates each element by itself, got Adafactor"),
         ({"model": network().bfloat16()}, "got \\['bfloat16'\\]"),
         ({"non_finite": "skip"}, "non_finite='skip'"),
+        ({"clip_value": 1.0}, "got clip_value=, .* Leave it out"),
         ({"precision": "fp16-mixed"}, "a loss scale"),
         ({"callbacks": [GradientNoise()]}, "got callbacks of gradients .* only workers have. Leave it out"),
         (
             {"model": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()},
-            r"BatchNorm .*Pass Step\(batch",
+            r"BatchNorm .*Pass Options\(batch",
         ),
     ],
 )

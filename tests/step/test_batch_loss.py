@@ -191,7 +191,8 @@ def test_autocast_of_the_host(dtype: torch.dtype, size: float, way: str) -> None
 
 def test_what_is_refused() -> None:
     model, x, y = make()
-    for option in ({"clip_norm": 1}, {"scheduler": 1}, {"precision": "fp16-true"}, {"strategy": SERVER}):
+    update = ({"clip_norm": 1}, {"clip_value": 1}, {"scheduler": 1}, {"strategy": SERVER})
+    for option in (*update, {"precision": "fp16-true"}):
         with pytest.raises(PlanError, match=r"ab\.Step"):
             ab.BatchLoss(model, CROSS, **flat(option))
     for optimizer in (None, ()):
