@@ -15,7 +15,7 @@ def program() -> None:
     ab.Step(model, 3, optimizer)  # pyright: ignore[reportArgumentType]
     ab.Step(model, loss, optimizer, micro_batch=4.0)  # pyright: ignore[reportArgumentType]
     ab.Step(model, loss, torch.optim.SGD)  # pyright: ignore[reportArgumentType]
-    ab.Step(model, loss, optimizer, listeners=[3])  # pyright: ignore[reportArgumentType]
+    ab.Step(model, loss, optimizer, callbacks=[3])  # pyright: ignore[reportArgumentType]
     step = ab.Step(model, loss, optimizer, micro_batch=4, options=ab.Options(non_finite="skip"))
     step.forsee((torch.randn(32, 8), torch.randint(3, (32,))))  # pyright: ignore[reportAttributeAccessIssue]
     print(step((torch.randn(32, 8), torch.randint(3, (32,)))).los)  # pyright: ignore[reportAttributeAccessIssue]

@@ -26,6 +26,7 @@ from anybatch.core import (
     format_seconds,
     torch_private as private,
 )
+from anybatch.engine import Callback
 from anybatch.losses import ModelLoss
 from anybatch.memory import find_device as meter_device, parse_memory
 from anybatch.observe import GradientFlow
@@ -266,7 +267,7 @@ def _prepare(options: argparse.Namespace, training: Training, device: torch.devi
     train, validation = training.train, training.test if ":" in options.recipe else None
     if options.validation:
         train, validation = training.hold_out(options.validation, options.seed)
-    callbacks: list[object] = [_metrics(training)]
+    callbacks: list[Callback] = [_metrics(training)]
     callbacks += [] if options.ema is None else [EMA(options.ema)]
     by, larger = ("accuracy", True) if training.scores else ("loss", False)
     if options.patience is not None:

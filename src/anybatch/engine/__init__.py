@@ -3,6 +3,7 @@
 from anybatch.engine import window_state as window_state
 from anybatch.engine.callback import (
     Callback as Callback,
+    CallbackLike as CallbackLike,
     Callbacks as Callbacks,
     Reader as Reader,
     bound as bound,

@@ -123,6 +123,9 @@ class Callback:
         return f"{type(self).__name__}({', '.join(told)})"
 
 
+CallbackLike = Callback | Callable[[StepReport], object]
+
+
 def _in_words(value: Any) -> str:
     text = repr(value)
     is_plain = len(text) < 60 and "\n" not in text and " at 0x" not in text

@@ -16,7 +16,7 @@ from anybatch.core import (
     StepReport,
     torch_private as private,
 )
-from anybatch.engine import Accumulation, Gradient, Task, check_parts, multiply
+from anybatch.engine import Accumulation, CallbackLike, Gradient, Task, check_parts, multiply
 from anybatch.losses import LossLike, module_of
 from anybatch.precision import Precision, PrecisionName, find_precision
 from anybatch.step.options import DEFAULT, Options, known_keywords
@@ -80,7 +80,7 @@ class BatchLoss:
         memory: str | int | None = None,
         precision: PrecisionName | Precision | None = None,
         collate: Collate | None = None,
-        callbacks: Iterable[object] = (),
+        callbacks: Iterable[CallbackLike] = (),
         options: Options = DEFAULT,
     ) -> None:
         odd = [name for name in ("scheduler", "clip_value") if getattr(options, name) is not None]

@@ -23,6 +23,7 @@ from anybatch.core import (
 )
 from anybatch.engine import (
     Accumulation,
+    CallbackLike,
     Callbacks,
     Plan,
     Progress,
@@ -121,7 +122,7 @@ class Step:
         precision: PrecisionName | Precision = "float32",
         clip_norm: float | None = None,
         collate: Collate | None = None,
-        callbacks: Iterable[object] = (),
+        callbacks: Iterable[CallbackLike] = (),
         options: Options = DEFAULT,
     ) -> None:
         strategy, chosen = options.strategy, find_precision(precision)

@@ -16,7 +16,7 @@ from anybatch.core import (
     WindowError,
     check_whole,
 )
-from anybatch.engine import bound, check_callbacks, learning_rate_of
+from anybatch.engine import CallbackLike, bound, check_callbacks, learning_rate_of
 from anybatch.losses import summed_loss
 from anybatch.state import rng
 from anybatch.step import Step
@@ -104,7 +104,7 @@ class Trainer:
         keep: int = 0,
         config: Mapping[str, Any] | None = None,
         progress: bool = True,
-        callbacks: Iterable[object] = (),
+        callbacks: Iterable[CallbackLike] = (),
     ) -> None:
         self.step = step
         self.train = open_data(train, step)
