@@ -1,7 +1,6 @@
 """The step: one exact optimizer update per batch, for any size of the micro-batches."""
 
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -140,7 +139,7 @@ class Step:
             may_choose_blocks=options.recompute is None,
         )
         self.callbacks = check_callbacks(callbacks)
-        self._told = Callbacks.of(self.callbacks)
+        self.attach()
         self.effects = Effects()
         self.open_window: Window | None = None
         self._progress = Progress()
@@ -374,15 +373,10 @@ class Step:
         self.effects.begin(known[0].network.modules)
         return known[0]
 
-    @contextmanager
-    def attached(self, callbacks: Sequence[object]) -> Generator[None]:
-        """Call the methods of these callbacks in each step of this context, too; but not their `update`."""
-        own = self._told
+    def attach(self, callbacks: Sequence[object] = ()) -> None:
+        """Call the methods of these callbacks in steps, too, but for `update`; none to detach all."""
+        own = Callbacks.of(self.callbacks)
         self._told = replace(Callbacks.of([*self.callbacks, *callbacks]), update=own.update)
-        try:
-            yield
-        finally:
-            self._told = own
 
     def task(self) -> Task:
         """Return the parts of a step, gathered and checked."""

@@ -285,6 +285,12 @@ class LossMonitor(TrainerCallback):
             self._began, self._updates, self._rows = time.perf_counter(), 0, 0
 
 
+def records(trainer: Any) -> dict[str, dict[str, Any]]:
+    """Return what callbacks recorded of the last update, by their names; for logs."""
+    named = [one for one in (*trainer.step.callbacks, *trainer.callbacks) if getattr(one, "name", "")]
+    return {one.name: dict(one.record()) for one in named if hasattr(one, "record")}
+
+
 def states(ones: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return class name and state of the objects that have a state."""
     found = [(type(one).__name__, dict(one.state_dict())) for one in ones if hasattr(one, "state_dict")]

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.core import EpochReport, RunInfo, StepReport
 from anybatch.step import Step
-from anybatch.train.callbacks import TrainerCallback
+from anybatch.train.callbacks import TrainerCallback, records
 from anybatch.train.checkpoint import write_whole
 
 FORMAT = 2  # of `JsonLog`; the first format had no number
@@ -79,7 +79,7 @@ class JsonLog(TrainerCallback):
         values |= {name: told[name] for name in told if told[name] != _TRIVIAL[name]}
         self._tell_plan(trainer, report)
         values |= {"seconds": trainer.seconds, "memory": self._peak_bytes(_device(trainer.step))}
-        observed = self._observed(trainer.records())
+        observed = self._observed(records(trainer))
         values |= {"observed": observed} if observed else {}
         self._add("step", values)
         if time.monotonic() - self._flushed > 1:

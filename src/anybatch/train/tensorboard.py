@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.core import EpochReport, PlanError, RunInfo, StepReport
-from anybatch.train.callbacks import TrainerCallback
+from anybatch.train.callbacks import TrainerCallback, records
 
 
 class TensorBoard(TrainerCallback):
@@ -54,7 +54,7 @@ class TensorBoard(TrainerCallback):
             }
             terms = report.terms if len(report.terms) > 1 else {}
             self._write(values | {f"terms/{name}": value for name, value in terms.items()})
-        for callback, record in self._trainer.records().items():
+        for callback, record in records(self._trainer).items():
             layers = record.pop("layers", ())
             for name, value in record.items():
                 tag = f"{callback} {name}"

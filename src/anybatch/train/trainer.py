@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,7 @@ class Trainer:
         config: values stored in every checkpoint, such as the recipe's name. A resumed run must have the
             same.
         progress: show a progress bar with throughput and memory, and a line per epoch, on standard error.
-        callbacks: objects that look at the training and at its steps (`ab.Callback`), such as `ab.Metrics`,
-            and functions called with each `StepReport`. They are called after those of the step.
+        callbacks: objects such as `ab.Metrics` (see `ab.Callback`); functions, called with each `StepReport`.
 
     Attributes:
         epoch, steps, updates: finished epochs, batches and updates since the start of the run.
@@ -114,7 +113,8 @@ class Trainer:
         for name, value in (("save_every", save_every), ("keep", keep), ("seed", seed)):
             check_whole(name, value, least=0)
         _check_saving(out, save_minutes, keep)
-        given = check_callbacks([*step.callbacks, *check_callbacks(callbacks)])  # one that both have, too
+        own = check_callbacks(callbacks)
+        given = check_callbacks([*step.callbacks, *own])  # refuses one that both have
         self.metrics = {name: one for each in bound(given, "metrics") for name, one in each().items()}
         names = {"loss", *self.metrics}
         # The names of a user's terms are unknown before a forward.
@@ -126,10 +126,8 @@ class Trainer:
         self._share = self.train.share
         self.out = None if out is None or self._share.rank else make_folder(Path(out))
         self.save_every, self.save_minutes, self.keep = save_every, save_minutes, keep
-        bars = (
-            [ProgressBar(next(step.model.parameters()).device)] if progress and not self._share.rank else []
-        )
-        own = given[len(step.callbacks) :]
+        device = next(step.model.parameters()).device
+        bars = [ProgressBar(device)] if progress and not self._share.rank else []
         there = [one for one in own if getattr(one, "on_every_rank", True) or not self._share.rank]
         self.callbacks: tuple[Any, ...] = (*bars, *there)
         self._log = None if self.out is None else JsonLog(self.out / "log.jsonl", peak_bytes)
@@ -181,7 +179,9 @@ class Trainer:
         )
         reports: list[EpochReport] = []
         self.stopped, self._saved = "", time.monotonic()
-        with self.step.attached(self._own), ExitStack() as stops:
+        with ExitStack() as stops:
+            stops.callback(self.step.attach)
+            self.step.attach(self._own)
             for callback in self._everyone:
                 for start in bound([callback], "start"):
                     start(self, info)
@@ -191,12 +191,6 @@ class Trainer:
                 reports += self._run_epoch(interruption)
                 interruption.obey()
         return reports
-
-    def records(self) -> dict[str, dict[str, Any]]:
-        """Return what callbacks recorded of the last update, by their names; for logs."""
-        ones: Sequence[Any] = [*self.step.callbacks, *self.callbacks]
-        named = [one for one in ones if getattr(one, "name", "") and hasattr(one, "record")]
-        return {one.name: dict(one.record()) for one in named}
 
     def stop(self, reason: str) -> None:
         """End the training after this update or epoch, and save a checkpoint; for callbacks."""
@@ -290,10 +284,8 @@ class Trainer:
         self.epoch, self._batch, self.updates = then["epoch"], then["batch"], then["updates"]
         self.seconds, self.best = then["seconds"], then["best"]
         steps = self.epoch * (self.train.per_epoch(self.batch_size) or 0) + self._batch
-        self.steps, self._digest = (
-            then.get("steps", steps),
-            then.get("digest", ""),
-        )  # missing in old checkpoints
+        self.steps = then.get("steps", steps)  # missing in old checkpoints, like the digest
+        self._digest = then.get("digest", "")
         self._loss = RunningLoss(then["totals"], **then.get("counts", {}))
         self.step.scale.load(then.get("scale", self.step.scale.state()))
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
