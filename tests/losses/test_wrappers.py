@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Additive, BatchLoss, ModelLoss, PerRow, Step, Trainer, check, plan
+from anybatch import Additive, BatchLoss, ModelLoss, PerRow, Step, Terms, Trainer, check, plan
 from anybatch.check import named_parameters
 from anybatch.core import tree
 from anybatch.core.errors import LossError
-from anybatch.losses import module_of
 from anybatch.testing import GradientRecorder, reference_step, relative_error
 from tests.snapshots import same_as_before
 from tests.toys import Perceptron
@@ -48,13 +47,6 @@ class Speech(Perceptron):
         return super().forward(x).log_softmax(-1).transpose(0, 1)  # (time, rows, classes)
 
 
-def vae(model: nn.Module, micro: Any) -> Tensor:
-    """PyTorch's example, for a batch of known size: summed over the batch."""
-    recon, mu, logvar = model(*micro)
-    bce = F.binary_cross_entropy(recon, micro[0], reduction="sum")
-    return (bce - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())) / ROWS
-
-
 def beta_vae(model: nn.Module, micro: Any) -> Any:
     """As in PyTorch-VAE."""
     recon, mu, log_var = model(*micro)
@@ -65,8 +57,7 @@ def beta_vae(model: nn.Module, micro: Any) -> Any:
 def focal(model: nn.Module, micro: Any) -> Tensor:
     """As in torchvision, with reduction="mean"."""
     inputs, targets = model(micro["image"]), micro["mask"]
-    p = inputs.sigmoid()
-    ce = F.binary_cross_entropy_with_logits(inputs, targets, reduction="none")
+    p, ce = inputs.sigmoid(), F.binary_cross_entropy_with_logits(inputs, targets, reduction="none")
     p_t = p * targets + (1 - p) * (1 - targets)
     return ((0.25 * targets + 0.75 * (1 - targets)) * ce * (1 - p_t) ** 2).mean()
 
@@ -79,28 +70,25 @@ def dice(logits: Tensor, target: Tensor) -> Tensor:
 def smoothed(model: nn.Module, micro: Any, tokens: int, eps: float = 0.1) -> Tensor:
     """As in fairseq: summed over valid tokens, and divided by their number in the batch."""
     lprobs, target = model(micro[0]).log_softmax(-1), micro[1][..., None]
-    pad = target.eq(-100)
-    nll = -lprobs.gather(-1, target.clamp(min=0)).masked_fill(pad, 0.0).sum()
-    smooth = -lprobs.sum(-1, keepdim=True).masked_fill(pad, 0.0).sum()
+    nll = -lprobs.gather(-1, target.clamp(min=0)).masked_fill(target.eq(-100), 0.0).sum()
+    smooth = -lprobs.sum(-1, keepdim=True).masked_fill(target.eq(-100), 0.0).sum()
     return ((1 - eps) * nll + eps / CLASSES * smooth) / tokens
 
 
 def pairwise(scores: Tensor, relevance: Tensor) -> Tensor:
     """RankNet, over the pairs of candidates of a row."""
-    margins = scores - scores.transpose(1, 2)
     better = relevance[:, :, None] > relevance[:, None, :]
-    return -(F.logsigmoid(margins) * better).sum((1, 2)) / better.sum((1, 2)).clamp(min=1)
+    margins = F.logsigmoid(scores - scores.transpose(1, 2)) * better
+    return -margins.sum((1, 2)) / better.sum((1, 2)).clamp(min=1)
 
 
 def masked_regression(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    known = ~target.isnan()
-    return (output - target.nan_to_num()).square(), known
+    return (output - target.nan_to_num()).square(), ~target.isnan()
 
 
 def quantile(model: nn.Module, micro: Any) -> Tensor:
     """As in darts: the mean over rows of the sum over quantiles."""
-    errors = micro[1][:, None] - model(micro[0])
-    q = torch.tensor([0.1, 0.4, 0.6, 0.9])
+    errors, q = micro[1][:, None] - model(micro[0]), torch.tensor([0.1, 0.4, 0.6, 0.9])
     return torch.max((q - 1) * errors, q * errors).sum(-1).mean()
 
 
@@ -114,54 +102,35 @@ def distilled(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, T
     return 4 * losses.sum(-1), mask
 
 
-class Uncertain(nn.Module):
-    """A loss with a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_variance = nn.Parameter(torch.tensor(0.3))
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).square() * (-self.log_variance).exp() + self.log_variance
-
-
-def cases() -> Iterator[tuple[str, tuple[Any, nn.Module, Any]]]:
-    x, places = torch.rand(ROWS, 8), torch.randn(ROWS, TIME, 3)
-    labels = torch.randint(CLASSES, (ROWS, TIME))
-    labels[torch.rand(ROWS, TIME) < 0.4] = -100
+def case(name: str) -> tuple[Any, nn.Module, Any]:
+    x, places, net = torch.rand(ROWS, 8), torch.randn(ROWS, TIME, 3), Perceptron(3, CLASSES)
+    labels = torch.randint(CLASSES, (ROWS, TIME)).where(torch.rand(ROWS, TIME) < 0.6, -100)
     labels[0] = -100
-    tokens = int((labels != -100).sum())
-    noise, maps = (x, torch.randn(ROWS, 3)), (torch.rand(ROWS, TIME, CLASSES) < 0.3).double()
-    known = torch.randn(ROWS, TIME, CLASSES).where(maps > 0, math.nan)
-    lengths = torch.randint(2, 4, (ROWS,))
-    spoken = torch.randint(1, CLASSES, (ROWS, 3)), torch.full((ROWS,), TIME), lengths
-    teacher = torch.randn(ROWS, TIME, CLASSES), labels != -100
-    yield "vae", (Additive(vae), VAE(), noise)
-    yield "beta-vae", (ModelLoss(call=beta_vae), VAE(), noise)
-    yield "focal", (ModelLoss(call=focal), Perceptron(3, CLASSES), {"image": places, "mask": maps})
-    yield "dice", (PerRow(dice), Perceptron(3, CLASSES), (places, maps))
-    yield "smoothed", (Additive(partial(smoothed, tokens=tokens)), Perceptron(3, CLASSES), (places, labels))
-    yield "pairwise", (PerRow(pairwise), Perceptron(3, 1), (places, torch.randint(3, (ROWS, TIME))))
-    yield "masked", (PerRow(masked_regression), Perceptron(3, CLASSES), (places, known))
-    yield "quantile", (ModelLoss(call=quantile), Perceptron(3, CLASSES), (places[:, 0], x[:, 0]))
-    yield "ctc", (PerRow(nn.CTCLoss(reduction="none")), Speech(3, CLASSES), {"x": places, "targets": spoken})
-    yield (
-        "triplet",
-        (ModelLoss(call=triplet), Perceptron(3, CLASSES), (places[:, 0], places[:, 1], places[:, 2])),
-    )
-    yield "distilled", (PerRow(distilled), Perceptron(3, CLASSES), (places, teacher))
-    yield "uncertain", (PerRow(Uncertain()), Perceptron(3, CLASSES), (places, maps))
+    valid, maps = labels != -100, (torch.rand(ROWS, TIME, CLASSES) < 0.3).double()
+    spoken = torch.randint(1, CLASSES, (ROWS, 3)), torch.full((ROWS,), TIME), torch.randint(2, 4, (ROWS,))
+    return {
+        "beta-vae": (ModelLoss(call=beta_vae), VAE(), (x, torch.randn(ROWS, 3))),
+        "focal": (ModelLoss(call=focal), net, {"image": places, "mask": maps}),
+        "dice": (PerRow(dice), net, (places, maps)),
+        "smoothed": (Additive(partial(smoothed, tokens=int(valid.sum()))), net, (places, labels)),
+        "pairwise": (PerRow(pairwise), Perceptron(3, 1), (places, torch.randint(3, (ROWS, TIME)))),
+        "masked": (PerRow(masked_regression), net, (places, maps.where(maps > 0, math.nan))),
+        "quantile": (ModelLoss(call=quantile), net, (places[:, 0], x[:, 0])),
+        "ctc": (PerRow(nn.CTCLoss(reduction="none")), Speech(3, CLASSES), (places, spoken)),
+        "triplet": (ModelLoss(call=triplet), net, places.unbind(1)[:3]),
+        "distilled": (PerRow(distilled), net, (places, (torch.randn(ROWS, TIME, CLASSES), valid))),
+        "learned": (PerRow(nn.Bilinear(CLASSES, CLASSES, 1)), net, (places, maps)),
+    }[name]
 
 
-NAMES = "vae beta-vae focal dice smoothed pairwise masked quantile ctc triplet distilled uncertain"
+NAMES = "beta-vae focal dice smoothed pairwise masked quantile ctc triplet distilled learned"
 
 
 def plain(loss: Any, model: nn.Module, batch: Any) -> Tensor:
     """The loss of the whole batch, as a program without anybatch computes it."""
     if isinstance(loss, PerRow):
-        inputs, targets = batch.values() if isinstance(batch, dict) else batch
-        targets = targets if isinstance(targets, tuple) else (targets,)
-        values = loss.function(model(inputs), *targets)
+        inputs, targets = batch
+        values = loss.function(model(inputs), *([targets] if isinstance(targets, Tensor) else targets))
         return (values[0] * values[1]).sum() / values[1].sum() if isinstance(values, tuple) else values.mean()
     value = loss.call(model, batch) if isinstance(loss, ModelLoss) else loss.function(model, batch)
     return value["loss"] if isinstance(value, dict) else value
@@ -169,9 +138,8 @@ def plain(loss: Any, model: nn.Module, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES.split())
 def test_any_cut_and_window_is_the_plain_loop_and_uncut_it_is_so_to_the_bit(name: str) -> None:
-    loss, model, batch = dict(cases())[name]
-    recorder = GradientRecorder(model, loss)
-    named = named_parameters(model, loss)
+    loss, model, batch = case(name)
+    recorder, named = GradientRecorder(model, loss), named_parameters(model, loss)
     value = plain(loss, model, batch)
     expected = dict(zip(named, torch.autograd.grad(value, [*named.values()]), strict=True))
     for micro_batch in (1, 3, 7):
@@ -193,79 +161,56 @@ def test_any_cut_and_window_is_the_plain_loop_and_uncut_it_is_so_to_the_bit(name
     assert relative_error({key: one.grad for key, one in named.items()}, expected) <= LIMIT
 
 
-@pytest.mark.parametrize("name", ["vae", "beta-vae", "masked", "uncertain"])
-def test_check_plan_reference_and_validation_take_them(name: str) -> None:
-    loss, model, batch = dict(cases())[name]
-    optimizer = torch.optim.SGD([*model.parameters(), *module_of(loss).parameters()], lr=0.0)
+@pytest.mark.parametrize("name", ["smoothed", "beta-vae", "masked", "learned"])
+def test_check_plan_reference_validation_and_terms_take_them(name: str) -> None:
+    loss, model, batch = case(name)
+    optimizer = torch.optim.SGD(named_parameters(model, loss).values(), lr=0.0)
     assert check(model, loss, batch).exact
     assert plan(model, loss, optimizer, batch, micro_batch=4).plan.micro_batches == 3
     value = plain(loss, model, batch).item()
     assert relative_error(reference_step(model, loss, batch).loss, value) <= LIMIT
-    step = Step(model, loss, optimizer, micro_batch=3)
-    trainer = Trainer(step, batch, batch_size=ROWS, progress=False)
+    trainer = Trainer(Step(model, loss, optimizer, micro_batch=3), batch, batch_size=ROWS, progress=False)
     assert relative_error(trainer.evaluate(batch)["loss"], value) <= LIMIT
+    if isinstance(loss, PerRow):
+        half = Step(model, Terms(loss, {"loss": 0.5}), optimizer, micro_batch=3)
+        assert relative_error(half(batch).loss, value / 2) <= LIMIT
 
 
-X = torch.randn(ROWS, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-BATCH = X, X.argmax(1)
+def mean(model: nn.Module, micro: Any) -> Tensor:
+    return F.cross_entropy(model(micro[0]), micro[1])
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a mean": (PerRow(nn.CrossEntropyLoss()), "CrossEntropyLoss to return a value for each row, .* got ()"),
-    "no rows": (PerRow(lambda out, y: out.square().mean(0)), "a value for each row, .* got (4,)"),
-    "places": (PerRow(lambda out, y: out.reshape(-1)), "a value for each row, .* got"),
-    "rows that meet": (
-        PerRow(lambda out, y: (out - out.mean(0)).square()),
-        "gradient from <lambda> for every",
-    ),
-    "another mask": (PerRow(lambda out, y: (out, y > 0)), "of one shape, got .*expand_as"),
-    "a weight with gradient": (PerRow(lambda out, y: (out, out.exp())), "a weight without gradient"),
-    "no gradient": (PerRow(lambda out, y: out.detach()), "depends on the parameters"),
-    "a statistic": (
-        ModelLoss(call=lambda model, micro: model(micro[0]).mean(0).square().mean()),
-        "rows have met before it",
-    ),
-    "an own division": (
-        ModelLoss(call=lambda model, micro: model(micro[0]).square().sum() / len(micro[0])),
-        "a sum that is divided afterwards.*ab.PerRow",
-    ),
-    "no scalar": (
-        ModelLoss(call=lambda model, micro: model(micro[0])),
-        "in a Tensor.*ab.ModelLoss(call=...) returns a mean",
-    ),
-    "a mean that adds up": (
-        Additive(lambda model, micro: F.cross_entropy(model(micro[0]), micro[1])),
-        "gradient from <lambda> for every split, .*ab.Additive got a mean",
-    ),
-    "values": (Additive(lambda model, micro: model(micro[0])), "scalar tensor, .* got shape (3, 4)"),
-    "values, unwrapped": (nn.CrossEntropyLoss(reduction="none"), "got 'none'.*in ab.PerRow"),
-    "a plain mean": (
-        lambda model, micro: model(micro[0]).mean(),
-        "shape (). Wrap it: ab.PerRow.*ab.ModelLoss(call=fn).*ab.Additive(fn)",
-    ),
+    "a mean": (PerRow(nn.CrossEntropyLoss()), "a value for each row .* got a tensor of shape ()"),
+    "no rows": (PerRow(lambda out, y: out.mean(0)), "a value for each row .* got a tensor of shape (4,)"),
+    "rows that meet": (PerRow(lambda out, y: (out - out.mean(0)).square()), "from <lambda> for every split"),
+    "another mask": (PerRow(lambda out, y: (out, y > 0)), "of one shape .*(3,), torch.bool. mask.expand_as"),
+    "a statistic": (ModelLoss(call=lambda m, b: m(b[0]).mean(0).square().mean()), "rows have met before it"),
+    "own division": (ModelLoss(call=lambda m, b: m(b[0]).sum() / len(b[0])), "divided afterwards.*ab.PerRow"),
+    "no scalar": (ModelLoss(call=lambda m, b: m(b[0])), "in a Tensor.*ab.ModelLoss(call=...) returns a mean"),
+    "a mean that adds up": (Additive(mean), "from mean for every split, .*ab.Additive got a mean"),
+    "values that add up": (Additive(lambda m, b: m(b[0])), "real scalar .* got a tensor of shape (3, 4)"),
+    "a bare mean": (mean, "shape (), torch.float64. Wrap it: ab.PerRow.*ab.ModelLoss(call=fn).*ab.Additive"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_wrong_uses_are_refused_and_nothing_is_left(name: str) -> None:
-    loss, message = REFUSED[name]
-    model = nn.Linear(3, CLASSES)
-    pattern = ".*".join(map(re.escape, message.split(".*")))
-    if isinstance(loss, nn.Module):
-        with pytest.raises(LossError, match=pattern):
-            Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-        return
-    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=3)
+    (loss, message), model = REFUSED[name], nn.Linear(3, CLASSES)
+    x, optimizer = torch.randn(ROWS, 3), torch.optim.SGD(model.parameters(), lr=0.1)
+    step, pattern = (
+        Step(model, loss, optimizer, micro_batch=3),
+        ".*".join(map(re.escape, message.split(".*"))),
+    )
     with same_as_before(step), pytest.raises(LossError, match=pattern):
-        step(BATCH)
+        step((x, x.argmax(1)))
+    for make in (PerRow, Additive, lambda one: ModelLoss(call=one)):
+        with pytest.raises(LossError, match=r"Expected a function .* got int"):
+            make(3)
 
 
-def test_a_function_of_outputs_and_targets_is_told_of_per_row_and_check_false_is_the_users_word() -> None:
-    model = nn.Linear(3, CLASSES)
-    with pytest.raises(TypeError) as caught:
-        Step(model, lambda out, y: F.cross_entropy(out, y), GradientRecorder(model), micro_batch=3)(BATCH)
-    assert "pass ab.PerRow(loss)" in caught.value.__notes__[0]
-    mean = Additive(lambda model, micro: F.cross_entropy(model(micro[0]), micro[1]))
-    report = Step(model, mean, GradientRecorder(model), micro_batch=3, check=False)(BATCH)
-    means = [
-        F.cross_entropy(model(BATCH[0][rows]), BATCH[1][rows]).item() for rows in torch.arange(ROWS).split(3)
-    ]
-    assert relative_error(report.loss, math.fsum(means)) <= LIMIT
+def test_without_the_look_additive_is_the_users_word() -> None:
+    model, x = nn.Linear(3, CLASSES), torch.randn(ROWS, 3)
+    step = Step(model, Additive(mean), GradientRecorder(model), micro_batch=3, check=False)
+    means = [mean(model, (rows, rows.argmax(1))).item() for rows in x.split(3)]
+    assert relative_error(step((x, x.argmax(1))).loss, math.fsum(means)) <= LIMIT
