@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from anybatch.core import Batch, LossError, Number, Total
 from anybatch.losses.cotangents import part
 from anybatch.losses.inputs import HOW_TO_WRITE, call, split_batch
-from anybatch.losses.loss import Evaluated, Plain
+from anybatch.losses.loss import Evaluated, Loss, Plain
 from anybatch.losses.reductions import summed
 
 BARE_MEAN = (
@@ -100,6 +100,11 @@ class Terms(Plain):
         # A Total checks its weight.
         return {name: Total(0, weight).weight for name, weight in weights.items()}
 
+    def uncut(self) -> Loss:
+        """Return the mean of an `ab.PerRow`, bit-identical; any other loss unchanged."""
+        own = self.function
+        return _UncutPerRow(own) if isinstance(own, PerRow) and not self.coefficients else self
+
 
 @dataclass(frozen=True, slots=True)
 class PerRow:
@@ -122,15 +127,11 @@ class PerRow:
         LossError: the function cannot be called, or returns something else, such as a mean.
 
     Example:
-        >>> import anybatch as ab
-        >>> from torch import optim, tensor
         >>> def masked_error(output, target):
-        ...     known = ~target.isnan()
-        ...     return (output - target.nan_to_num()).square(), known
-        >>> model = nn.Linear(1, 1)
-        >>> step = ab.Step(model, PerRow(masked_error), optim.SGD(model.parameters(), lr=0.1), micro_batch=1)
-        >>> step((tensor([[1.0], [2.0], [3.0]]), tensor([[2.0], [float("nan")], [6.0]]))).weights
-        {'loss': 2.0}
+        ...     return (output - target.nan_to_num()).square(), ~target.isnan()
+        >>> batch = torch.zeros(3, 1), torch.tensor([[2.0], [math.nan], [4.0]])
+        >>> PerRow(masked_error)(nn.Linear(1, 1, bias=False), batch).mean().item()
+        10.0
     """
 
     function: Callable[..., Tensor | tuple[Tensor, Tensor]]
@@ -140,6 +141,13 @@ class PerRow:
 
     def __call__(self, model: nn.Module, micro: Any) -> Total:
         """Return the sum of the values of a micro-batch, and their number or summed weights."""
+        values, weights = self.values(model, micro)
+        if weights is None:
+            return Total(summed(values), values.numel())
+        return Total(summed(values * weights), summed(weights))
+
+    def values(self, model: nn.Module, micro: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the values of a micro-batch, and their weights if the function returns any."""
         inputs, targets = split_batch(micro) if isinstance(micro, tuple | list) else part(model, micro)
         returned: Any = call(model, inputs)
         outputs = cast("tuple[Any, ...]", returned) if isinstance(returned, tuple | list) else (returned,)
@@ -154,24 +162,38 @@ class PerRow:
                 "axis, or see ab.ModelLoss(call=...) for a mean and ab.WholeBatch where rows meet."
             )
         if not weights:
-            return Total(summed(values), values.numel())
+            return values, None
         if len(weights) > 1 or not isinstance(weights[0], Tensor) or weights[0].shape != values.shape:
             raise LossError(
                 "Expected (values, weights) of one shape from the function in ab.PerRow, got "
                 f"{' and '.join(map(_came, (values, *weights)))}. mask.expand_as(values) is as large."
             )
-        return Total(summed(values * weights[0]), summed(weights[0]))
+        return values, weights[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _UncutPerRow(Plain):
+    """The mean of an `ab.PerRow` as torch computes it: its backward may differ from a sum's in rounding."""
+
+    loss: PerRow
+
+    divided = True
+
+    def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
+        values, weights = self.loss.values(model, micro)
+        weight = values.numel() if weights is None else weights.sum()
+        value = values.mean() if weights is None else (values * weights).sum() / weight
+        return Evaluated({"loss": value}, lambda: {"loss": weight})
 
 
 @dataclass(frozen=True, slots=True)
 class Additive(Plain):
     """A loss that is divided already by a total of the whole batch, so that micro-batches add up.
 
-    The divisor is known before the step: a constant, or the number of tokens of the batch, counted outside.
-    The loss of the batch is the sum of what the function returns for its micro-batches; that of several ranks
-    is the sum over ranks, and evaluation adds up over all rows. Uncut, it is the function's value, to the
-    bit. The step compares splits of a few rows before the first cut, and refuses a mean. With
-    `Step(check=False)` it takes the caller's word.
+    The divisor is a constant, or the number of tokens of the batch, counted outside. The loss of the batch is
+    the sum over micro-batches, also over those of other ranks; evaluation adds up over all rows. Uncut, it
+    is the function's value, to the bit. Before the first cut the step compares splits of a few rows, and
+    refuses a mean; with `Step(check=False)` it takes the caller's word.
 
     Args:
         function: takes the model and a micro-batch, returns a real scalar tensor of shape ().
@@ -181,12 +203,10 @@ class Additive(Plain):
 
     Example:
         >>> import anybatch as ab
-        >>> from torch import ones, optim, zeros
-        >>> def loss(model, micro):
-        ...     return (model(micro[0]) - micro[1]).square().sum() / 512  # rows of every batch
+        >>> loss = ab.Additive(lambda model, micro: model(micro).square().sum() / 512)  # rows of all batches
         >>> model = nn.Linear(2, 1)
-        >>> step = ab.Step(model, Additive(loss), optim.SGD(model.parameters(), lr=0.1), micro_batch=128)
-        >>> step((ones(512, 2), zeros(512, 1))).micro_batches
+        >>> step = ab.Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=128)
+        >>> step(torch.ones(512, 2)).micro_batches
         4
     """
 

@@ -64,12 +64,9 @@ class ModelLoss:
         >>> step = ab.Step(model, ModelLoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2)
         >>> step({"x": torch.ones(5, 3), "labels": torch.tensor([0, 1, -100, 1, 0])}).weights
         {'loss': 4.0}
-        >>> def training_step(model, batch):
-        ...     return nn.functional.mse_loss(model(batch["x"]), batch["y"])
-        >>> linear = nn.Linear(3, 1)
-        >>> own, sgd = ModelLoss(call=training_step), torch.optim.SGD(linear.parameters(), lr=0.1)
-        >>> ab.Step(linear, own, sgd, micro_batch=2)({"x": torch.ones(5, 3), "y": torch.ones(5, 1)}).weights
-        {'loss': 5.0}
+        >>> loss = ModelLoss(call=lambda model, batch: model.score(batch).square().mean())
+        >>> ab.Step(model, loss, step.optimizers[0], micro_batch=2)(torch.ones(5, 3)).weights
+        {'loss': 10.0}
     """
 
     call: Callable[[nn.Module, Any], Any] | None = None
