@@ -315,9 +315,8 @@ class _FewRows(NamedTuple):
 
     @property
     def _name(self) -> str:
-        called = (
-            function_of(self.task.loss) if isinstance(self.task.loss, Terms | Additive) else self.task.model
-        )
+        loss = self.task.loss
+        called = function_of(loss) if isinstance(loss, Terms | Additive) else self.task.model
         return getattr(called, "__name__", type(called).__name__)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from anybatch.core import Batch, LossError, Number, Total
 from anybatch.losses.cotangents import part
 from anybatch.losses.inputs import HOW_TO_WRITE, call, split_batch
-from anybatch.losses.loss import Evaluated, Loss, Plain
+from anybatch.losses.loss import Evaluated, Plain
 from anybatch.losses.reductions import summed
 
 BARE_MEAN = (
@@ -100,11 +100,6 @@ class Terms(Plain):
         # A Total checks its weight.
         return {name: Total(0, weight).weight for name, weight in weights.items()}
 
-    def uncut(self) -> Loss:
-        """Return the mean of an `ab.PerRow`, bit-identical; any other loss unchanged."""
-        own = self.function
-        return _UncutPerRow(own) if isinstance(own, PerRow) and not self.coefficients else self
-
 
 @dataclass(frozen=True, slots=True)
 class PerRow:
@@ -141,13 +136,6 @@ class PerRow:
 
     def __call__(self, model: nn.Module, micro: Any) -> Total:
         """Return the sum of the values of a micro-batch, and their number or summed weights."""
-        values, weights = self.values(model, micro)
-        if weights is None:
-            return Total(summed(values), values.numel())
-        return Total(summed(values * weights), summed(weights))
-
-    def values(self, model: nn.Module, micro: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the values of a micro-batch, and their weights if the function returns any."""
         inputs, targets = split_batch(micro) if isinstance(micro, tuple | list) else part(model, micro)
         returned: Any = call(model, inputs)
         outputs = cast("tuple[Any, ...]", returned) if isinstance(returned, tuple | list) else (returned,)
@@ -162,28 +150,13 @@ class PerRow:
                 "axis, or see ab.ModelLoss(call=...) for a mean and ab.WholeBatch where rows meet."
             )
         if not weights:
-            return values, None
+            return Total(summed(values * 1), values.numel())  # its backward is that of `mean`, to the bit
         if len(weights) > 1 or not isinstance(weights[0], Tensor) or weights[0].shape != values.shape:
             raise LossError(
                 "Expected (values, weights) of one shape from the function in ab.PerRow, got "
                 f"{' and '.join(map(_came, (values, *weights)))}. mask.expand_as(values) is as large."
             )
-        return values, weights[0]
-
-
-@dataclass(frozen=True, slots=True)
-class _UncutPerRow(Plain):
-    """The mean of an `ab.PerRow` as torch computes it: its backward may differ from a sum's in rounding."""
-
-    loss: PerRow
-
-    divided = True
-
-    def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
-        values, weights = self.loss.values(model, micro)
-        weight = values.numel() if weights is None else weights.sum()
-        value = values.mean() if weights is None else (values * weights).sum() / weight
-        return Evaluated({"loss": value}, lambda: {"loss": weight})
+        return Total(summed(values * weights[0]), summed(weights[0]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,16 +89,16 @@ def factors_of(
     divides = any(node.name().startswith("Div") for node in nodes)
     if len(reached) == 1 and all(node.name() == "CloneBackward0" for node in nodes):  # the mean itself
         return {reached[0]: 1.0}, divides
-    means = [stops[index].value for index in reached]
-    factors = torch.autograd.grad(loss, means, create_graph=True)
+    values = [stops[index].value for index in reached]
+    factors = torch.autograd.grad(loss, values, create_graph=True)
     if any(factor.requires_grad for factor in factors):
         raise LossError(
             f"Expected the loss of {type(model).__name__} to be a sum of means with constant factors, got "
-            f"{loss.grad_fn.name() if loss.grad_fn else loss} over {len(means)} of them. {WAYS_OUT}"
+            f"{loss.grad_fn.name() if loss.grad_fn else loss} over {len(values)} of them. {WAYS_OUT}"
         )
-    # A fake tensor has no value.
-    values = [1.0 if isinstance(factor, private.FakeTensor) else float(factor) for factor in factors]
-    return dict(zip(reached, values, strict=True)), divides
+    # A fake has no value.
+    known = [1.0 if isinstance(factor, private.FakeTensor) else float(factor) for factor in factors]
+    return dict(zip(reached, known, strict=True)), divides
 
 
 def found_in(
