@@ -97,9 +97,9 @@ def _in_float64(loss: object) -> Any:
         settings: dict[str, Any] = dict(loss.keywords)
         settings |= {name: _widen(one) for name, one in settings.items() if isinstance(one, Tensor)}
         return partial(cast("Any", loss.func), *loss.args, **settings)
-    if hasattr(loss, "function"):  # ab.Terms, ab.WholeBatch
-        held = cast("Any", loss)
-        return replace(held, function=_in_float64(held.function))
+    for name in ("function", "call"):  # ab.Terms and others; ab.ModelLoss
+        if hasattr(loss, name):
+            return replace(cast("Any", loss), **{name: _in_float64(getattr(loss, name))})
     return loss
 
 

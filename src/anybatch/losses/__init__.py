@@ -18,9 +18,15 @@ from anybatch.losses.padding import find_paddings as find_paddings
 from anybatch.losses.resolve import (
     LossLike as LossLike,
     check_loss as check_loss,
+    function_of as function_of,
     module_of as module_of,
     resolve as resolve,
 )
-from anybatch.losses.terms import Terms as Terms, call_loss as call_loss
+from anybatch.losses.terms import (
+    Additive as Additive,
+    PerRow as PerRow,
+    Terms as Terms,
+    call_loss as call_loss,
+)
 from anybatch.losses.torch_losses import SummedLoss as SummedLoss, summed_loss as summed_loss
 from anybatch.losses.whole_batch import WholeBatch as WholeBatch
