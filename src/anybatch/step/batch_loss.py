@@ -16,7 +16,7 @@ from anybatch.core import (
     StepReport,
     torch_private as private,
 )
-from anybatch.engine import Accumulation, CallbackLike, Gradient, Task, check_parts, multiply
+from anybatch.engine import Accumulation, CallbackLike, Gradient, Task, check_callbacks, check_parts, multiply
 from anybatch.losses import LossLike, module_of
 from anybatch.precision import Precision, PrecisionName, find_precision
 from anybatch.step.options import DEFAULT, Options, known_keywords
@@ -98,7 +98,7 @@ class BatchLoss:
             micro_batch=micro_batch,
             memory=memory,
             collate=collate,
-            callbacks=[*callbacks],
+            callbacks=check_callbacks(callbacks),
             options=options,
         )
         self._precision = None if precision is None else find_precision(precision)
