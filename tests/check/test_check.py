@@ -19,6 +19,7 @@ from anybatch import Terms, Total, WholeBatch, check
 from anybatch.check import prepare as prepare_module
 from anybatch.check.splits import cut_sizes_to_try
 from anybatch.core import BatchError, LossError, PlanError
+from tests.options import flat
 from tests.toys import Perceptron
 
 ROWS = 12
@@ -185,7 +186,7 @@ def test_what_no_step_takes_is_refused(
 ) -> None:
     given = {"model": Perceptron(5, 2), "loss": nn.MSELoss(), "batch": rows()} | arguments
     with pytest.raises(error, match=message):
-        check(**given)
+        check(**flat(given))
 
 
 @pytest.mark.parametrize("batch_there", [True, False])
