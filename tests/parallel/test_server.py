@@ -107,7 +107,9 @@ def test_the_gradient_is_that_of_the_whole_batch(loss: str, servers: int, worker
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
 def test_many_updates_are_those_of_one_process(optimizer: Any) -> None:
     alone = updates(20, optimizer=optimizer, clip_norm=0.3)
-    served = updates(20, optimizer=optimizer, clip_norm=0.3, cluster=Inline(1))
+    told = list[Any]()
+    served = updates(20, optimizer=optimizer, clip_norm=0.3, cluster=Inline(1), callbacks=[told.append])
+    assert told == served[2]
     allowed = tolerance(torch.float64, 20 * ROWS)
     for one, other in zip(tree.flatten(alone[:2]).leaves, tree.flatten(served[:2]).leaves, strict=True):
         assert relative_error({"": other.double()}, {"": one.double()}) < allowed

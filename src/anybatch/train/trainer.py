@@ -126,8 +126,8 @@ class Trainer:
         self._share = self.train.share
         self.out = None if out is None or self._share.rank else make_folder(Path(out))
         self.save_every, self.save_minutes, self.keep = save_every, save_minutes, keep
-        device = next(step.model.parameters()).device
-        bars = [ProgressBar(device)] if progress and not self._share.rank else []
+        is_shown = progress and not self._share.rank
+        bars = [ProgressBar(next(step.model.parameters()).device)] if is_shown else []
         there = [one for one in own if getattr(one, "on_every_rank", True) or not self._share.rank]
         self.callbacks: tuple[Any, ...] = (*bars, *there)
         self._log = None if self.out is None else JsonLog(self.out / "log.jsonl", peak_bytes)
