@@ -133,29 +133,6 @@ def test_padding_of_a_mean_over_places(is_left: bool, is_masked: bool) -> None:
     assert kinds(Pool(), loss, batch) == ([] if is_masked else [("padding", "the model (Pool)")])
 
 
-@pytest.mark.parametrize("is_left", [True, False])
-@pytest.mark.parametrize("is_masked", [True, False])
-def test_padding_of_a_model_of_fixed_length(is_masked: bool, is_left: bool) -> None:
-    """It cannot be cut off, so that other content is put there."""
-
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.places, self.head = nn.Linear(4, 3), nn.Linear(3 * 5, 2)
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            hidden = self.places(x) * mask[:, :, None] if is_masked else self.places(x)
-            return self.head(hidden.flatten(1))
-
-    def loss(model: nn.Module, micro: Any) -> Total:
-        return sum_of_squares(lambda x: model(x, micro["attention_mask"]), (micro["x"], micro["y"]))
-
-    mask = torch.arange(5) < (torch.arange(ROWS) % 5 + 1)[:, None]
-    mask = mask.flip(1) if is_left else mask
-    batch = {"x": torch.randn(ROWS, 5, 4), "y": torch.randn(ROWS, 2), "attention_mask": mask}
-    assert kinds(Fixed(), loss, batch) == ([] if is_masked else [("padding", "the model (Fixed)")])
-
-
 @pytest.mark.parametrize("is_noisy", [False, True])
 def test_samples_are_collated_once_where_that_draws_numbers(is_noisy: bool) -> None:
     samples = [torch.ones(length, 5) for length in (3, 1, 2, 3, 4, 1)]

@@ -16,7 +16,7 @@ from anybatch.check.finding import WAYS_OUT, Finding, module_finding, summaries
 from anybatch.check.modules import ModuleSearch
 from anybatch.check.passes import first_difference
 from anybatch.check.prepare import Prepared, prepare
-from anybatch.check.rows import find_padding, refilled, trimmed
+from anybatch.check.rows import find_padding, trimmed
 from anybatch.check.splits import (
     Comparison,
     Pass,
@@ -29,7 +29,7 @@ from anybatch.check.splits import (
     worst_of,
 )
 from anybatch.check.terms import TermTest
-from anybatch.core import BatchError, Collate, Padding, PlanError, html_table
+from anybatch.core import BatchError, Collate, PlanError, html_table
 from anybatch.engine import check_micro_batch
 from anybatch.parallel import unwrapped
 
@@ -274,17 +274,12 @@ def _try_padding(
         cut, words = trimmed(prepared.whole, padding, size), "without padding"
         source = f"{padding.source} says that rows are filled up to {padding.length} places"
     short = comparison.compare(cut, padded, f"{padded.words} {words}")
-    kept = None
     if padding is not None and short.failure is not None:
-        # A model of fixed length: keep the padding, and change its content.
-        cut, kept = refilled(prepared.whole, padding, size), padding if size == 1 else None
-        short = comparison.compare(cut, padded, f"{padded.words} with other padding")
-        if short.failure is not None or not padding.is_masked:
-            return [], []
+        return [], []  # a model of fixed length
     if short.holds(comparison.limit):
         return [short], []
     is_left = padding is not None and padding.is_left
-    return [short], [explain_padding(comparison, padded, short, source, loss_name, kept, is_left=is_left)]
+    return [short], [explain_padding(comparison, padded, short, source, loss_name, is_left=is_left)]
 
 
 # ---- from cuts that differ to findings
@@ -389,22 +384,21 @@ def explain_padding(
     short: Pass,
     source: str,
     loss_name: str,
-    padding: Padding | None = None,
     *,
-    is_left: bool = False,
+    is_left: bool,
 ) -> Finding:
     """Return a finding on the module, or the loss, that depends on padded places."""
     long_calls = comparison.bench.run(padded.cut).calls
     short_calls = comparison.bench.run(short.cut).calls
     tolerance = 10 * comparison.limit
-    found = first_difference(padded.cut.parts, long_calls, short_calls, tolerance, padding, is_left=is_left)
+    found = first_difference(padded.cut.parts, long_calls, short_calls, tolerance, is_left=is_left)
     error = short.failure
     apart = (
         f"it fails with {type(error).__name__}: {error}"
         if error is not None
         else f"the gradient changes by {short.error:.2g}, the loss by {short.loss_error:.2g}"
     )
-    source = f"{source}; {'with less padding' if padding is None else 'with other content there'} {apart}"
+    source = f"{source}; with less padding {apart}"
     if found is None:
         what = f"It counts padded places ({source})."
         ways_out = ("Ignore padded places: ignore_index, or a weight of 0.", *WAYS_OUT["padding"][1:])

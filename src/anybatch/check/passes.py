@@ -15,12 +15,11 @@ from anybatch.check.draws import Draws
 from anybatch.check.finding import culprit_of
 from anybatch.check.rows import RowCut, RowPart, is_close, shorten
 from anybatch.compare import Outcome
-from anybatch.core import Batch, Event, Micro, Padding, StepReport, Total, torch_private as private
+from anybatch.core import Batch, Event, Micro, StepReport, Total, torch_private as private
 from anybatch.losses import Terms, call_loss, module_of, resolve
 from anybatch.state import plain_kernels, rng
 from anybatch.step import Step
 
-Places = tuple[int, int]  # the length of a padded row, and its valid places
 _NAME = "loss"  # of an unnamed term
 
 
@@ -313,34 +312,27 @@ def first_difference(
     padded: Calls,
     short: Calls,
     tolerance: float,
-    padding: Padding | None = None,
     *,
-    is_left: bool = False,
+    is_left: bool,
 ) -> tuple[str, str] | None:
     """Return the first module with equal inputs and other outputs at valid places, and the first in it."""
     for part in parts:
-        places = None if padding is None else (padding.length, padding.valid[part.rows[0]])
         table, differing = short.table(part), set[Key]()
         for call in padded.table(part).values():  # inner calls first
             other = table.get(call.key)
-            if other is None or _agree(call.outputs, other.outputs, tolerance, places, is_left) is not False:
+            if other is None or _agree(call.outputs, other.outputs, tolerance, is_left) is not False:
                 continue
             differing.add(call.key)
-            if _agree(call.inputs, other.inputs, tolerance, places, is_left) is not False:
+            if _agree(call.inputs, other.inputs, tolerance, is_left) is not False:
                 return call.key[0], next(one.key[0] for one in call.flat() if one.key in differing)
     return None
 
 
-def _agree(
-    padded: Sequence[Tensor], short: Sequence[Tensor], tolerance: float, places: Places | None, is_left: bool
-) -> bool | None:
+def _agree(padded: Sequence[Tensor], short: Sequence[Tensor], tolerance: float, is_left: bool) -> bool | None:
     if len(padded) != len(short):
         return None
     found: list[bool] = []
     for a, b in zip(padded, short, strict=True):
-        if places is not None:
-            shape = [places[1] if size == places[0] and axis else size for axis, size in enumerate(b.shape)]
-            b = cast("Tensor", shorten(b, shape, from_end=is_left))
         value = shorten(a, b.shape, from_end=is_left)
         if value is None:
             return None

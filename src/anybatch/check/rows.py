@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from anybatch.check.copies import widen
 from anybatch.core import Batch, Collate, Cut, Padding, SampleBatch, TensorBatch, TrimmedBatch, tree
-from anybatch.losses import TARGET_KEYS, find_paddings
+from anybatch.losses import find_paddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,21 +189,3 @@ def trimmed(whole: RowCut, padding: Padding, micro_batch: int) -> RowCut:
         return next(batch.micro_batches([rows])).rows
 
     return RowCut(data=rows, micro_batch=micro_batch, part=whole.part, collate=collate)
-
-
-def refilled(whole: RowCut, padding: Padding, micro_batch: int) -> RowCut:
-    """Return the same rows with other content in padded places; masks and targets stay."""
-    nest = tree.flatten(whole.data)
-    filled = torch.arange(padding.length) >= torch.tensor(padding.valid)[:, None]
-    filled = filled.flip(1) if padding.is_left else filled
-
-    def refill(path: str, leaf: Tensor) -> Tensor:
-        named = any(word in path.lower() for word in ("mask", "pad", *TARGET_KEYS[:-1]))
-        if leaf.dim() < 2 or leaf.shape[1] != padding.length or named or leaf.dtype == torch.bool:
-            return leaf
-        there = filled.to(leaf.device).view(*filled.shape, *[1] * (leaf.dim() - 2))
-        word = leaf[:, -1:] if padding.is_left else leaf[:, :1]
-        return torch.where(there, word + 1 if leaf.is_floating_point() else word, leaf)
-
-    leaves = [refill(path, leaf) for path, leaf in zip(nest.paths, nest.leaves, strict=True)]
-    return replace(whole, data=nest.build(iter(leaves)), micro_batch=micro_batch)
