@@ -55,14 +55,6 @@ class ObjectState:
 
     Attributes:
         modules: all reached modules.
-
-    Example:
-        >>> model = nn.Linear(1, 1)
-        >>> noted = ObjectState([model])
-        >>> model.calls = 1
-        >>> noted.put_back()
-        >>> hasattr(model, "calls")
-        False
     """
 
     def __init__(self, roots: Iterable[object], *, but_for: Iterable[Tensor] | None = None) -> None:
@@ -214,29 +206,27 @@ class Reachable:
 
 
 class Contents:
-    """The contents of lists, dicts, sets and deques, which can be put back.
-
-    Example:
-        >>> found = [1]
-        >>> noted = Contents([found])
-        >>> found.append(2)
-        >>> noted.put_back()
-        >>> found
-        [1]
-    """
+    """The contents of lists, dicts, sets and deques, which can be put back."""
 
     def __init__(self, containers: Iterable[Any]) -> None:
         self._noted = [(one, _content(one)) for one in containers]
 
+    def pairs(self) -> Iterable[tuple[Any, Any]]:
+        """Return each container with its former content."""
+        return self._noted
+
+    def changed(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the pairs whose container has changed."""
+        return (pair for pair in self.pairs() if not holds(*pair))
+
     def keep_what_changed(self) -> None:
         """Forget containers that are unchanged."""
-        self._noted = [pair for pair in self._noted if not holds(*pair)]
+        self._noted = [*self.changed()]
 
     def put_back(self) -> None:
         """Restore containers that have changed."""
-        for container, content in self._noted:
-            if not holds(container, content):
-                fill(container, content)
+        for container, content in self.changed():
+            fill(container, content)
 
 
 def _top(module: object) -> str:
