@@ -80,11 +80,7 @@ class PlanReport:
         return self.ledger.peak
 
     def to_json(self) -> str:
-        """Return the report as one JSON object.
-
-        Returns:
-            A JSON text; `Plan.from_json` and `Ledger.from_json` read its parts.
-        """
+        """Return the report as one JSON object; `Plan.from_json` reads its plans."""
         names = ("peak", "seconds", "budget", "device")
         values: dict[str, Any] = {
             "plan": json.loads(self.plan.to_json()),
