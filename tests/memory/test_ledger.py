@@ -1,6 +1,5 @@
 """Tests of the ledger: its figures, its table and its JSON."""
 
-
 from anybatch.memory.ledger import OWNERS, PHASES, Holding, Ledger, Moment
 
 

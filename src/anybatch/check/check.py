@@ -82,7 +82,6 @@ class CheckReport:
         return "\n".join([head, *[one if one.startswith("note: ") else _indented(one) for one in rest]])
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks."""
         return html_table(self._rows())
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -352,7 +351,6 @@ def _terms(
 
 
 def _batch_norms(comparison: Comparison, what: str) -> list[Finding]:
-    """Return a finding for each BatchNorm that uses the statistics of the micro-batch."""
     if comparison.bench.batch_norm == "frozen":
         return []
     with comparison.bench.fresh() as (model, _):

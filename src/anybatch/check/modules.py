@@ -116,7 +116,6 @@ class ModuleTest:
             return self._are_same(run(inputs, self._whole), run(inputs, self._whole), self._whole)
 
     def _count_changed(self, tested: ComparedCall) -> int:
-        """Return how many other rows change with one row: with other numbers in it, or another row."""
         most = 0
         with self._fresh(tested.call) as (_, run):
             before = run(tested.call.inputs, self._whole)
@@ -134,8 +133,6 @@ class ModuleTest:
     def _differing(
         self, tested: ComparedCall, before: Sequence[Tensor], after: Sequence[Tensor], rows: Sequence[int]
     ) -> int:
-        """Return how many of some rows have another output."""
-
         def differs(row: int) -> bool:
             part = RowPart((row,), self.total)
             return any(
@@ -162,7 +159,6 @@ class ModuleTest:
         return " and ".join(sorted(sources)), counts[0], counts[1]
 
     def _is_row_wise(self, tested: ComparedCall) -> bool:
-        """Return True if rows keep their outputs when other rows are missing or replaced."""
         with self._fresh(tested.call) as (_, run):
             before = run(tested.call.inputs, self._whole)
             for rows in dict.fromkeys((self.total - 1, (self.total + 1) // 2)):
@@ -180,7 +176,6 @@ class ModuleTest:
         return True
 
     def _is_equivariant(self, tested: ComparedCall) -> bool:
-        """Return True if outputs move with the rows."""
         turned = RowPart(tuple(range(self.total))[::-1], self.total)
         with self._fresh(tested.call) as (_, run):
             before = run(tested.call.inputs, self._whole)
@@ -256,7 +251,6 @@ class ModuleSearch:
             yield tested
 
     def _try(self, call: Call) -> ComparedCall:
-        """Run a module on all rows, and on the same rows split."""
         peer = self.table.get(call.key)
         shapes = [value.shape for value in call.inputs]
         if peer is None or len(peer.inputs) != len(shapes):

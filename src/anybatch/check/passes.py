@@ -252,8 +252,6 @@ class Pass(Outcome):
 
 
 class _WatchedBatch:
-    """A batch that tells draws and calls when a micro-batch begins."""
-
     def __init__(self, inner: Batch, part: RowPart, draws: Draws, calls: Calls) -> None:
         self._inner, self._part, self._draws, self._calls = inner, part, draws, calls
 
@@ -261,7 +259,6 @@ class _WatchedBatch:
         return getattr(self._inner, name)
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
-        """Yield the micro-batches of the inner batch."""
         micros = self._inner.micro_batches(parts)
         for index in parts:
             part = self._part.only(index)

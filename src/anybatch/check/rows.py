@@ -93,7 +93,6 @@ def agree(whole: Tensor, pieces: Sequence[tuple[Tensor, RowPart]], tolerance: fl
 
 
 def _join(whole: Tensor, pieces: Sequence[Tensor]) -> Tensor | None:
-    """Concatenate pieces along the axis on which their sizes add up (packed tokens)."""
     for axis in range(whole.dim()):
         rest = [(*p.shape[:axis], *p.shape[axis + 1 :]) for p in pieces if p.dim() == whole.dim()]
         same = all(shape == (*whole.shape[:axis], *whole.shape[axis + 1 :]) for shape in rest)

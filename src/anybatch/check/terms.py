@@ -60,7 +60,6 @@ class TermTest:
     def _classify(
         self, name: str, whole: Evaluation, parted: Cuts, sums: bool, weights: bool
     ) -> tuple[str, ...]:
-        """Return the kind, a sentence, and ways out that replace those of the kind."""
         if any(part.unreplayed for part in (whole, *[p for parts in parted for p in parts])):
             return "position", (
                 "It draws random numbers by position: from a generator of its own, or after setting a seed."

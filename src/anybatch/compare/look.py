@@ -133,7 +133,6 @@ def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> I
 
 @contextmanager
 def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[tuple[Task, Batch]]:
-    """Choose so many rows; restore afterwards everything that a forward reaches."""
     with rng.preserved():  # `collate` may draw
         task, few = only_rows(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
         noted = reached_by(task, few)
@@ -152,8 +151,6 @@ def reached_by(task: Task, batch: Batch) -> ObjectState:
 
 
 class _FewRows(NamedTuple):
-    """A few rows to compare in several splits."""
-
     task: Task
     few: Batch
     plan: Plan
@@ -296,7 +293,6 @@ class _FewRows(NamedTuple):
             )
 
     def _warn_of_buffers(self, whole: Looked, parts: Looked) -> None:
-        """Warn of saved buffers whose new value depends on the split."""
         saved = self.task.model.state_dict()
         wrong = [
             name
@@ -350,6 +346,5 @@ def _parts(rows: int, count: int, most: int = ROWS, least: int = 1) -> tuple[int
 
 
 def _in_turn(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return large and small parts in turn, so that other rows are together."""
     places = range(len(sizes))
     return tuple([sizes[-1 - place // 2] if place % 2 else sizes[place // 2] for place in places])

@@ -218,7 +218,6 @@ class _Watched(SeenDraws):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Copy what a mutable operation is given."""
         if private.is_mutable(func):
             for value in private.pytree.tree_leaves((args, kwargs)):
                 known = self._places.get(value.untyped_storage().data_ptr()) if _is_strided(value) else None
@@ -228,17 +227,14 @@ class _Watched(SeenDraws):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Make a draw."""
         self._has_drawn = True
         return super().draw(func, args, kwargs)
 
     @property
     def is_quiet(self) -> bool:
-        """True if nothing was drawn or written, so that other splits need not be watched."""
         return not self._has_drawn and not self._copies
 
     def put_back(self) -> None:
-        """Put the copies back."""
         with torch.no_grad():
             for parameter, value in self._copies.items():
                 parameter.copy_(value)
@@ -322,6 +318,5 @@ def _signs(rows: int) -> Tensor:
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return the identity and version of each parameter and buffer by name."""
     named = chain(model.named_parameters(), model.named_buffers())
     return {name: (id(one), private.version(one)) for name, one in named}

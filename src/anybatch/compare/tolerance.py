@@ -93,7 +93,6 @@ def relative_error(actual: object, expected: object) -> float:
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """Return the largest relative error of one rounding."""
     return torch.finfo(dtype).eps / 2
 
 

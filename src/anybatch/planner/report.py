@@ -101,7 +101,6 @@ class PlanReport:
         return html_table([row for section in self._sections() for row in section])
 
     def _sections(self) -> list[list[tuple[str, str]]]:
-        """Return the rows shared by the text and HTML representations."""
         budget = "" if self.budget is None else f" of {format_bytes(self.budget)}"
         peak = f"{format_bytes(self.peak)}{budget} on {self.device}, {self.ledger.source}"
         lines = [line.partition(" ") for line in str(self.plan).splitlines()]

@@ -96,7 +96,7 @@ class Precision:
         return None if self.store is None else getattr(torch, self.store)
 
     def computing(self, kinds: Iterable[str]) -> AbstractContextManager[Any]:
-        """Return the context for forward and loss, not backward: autocast on these device types, or nothing."""
+        """Return the context for forward and loss, not backward: autocast on these types of devices."""
         return self._autocast(kinds) if self.is_mixed else _NOTHING
 
     def arithmetic(self) -> AbstractContextManager[Any]:

@@ -158,7 +158,6 @@ def _run(call: BlockCall, contexts: Callable[[], Any], *, stops: bool) -> Any:
 
 
 def _watched(policy: str, block: nn.Module, forward: Forward, offload: Offload) -> Forward:
-    """Wrap a forward: tell the offload when it runs, and save under it if the policy is "offload"."""
     kinds = {parameter.device.type for parameter in block.parameters()}
     kind = next(iter(kinds - {"cpu"}), "cpu") if policy == "offload" else ""
 
@@ -175,7 +174,6 @@ def _watched(policy: str, block: nn.Module, forward: Forward, offload: Offload) 
 
 
 def _block(model: nn.Module, name: str) -> nn.Module:
-    """Return the module of this name; raise PlanError if a module around it is compiled."""
     block = model
     for part in name.split(".") if name else ():
         if private.compiled_call_of(block) is not None or private.compiled_from(block) is not None:

@@ -100,7 +100,6 @@ def choose_blocks(model: nn.Module, asked: object) -> Choice:
 
 
 def _inner(module: nn.Module) -> nn.Module:
-    """Return the module that a compiled module compiles; others unchanged."""
     if isinstance(module, torch.jit.ScriptModule):
         return module
     return private.compiled_from(module) or module
@@ -142,7 +141,6 @@ def _is_stack(modules: Sequence[nn.Module], repeated: set[type[nn.Module]]) -> b
 
 
 def _size(module: nn.Module) -> int:
-    """Return the number of elements of its parameters; embedding tables do not count."""
     tables = {p for one in module.modules() if isinstance(one, nn.Embedding) for p in one.parameters()}
     return sum(parameter.numel() for parameter in module.parameters() if parameter not in tables)
 
@@ -178,7 +176,6 @@ def checked(policy: object) -> str:
 
 
 def _matched(model: nn.Module, pattern: str) -> list[str]:
-    """Return the outermost modules that a pattern matches; for a ModuleList its elements."""
     found: list[str] = []
     lists: set[str] = set()
     for name, module in model.named_modules():
@@ -200,7 +197,6 @@ def _matched(model: nn.Module, pattern: str) -> list[str]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Return True for a sequence of blocks, not of layers without parts."""
     return type(module) is nn.Sequential and len(module) > 0 and all(map(_may_be_block, module))
 
 

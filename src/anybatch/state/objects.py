@@ -246,7 +246,6 @@ def _is_top_read(top: str) -> bool:
 
 
 def _known_caches() -> list[Any]:
-    """Return the `lru_cache`s of all loaded modules but torch's and Python's."""
     return [cache for one in _caches_of(len(sys.modules)) if (cache := one()) is not None]
 
 
@@ -277,7 +276,6 @@ def _base(container: Any) -> Any:
 
 
 def _content(container: Any) -> Any:
-    """Return a copy of the content in its order: a dict, a set or a list."""
     if type(container) is dict:
         return container.copy()
     base = _base(container)
@@ -337,7 +335,6 @@ def _put_cell_back(cell: CellType, *content: Any) -> None:
 
 
 def _copies(values: Iterable[Any], known: Collection[int]) -> Iterator[Callable[[], object]]:
-    """Yield functions that put back small tensors and arrays."""
     room = ALL_BYTES
     for value in values:
         if id(value) in known or not _is_copied(value) or value.nbytes > min(room, MOST_BYTES):
