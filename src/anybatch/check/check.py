@@ -20,7 +20,6 @@ from anybatch.check.rows import find_padding, trimmed
 from anybatch.check.splits import (
     Comparison,
     Pass,
-    before_the_model,
     cut_sizes_to_try,
     find_state,
     name_of,
@@ -319,8 +318,11 @@ def explain(
     except OutOfTime:
         pass
     found = [*found, *terms]
-    found = found or before_the_model(outermost, worst.calls, parts, comparison, loss_name) or pooled
-    found = found or _batch_norms(comparison, ". There was no time to test whether it is the only cause.")
+    found = (
+        found
+        or pooled
+        or _batch_norms(comparison, ". There was no time to test whether it is the only cause.")
+    )
     return found or [_unexplained(worst, loss_name, is_late=time.perf_counter() > deadline)]
 
 

@@ -113,26 +113,6 @@ def rows_agree_on(bench: Bench, comparison: Comparison, cut: RowCut) -> bool:
     return not failed and rows_agree(comparison, whole.calls, parted.calls, cut.parts)
 
 
-def before_the_model(
-    outermost: Sequence[Call], calls: Calls, parts: Sequence[RowPart], comparison: Comparison, loss_name: str
-) -> list[Finding]:
-    """Return a finding if the loss hands other rows to the model when it is cut."""
-    if comparison.whole.collate is not None:
-        return []  # each micro-batch is collated by itself, so inputs such as numbers of nodes may differ
-    tables = [calls.table(part) for part in parts]
-    for call in outermost:
-        peers = [table[call.key].inputs for table in tables if call.key in table]
-        if len(peers) < len(parts) or any(len(inputs) != len(call.inputs) for inputs in peers):
-            continue
-        for value, *pieces in zip(call.inputs, *peers, strict=True):
-            if agree(value, list(zip(pieces, parts, strict=True)), 10 * comparison.limit) is False:
-                what = (
-                    f"Inputs of `{call.key[0] or 'the model'}` depend on the cut already: rows meet before."
-                )
-                return [Finding(kind="meeting", culprit=loss_name, what=what, ways_out=WAYS_OUT["meeting"])]
-    return []
-
-
 # ---- state: what a step leaves in the model
 
 

@@ -45,6 +45,7 @@ class Law:
         return {length for _, length in self.readings}
 
     def __call__(self, size: Size) -> float:
+        """Return the bytes expected of a size."""
         if size in self.readings:
             return _typical(self.readings[size])
         rows, length = size
