@@ -42,7 +42,7 @@ class Averaged(nn.Module):
         return F.mse_loss(model(self.memory(micro[0])), micro[1])
 
 
-def test_a_saved_buffer_that_depends_on_the_cut_is_a_finding_and_other_attributes_are_a_note() -> None:
+def test_a_saved_buffer_that_depends_on_the_cut_is_a_finding() -> None:
     model = nn.Sequential(Remembering(), nn.Linear(5, 2))
     report = check(model, nn.MSELoss(), rows())
     (finding,) = report.findings
@@ -50,7 +50,6 @@ def test_a_saved_buffer_that_depends_on_the_cut_is_a_finding_and_other_attribute
     assert finding.what.endswith("by the number of micro-batches: `0.average`.")
     assert (report.exact, report.error <= report.limit) == (False, True)
     assert str(report).startswith("NOT exact: the update is, saved buffers are not: gradient error ")
-    assert report.notes[0].endswith("number of micro-batches: `0.calls`, `0.scratch`")
     report = check(nn.Linear(5, 2), Terms(Averaged()), rows())
     assert [finding.kind for finding in report.findings] == ["denominator", "buffer"]
     assert report.findings[1].culprit == "loss.function.memory (Remembering)"

@@ -175,9 +175,7 @@ def check(
         elif comparison.reference.bare or _differ(comparison, passes):
             findings += explain(comparison, passes, name_of(loss), deadline=start + CHECK_S)
         if all(finding.kind == "denominator" for finding in findings):  # the model itself splits exactly
-            more_findings, more_notes = find_state(comparison, passes)
-            findings += more_findings
-            notes += more_notes
+            findings += find_state(comparison, passes)
         try:
             with comparison.bench.draws.until(start + CHECK_S):
                 more, found = _try_padding(comparison, prepared, passes, name_of(loss))

@@ -16,6 +16,7 @@ from anybatch.check.finding import culprit_of
 from anybatch.check.rows import RowCut, RowPart, is_close, shorten
 from anybatch.compare import Outcome
 from anybatch.core import Batch, Event, Micro, StepReport, Total, torch_private as private
+from anybatch.engine import norm_of
 from anybatch.losses import Terms, call_loss, module_of, resolve
 from anybatch.state import plain_kernels, rng
 from anybatch.step import Step
@@ -147,31 +148,22 @@ def tensors(value: Any) -> list[Tensor]:
 # ---- state
 
 
-# (`module (Class)`, dotted name of the attribute) -> (value, True if it is in the state dict).
-State = dict[tuple[str, str], tuple[Tensor, bool]]
+# (`module (Class)`, dotted name) -> value of a buffer in the state dict.
+State = dict[tuple[str, str], Tensor]
 
 
 def state_of(model: nn.Module, loss: nn.Module) -> State:
-    """Return the buffers and plain attributes of a model and its loss; those of the loss under `loss.`."""
-    found = State()
-    known: set[nn.Module] = set()
+    """Return the saved buffers of a model and its loss, each once; those of the loss under `loss.`."""
+    found, known = State(), set[nn.Module]()
     for root, prefix in ((model, ""), (loss, "loss.")):
-        saved = set(root.state_dict())
+        saved = root.state_dict(keep_vars=True)
         for name, module in root.named_modules():
-            own = () if module in known else (*vars(module).items(), *module.named_buffers(recurse=False))
+            for key, value in () if module in known else module.named_buffers(recurse=False):
+                path = f"{name}.{key}".strip(".")
+                if saved.get(path) is value and value.layout == torch.strided and not value.is_meta:
+                    found[culprit_of(prefix + name, module), prefix + path] = value.detach()
             known.add(module)
-            for key, value in own:
-                if isinstance(value, int | float) or _is_plain(value):
-                    path = f"{name}.{key}".strip(".")
-                    place = culprit_of(prefix + name, module), prefix + path
-                    found[place] = torch.as_tensor(value).detach(), path in saved
     return found
-
-
-def _is_plain(value: object) -> bool:
-    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or nn.parameter.is_lazy(value):
-        return False
-    return value.layout == torch.strided and not value.is_meta
 
 
 # ---- passes
@@ -206,7 +198,7 @@ class Pass(Outcome):
         loss_error: the same of the loss.
         words: a name of the split.
         calls: calls of modules.
-        state: values that model and loss hold afterwards.
+        state: saved buffers of model and loss afterwards.
         unreplayed: random draws of the last micro-batch that were not replayed.
         bare: terms for which the loss returned means without their denominators.
         largest: norm of the gradient where it was largest on the way; its rounding is relative to that.
@@ -243,7 +235,8 @@ class Pass(Outcome):
     def told(self, event: Event) -> None:
         """Note the size of the sums."""
         if not isinstance(event, StepReport):
-            self._norms.append(norm(p.grad for p in self._bench.subject.named.values() if p.grad is not None))
+            found = [p.grad for p in self._bench.subject.named.values() if p.grad is not None]
+            self._norms.append(norm_of(found).item() if found else 0.0)
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep the gradient and the state."""
@@ -296,12 +289,6 @@ class Bench:
         batch = cut.batch(self.subject.dtype)
         with self.fresh() as (model, loss):
             return Pass(self, cut, batch, model, loss)
-
-
-def norm(tensors: Iterable[Tensor]) -> float:
-    """Return the 2-norm of all entries."""
-    dense = [value.detach().to_dense() if value.is_sparse else value.detach() for value in tensors]
-    return math.hypot(*[torch.linalg.vector_norm(value).item() for value in dense])
 
 
 def first_difference(

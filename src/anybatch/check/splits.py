@@ -116,27 +116,23 @@ def rows_agree_on(bench: Bench, comparison: Comparison, cut: RowCut) -> bool:
 # ---- state: what a step leaves in the model
 
 
-def find_state(comparison: Comparison, passes: Sequence[Pass]) -> tuple[list[Finding], list[str]]:
-    """Return a finding for each module whose saved buffers depend on the split, and a note on other state."""
+def find_state(comparison: Comparison, passes: Sequence[Pass]) -> list[Finding]:
+    """Return a finding for each module whose saved buffers depend on the split."""
     whole = comparison.reference.state
     states = [one.state for one in passes if one.failure is None]
     saved: dict[str, list[str]] = {}
-    others: list[str] = []
     for key in dict.fromkeys(key for one in states for key in _differing(whole, one, comparison.limit)):
-        is_saved = key in whole and whole[key][1]
-        (saved.setdefault(key[0], []) if is_saved else others).append(f"`{key[1]}`")
+        saved.setdefault(key[0], []).append(f"`{key[1]}`")
     what = "A split batch leaves other values than the whole, by the number of micro-batches: {}."
-    findings = [
+    return [
         Finding(kind="buffer", culprit=culprit, what=what.format(listed(names)), ways_out=WAYS_OUT["buffer"])
         for culprit, names in saved.items()
     ]
-    note = f"not saved with the model, but dependent on the number of micro-batches: {listed(others)}"
-    return findings, [note] if others else []
 
 
 def _differing(whole: State, other: State, limit: float) -> Iterator[tuple[str, str]]:
     for key in dict.fromkeys((*whole, *other)):
-        values = [state[key][0] for state in (whole, other) if key in state]
+        values = [state[key] for state in (whole, other) if key in state]
         one, *rest = [value.double() if value.is_floating_point() else value for value in values]
         if not rest or not is_close(rest[0], one, 10 * limit):
             yield key

@@ -35,13 +35,9 @@ def limit_of(dtypes: Iterable[torch.dtype], rows: int) -> float:
 def tolerance(dtype: torch.dtype, terms: int) -> float:
     """Return how far a gradient or loss may lie from its reference in float64: the one table of tolerances.
 
-    Two errors add up. Forward and backward round in the parameters' dtype: a fixed number of roundings,
-    because errors of different rows average out. The sum over micro-batches rounds once per addition in the
-    dtype it is accumulated in (Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 4.2).
-    That is the bound that always holds: equal addends all round to the same side, so the milder one that
-    grows like the square root of their number does not.
-
-    Compare with `relative_error`. Additions in the same order need no tolerance: use `torch.equal`.
+    Two errors add up: a fixed number of roundings in the parameters' dtype, and one per addition in the dtype
+    of the sum (Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 4.2). Compare with
+    `relative_error`; additions in the same order need no tolerance.
 
     Args:
         dtype: of the parameters.
