@@ -190,24 +190,12 @@ class Recorder(Optimizer):
 
 
 class Pass(Outcome):
-    """One pass over some rows in one split, with the calls of modules and the state that it leaves.
-
-    Attributes:
-        failure: the exception that ended the pass; None if it came to its end.
-        error: relative error of the gradient, once it is compared with a reference.
-        loss_error: the same of the loss.
-        words: a name of the split.
-        calls: calls of modules.
-        state: saved buffers of model and loss afterwards.
-        unreplayed: random draws of the last micro-batch that were not replayed.
-        bare: terms for which the loss returned means without their denominators.
-        largest: norm of the gradient where it was largest on the way; its rounding is relative to that.
-    """
+    """One pass over some rows in one split, with the calls of modules and the state that it leaves."""
 
     def __init__(self, bench: "Bench", cut: RowCut, batch: Batch, model: nn.Module, loss: Any) -> None:
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # that ended the pass
         self.cut, self.words = cut, cut.words
-        self.error = self.loss_error = math.inf
+        self.error = self.loss_error = math.inf  # relative to a reference, once compared
         self.calls, self.state, self._norms = Calls(), State(), list[float]()
         self._bench, self._held = bench, (model, module_of(loss))
         self.calls.watch(model)
@@ -223,8 +211,9 @@ class Pass(Outcome):
         finally:
             bench.draws.is_watching = True
             del self._held
+        # Draws of the last micro-batch that were not replayed, and terms returned as bare means.
         self.unreplayed, self.bare = bench.draws.unreplayed, bare_terms(loss)
-        # The sum may be divided only at the end.
+        # Rounding is relative to the largest gradient on the way; the sum may be divided only at the end.
         grown = max(self._norms) / self._norms[-1] if self._norms and self._norms[-1] else 0.0
         self.largest = 0.0 if self.failure else grown * self.size
 

@@ -26,13 +26,8 @@ _SIGNS = 8  # rows of a sketch
 class Outcome(Observer):
     """The loss and the finished gradient of some rows in one split.
 
-    Args:
-        task: the model and loss; its optimizers are stepped unless `is_dry`.
-        batch: the rows.
-        plan: the settings; its rows and sizes are replaced.
-        sizes: rows of each micro-batch.
-        draws: sees all operations; no longer watches once the gradient is finished.
-        is_dry: make no update, and put everything back.
+    The plan's rows and sizes are replaced by `sizes`. `draws` sees all operations, and no longer watches once
+    the gradient is finished. Optimizers are stepped unless `is_dry`; then everything is put back.
 
     Raises:
         OutOfMemoryError: a micro-batch did not fit.

@@ -43,12 +43,6 @@ def tolerance(dtype: torch.dtype, terms: int) -> float:
         dtype: of the parameters.
         terms: how many numbers are added up: micro-batches, or rows where one micro-batch is all.
 
-    Returns:
-        A relative error. In float64 it stays below 1e-12 up to 4,000 terms.
-
-    Raises:
-        KeyError: a dtype in which nothing is trained.
-
     Example:
         >>> [f"{tolerance(dtype, 100):.0e}" for dtype in (torch.float64, torch.float32, torch.bfloat16)]
         ['5e-13', '1e-05', '6e-02']
@@ -59,13 +53,9 @@ def tolerance(dtype: torch.dtype, terms: int) -> float:
 def relative_error(actual: object, expected: object) -> float:
     """Return the 2-norm of the difference over that of the expected, all tensors as one long vector.
 
-    Args:
-        actual: a number, a tensor, or nested ones such as the gradients of all parameters by name.
-        expected: the same nest, the reference.
-
-    Returns:
-        The error in float64; 0 where both are zero. Infinity where only the expected is zero, where an entry
-        is not finite, or where the nests differ.
+    Both are numbers, tensors, or nests of them, such as the gradients of all parameters by name. The error is
+    in float64; 0 where both are zero. It is infinite where only the expected is zero, where an entry is not
+    finite, or where the nests differ.
 
     Example:
         >>> relative_error({"weight": torch.tensor([3.0, 4.5])}, {"weight": torch.tensor([3.0, 4.0])})

@@ -36,9 +36,8 @@ def apply_policies(model: nn.Module, choice: Choice, *, verify: bool = True) -> 
 
     A recomputation starts from the buffers, attributes and random streams of the first run, and everything
     it writes is put back: BatchNorm's statistics are updated once, dropout repeats its masks. Its outputs are
-    compared bit for bit with those of the first run, until they were equal once in this process under this
-    policy. That takes one more run, which saves nothing.
-    Hooks of the block itself run once; those of modules inside it run again.
+    compared bit for bit with those of the first run, until they were equal once under this policy. Hooks of
+    the block itself run once; those of modules inside it run again.
 
     Args:
         model: the model.

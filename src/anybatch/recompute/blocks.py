@@ -28,14 +28,10 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the repeated blocks, which run one after another.
 
     A block is a module with children and parameters whose class occurs at least twice in the model: GPT-2's
-    layers, ResNet's bottlenecks, a U-Net's double convolutions. The outermost of nested ones counts, with two
-    exceptions. A stack is searched for blocks: a module that holds several blocks of one class in a list, and
-    in them three quarters of its parameters, such as T5's encoder. Experts run side by side, so the layer
-    that holds them is the block. Torch's containers are searched, too. A layer of transformers is a block
-    even if there is only one. A compiled module counts as the module that it compiles.
-
-    Returns:
-        Names as in `named_modules`, in the order of the model, none within another.
+    layers, ResNet's bottlenecks. The outermost of nested ones counts, but stacks (mostly lists of blocks, as
+    T5's encoder is) and torch's containers are searched, and a layer that holds experts, which run side by
+    side, is the block. A layer of transformers is a block even if there is only one. Names are those of
+    `named_modules`, in the order of the model; a compiled module counts as the module that it compiles.
 
     Example:
         >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 3)
@@ -74,10 +70,6 @@ def choose_blocks(model: nn.Module, asked: object) -> Choice:
         (('layers.0', 'selective'), ('layers.1', 'selective'))
         >>> choose_blocks(model, {"layers.*": "recompute", "*.1": "offload"})
         (('layers.0', 'recompute'), ('layers.1', 'offload'))
-        >>> choose_blocks(model, ["*.linear1"])
-        (('layers.0.linear1', 'recompute'), ('layers.1.linear1', 'recompute'))
-        >>> choose_blocks(model, None)
-        ()
     """
     if asked is None:
         return ()

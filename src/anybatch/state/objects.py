@@ -45,16 +45,9 @@ class ObjectState:
     """The state of everything that can be reached from some objects, which can be put back in place.
 
     It covers attributes of objects, lists, dicts, sets, closures, random generators, small arrays, and the
-    gradients of all tensors. Values of tensors are optional. Only what has changed is written to. A
-    `functools.lru_cache` that was filled meanwhile is cleared. Names of modules and classes, and slots, are
-    followed but not put back.
-
-    Args:
-        roots: models, losses, functions, optimizers.
-        but_for: copy also the values of small tensors except these; None to copy only NumPy arrays.
-
-    Attributes:
-        modules: all reached modules.
+    gradients of all tensors; with `but_for` also the values of small tensors except these. Only what has
+    changed is written to. A `functools.lru_cache` that was filled meanwhile is cleared. Names of modules and
+    classes, and slots, are followed but not put back.
     """
 
     def __init__(self, roots: Iterable[object], *, but_for: Iterable[Tensor] | None = None) -> None:
