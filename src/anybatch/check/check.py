@@ -278,9 +278,6 @@ def _try_padding(
     return [short], [explain_padding(comparison, padded, short, source, loss_name, is_left=is_left)]
 
 
-# ---- from cuts that differ to findings
-
-
 CLOSER = 1e-6  # relative error of sums in float32 that add up
 
 

@@ -87,9 +87,6 @@ def held_weights(*holders: Any) -> dict[str, Tensor]:
     return {names.get(id(one), "weight"): one for one in reversed(weights)}
 
 
-# ---- which of them fits
-
-
 def fit(
     options: Sequence[Candidate],
     name: str,

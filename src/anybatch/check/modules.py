@@ -211,9 +211,6 @@ def _change_row(
     return changed
 
 
-# ---- which modules differ
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleSearch:
     """A search for the innermost modules that differ."""

@@ -61,9 +61,6 @@ def _is_scalar(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
 
-# ---- calls of modules
-
-
 Key = tuple[str, int]  # a module's name, and the number of the call
 
 
@@ -145,9 +142,6 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in private.pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-# ---- state
-
-
 # (`module (Class)`, dotted name) -> value of a buffer in the state dict.
 State = dict[tuple[str, str], Tensor]
 
@@ -164,9 +158,6 @@ def state_of(model: nn.Module, loss: nn.Module) -> State:
                     found[culprit_of(prefix + name, module), prefix + path] = value.detach()
             known.add(module)
     return found
-
-
-# ---- passes
 
 
 class Recorder(Optimizer):

@@ -109,9 +109,6 @@ def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return difference <= tolerance * math.sqrt(one.numel())
 
 
-# ---- which rows to check on
-
-
 def rows_of(batch: Any, collate: Collate | None) -> int:
     """Return the number of rows of a batch."""
     return (TensorBatch(batch) if collate is None else SampleBatch(batch, collate)).rows
@@ -122,9 +119,6 @@ def subset(batch: Any, collate: Collate | None, rows: Sequence[int]) -> Any:
     if collate is not None:
         return [batch[row] for row in rows]
     return tree.map_leaves(lambda leaf: leaf.detach()[list(rows)], batch)
-
-
-# ---- how rows are cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -88,9 +88,6 @@ class Comparison:
         return [half for half in halves if half.failure is None and half.is_weighed]
 
 
-# ---- outputs of the model, row by row
-
-
 def rows_agree(comparison: Comparison, whole: Calls, calls: Calls, parts: Sequence[RowPart]) -> bool:
     """Return True if the model gives each row the same outputs in the whole batch and in its parts."""
     tables = [calls.table(part) for part in parts]
@@ -111,9 +108,6 @@ def rows_agree_on(bench: Bench, comparison: Comparison, cut: RowCut) -> bool:
     whole, parted = bench.run(comparison.whole), bench.run(cut)
     failed = whole.failure or parted.failure
     return not failed and rows_agree(comparison, whole.calls, parted.calls, cut.parts)
-
-
-# ---- state: what a step leaves in the model
 
 
 def find_state(comparison: Comparison, passes: Sequence[Pass]) -> list[Finding]:

@@ -129,9 +129,6 @@ def _ratio(difference: float, size: float) -> float:
     return difference / size if size else (math.inf if difference else 0.0)
 
 
-# ---- the outcomes of a look
-
-
 @dataclass(frozen=True, slots=True)
 class Split:
     """Rows of each micro-batch; every second row comes first where they are interleaved."""
