@@ -321,7 +321,8 @@ def _are_adjacent(parts: Sequence[Sequence[int]]) -> bool:
 
 def _common_rows(nest: tree.Nest, value: object) -> int:
     if not nest.leaves:
-        raise BatchError("Expected a tensor in the batch, got none. Pass the tensors of all rows.")
+        count = len(nest.leaves)
+        raise BatchError(f"Expected a tensor in the batch, got {count}. Pass the tensors of all rows.")
     rows = nest.leaves[0].shape[0] if nest.leaves[0].dim() else -1
     for leaf in nest.leaves:
         if leaf.dim() == 0 or leaf.shape[0] != rows:
