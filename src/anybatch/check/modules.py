@@ -33,7 +33,7 @@ class ComparedCall:
     """A call of a module on the whole batch, compared with its calls on the parts."""
 
     call: Call  # the call on the whole batch
-    fault: str  # "" if they agree, "outputs", "pooled" or "unknown"
+    fault: str  # "" if they agree, "outputs", "pooled", "dropped rows" or "unknown"
     unreplayed: int = 0  # random draws of this call that are not replayed
     inputs: Sequence[Axis | None] = ()  # the axis of rows in each input
     outputs: Sequence[Axis | None] = ()  # the axis of rows in each output
@@ -63,6 +63,8 @@ class ModuleTest:
 
     def _classify(self, tested: ComparedCall) -> tuple[str, ...]:
         """Return the kind, a sentence, and ways out that replace those of the kind."""
+        if tested.fault == "dropped rows":
+            return "dropped rows", "returns fewer rows for micro-batches than for the whole batch"
         if tested.unreplayed:
             return "position", (
                 "draws random numbers by position, from a generator of its own or after setting a seed: "
@@ -290,12 +292,18 @@ class ModuleSearch:
             if all(piece.shape == whole.shape for piece in mine):
                 faults.add("pooled")
             elif same is None:
-                faults.add("unknown")
+                faults.add("dropped rows" if _is_short(whole, mine) else "unknown")
             else:
                 faults.add("outputs")
-        order = ("outputs", "pooled", "unknown")
+        order = ("dropped rows", "outputs", "pooled", "unknown")
         return next((fault for fault in order if fault in faults), ""), places
 
 
 def _copies(inputs: Sequence[Tensor]) -> list[Tensor]:
     return [value.clone() for value in inputs]  # a module may write to its inputs
+
+
+def _is_short(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
+    """Return True if the first axes of the pieces add up to less than the whole's."""
+    alike = all(piece.dim() == whole.dim() and piece.shape[1:] == whole.shape[1:] for piece in pieces)
+    return alike and whole.dim() > 0 and sum(piece.shape[0] for piece in pieces) < whole.shape[0]
