@@ -123,6 +123,7 @@ def test_without_running_statistics_nothing_can_be_frozen() -> None:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
+        ("exact", "'exact', which is not available yet"),
         ("Micro", "'micro', 'frozen'.*got 'Micro'"),
         (True, "got True"),
     ],

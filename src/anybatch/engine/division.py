@@ -34,14 +34,18 @@ class Division:
     cotangents: dict[float, dict[str, Tensor]] = field(default_factory=dict[float, dict[str, Tensor]])
 
     @staticmethod
-    def decide(loss: Loss, batch: Batch, terms: Evaluated, rows: int) -> "Division":
+    def decide(
+        loss: Loss, batch: Batch, terms: Evaluated, rows: int, *, is_synced: bool = False
+    ) -> "Division":
         """Ask a loss for the divisors of this batch, after the forward of its first rows."""
         divisors = loss.divisors(batch, terms, rows)
         weights = terms.weigh() if divisors is None else {}
         return Division(
             coefficients=dict.fromkeys(terms.sums, 1.0) | {**loss.coefficients},
             divisors=divisors,
-            provisional={name: _stand_in(weight, rows) for name, weight in weights.items()},
+            provisional={
+                name: 1.0 if is_synced else _stand_in(weight, rows) for name, weight in weights.items()
+            },
             is_counted=loss.counted and divisors is not None,
             is_divided=loss.divided,
         )

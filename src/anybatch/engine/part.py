@@ -54,6 +54,7 @@ class Ways:
         self.holds_whole = not is_whole or task.add_rows > 0  # gradients of a micro-batch, until it is over
         self.is_late = is_open or (plan.non_finite == "drop" and plan.is_cut)
         self.is_guarded = plan.is_guarded and not is_dry
+        self.is_synced = task.is_synced(plan)
         self.is_plain = not is_whole or self.loss.is_plain  # a window has opened its loss
         self.computing = partial(plan.precision.computing, task.kinds) if plan.precision.is_mixed else None
         self.can_add_in_place = task.is_wide
@@ -254,7 +255,12 @@ class Part:
         division = sums.division
         if division is UNDECIDED:
             known = OpenBatch() if ways.is_late else self.batch
-            division = Division.decide(ways.loss, known, terms, rows)
+            division = Division.decide(ways.loss, known, terms, rows, is_synced=ways.is_synced)
+            if ways.is_synced and division.divisors is None and len(terms.sums) > 1:
+                raise LossError(
+                    f"Expected a loss of one term with SyncBatchNorm on several ranks, got {[*terms.sums]}, "
+                    "each of which needs a backward of its own. Return one Total."
+                )
         for name, one in terms.sums.items():
             division.like[name] = one.dtype, one.device
         banks = [*division.coefficients]
@@ -307,6 +313,11 @@ class Part:
                 flowing[name] = one
         if self.is_guarded and len(flowing) < len(values) and not all_finite(list(values.values())):
             raise NonFinite("loss")
+        if self.ways.is_synced and len(flowing) < len(values):
+            raise LossError(
+                "Expected terms of the loss that depend on parameters on every rank with SyncBatchNorm, got "
+                f"{len(flowing)} of {len(values)}: others wait in backward. Give every rank rows that count."
+            )
         if flowing:
             sums.has_flowed = True
             try:

@@ -152,6 +152,7 @@ def _undo(part: Part, before: Snapshot, said: str, kind: type[AnybatchError]) ->
         AnybatchError: the forward has changed what cannot be put back; the message names it.
     """
     task, what, got, lost, advice = part.task, "", "", "these", ""
+    task.strategy.undo(said, kind)
     if written := before.written():
         task.effects.writes(written)  # next time they are noted before
         what, got = "to no parameter", f"{len(written)} that it had changed"
@@ -197,7 +198,7 @@ def restart_after_end(part: Part, *, is_memory: bool) -> Restart | None:
     """
     sums = part.sums
     if not is_memory:
-        return None if part.is_guarded else Restart(part, sums.rows, is_guarded=True)
+        return None if part.is_guarded or part.ways.is_synced else Restart(part, sums.rows, is_guarded=True)
     rows = max(sums.rows, default=0)
     if _AT_END in part.tried.last or part.task.strategy.is_many or not rows or why_not_cut(part, rows):
         return None

@@ -49,6 +49,14 @@ class Strategy(Protocol):
         """Return the rows of all processes, and how many come before those of this one; once per step."""
         ...
 
+    def meet(self, task: Any, parts: int) -> None:
+        """Raise unless each process runs one micro-batch (`parts`): rows of all meet in a layer."""
+        ...
+
+    def undo(self, said: str, kind: type[Exception]) -> None:
+        """Raise `kind` if other processes wait in the micro-batch that is to run again, for this reason."""
+        ...
+
     def close(self, sums: Any) -> Mapping[str, Number]:
         """Return the weight of each term over all processes, after the last micro-batch of these `Sums`."""
         ...
@@ -79,6 +87,12 @@ class Single:
     def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
         """Return the same values."""
         return [*values], 0
+
+    def meet(self, task: Any, parts: int) -> None:
+        """Do nothing; no other process has rows."""
+
+    def undo(self, said: str, kind: type[Exception]) -> None:
+        """Do nothing; no other process waits."""
 
     def close(self, sums: Any) -> Mapping[str, Number]:
         """Return the weights of this process."""

@@ -152,6 +152,11 @@ class Task:
         """Return that of the first group of parameters; NaN if it is not a number."""
         return learning_rate_of(self.optimizers)
 
+    def is_synced(self, plan: Plan) -> bool:
+        """Return True if rows of all ranks meet in a SyncBatchNorm, so that no forward may run twice."""
+        is_many = self.strategy.is_many and plan.batch_norm is None
+        return is_many and any(isinstance(norm, nn.SyncBatchNorm) for norm in self.batch_norms)
+
     def names(self) -> dict[nn.Parameter, str]:
         """Return the trained parameters and their names in the model; positions where the loss holds them."""
         names = {one: private.plain_name(name) for name, one in self.model.named_parameters()}

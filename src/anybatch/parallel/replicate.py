@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from anybatch.batchnorm import names_of_batch_norms
 from anybatch.core import LossError, NonFiniteLossError, PlanError, RankError, all_finite
 from anybatch.engine import Agreed, Gradient, Plan, Progress, Single, Sums, Task
 from anybatch.parallel.compression import Codec
@@ -59,7 +60,7 @@ class Replicate(Single):
         self._fingerprint: dict[str, str] | None = None
         self._is_known = False  # the fingerprints of all ranks agree
         self._is_told = False  # all ranks know that this step has failed
-        self._is_reducing = self._is_broken = False
+        self._is_reducing = self._is_meeting = self._is_broken = False
         self._has_encoded = self._is_empty = False
         self.drift = Drift()
         self._progress, self._updates = Progress(), 0  # updates made before this step
@@ -68,11 +69,13 @@ class Replicate(Single):
     def begin(self, task: Task, settings: Plan) -> None:
         """Begin a step or a window; raise PlanError for existing gradients and unsupported settings."""
         self._is_told, self._gathered, self._has_encoded = False, None, False
+        self._is_meeting = False
         self._progress, self._updates = task.progress, task.progress.updates
         if self._is_broken:
             raise RankError(
                 f"Expected all ranks at the same step, got rank {rank(self.group)} that failed while "
-                "gradients were summed. Start all ranks again from the last checkpoint."
+                "gradients or statistics of a SyncBatchNorm were summed. Start all ranks again from the last "
+                "checkpoint."
             )
         if task.optimizers and any(p.grad is not None for p in task.parameters):
             found = [task.names()[p] for p in task.parameters if not _is_zero(p.grad)]
@@ -95,6 +98,40 @@ class Replicate(Single):
             self._fingerprint = fingerprint(task, settings, self.compression)
         self._task, self._settings = task, settings
         self.drift.begin(task, is_first=not self._is_known)
+
+    def meet(self, task: Task, parts: int) -> None:
+        """Agree on one micro-batch per rank, whose rows meet in a SyncBatchNorm.
+
+        Raises:
+            PlanError: a rank has none, or several; or a layer adds over other ranks than this step.
+        """
+        norms = [norm for norm in task.batch_norms if isinstance(norm, nn.SyncBatchNorm)]
+        named = names_of_batch_norms(task.model, norms)
+        mine = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        if any(dist.get_process_group_ranks(one.process_group or dist.group.WORLD) != mine for one in norms):
+            raise PlanError(
+                f"Expected SyncBatchNorm over the ranks of the step, {mine}, got another process group in "
+                f"{named}: the result would depend on the split over ranks. Give both the same group."
+            )
+        counts = [one["parts"] for one in self._agree({"parts": parts})]
+        if any(count != 1 for count in counts):
+            self._fail(
+                PlanError,
+                f"Expected one micro-batch on every rank with SyncBatchNorm in training mode ({named}), got "
+                f"{counts} on ranks 0 to {len(counts) - 1}: the batch is split over ranks, whose rows meet "
+                "in this layer, and must not be split further. Give every rank rows and no micro_batch, or "
+                'use batch_norm="frozen" or ab.batch_norm_to_group_norm(model).',
+            )
+        self._is_meeting = True
+
+    def undo(self, said: str, kind: type[Exception]) -> None:
+        """Refuse to run a micro-batch again where the other ranks wait in its SyncBatchNorm."""
+        if self._is_meeting:
+            raise kind(
+                f"Expected the micro-batch of this rank to succeed at once with SyncBatchNorm, got {said!r}. "
+                "Other ranks wait in the layer, so it was not run again: start all ranks from a checkpoint. "
+                'Pass fewer rows, or use batch_norm="frozen" or ab.batch_norm_to_group_norm(model).'
+            )
 
     def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
         """Join the rows of all ranks; return them, and the number of rows of the ranks before this one."""
@@ -130,6 +167,7 @@ class Replicate(Single):
     def close(self, sums: Sums) -> dict[str, float]:
         """Add up weights and losses over ranks, and agree on the loss scale; raise if a rank failed."""
         self._undo()  # after an attempt with a gradient that was not finite
+        self._is_meeting = False
         here = sums.tally()
         message = {
             "weights": here.weights,
@@ -198,7 +236,7 @@ class Replicate(Single):
     def abandon(self, error: BaseException) -> None:
         """Tell the other ranks, once per step, that this one has failed: they wait in `gather` or `close`."""
         self._undo()
-        if self._is_reducing:  # a message would reach a collective of something else
+        if self._is_reducing or self._is_meeting:  # a message would reach a collective of something else
             self._is_broken = True
         elif not (self._is_told or self._is_broken or isinstance(error, RankError)):
             self._is_told = True
@@ -227,6 +265,12 @@ class Replicate(Single):
                     f"{one['said']!r}.",
                     "No rank has made another." if when else _NO_UPDATE,
                 )
+        if len({"parts" in one for one in said}) > 1:
+            self._fail(
+                PlanError,
+                "Expected SyncBatchNorm in the same mode on every rank, got it in training on ranks "
+                f"{[number for number, one in enumerate(said) if 'parts' in one]} only.",
+            )
         if not self._is_known:
             try:
                 refuse_differences([one["is"] or {} for one in said])
@@ -298,8 +342,9 @@ def _refuse_sync_batch_norm(model: nn.Module) -> None:
     if found:
         raise PlanError(
             f'Expected no SyncBatchNorm with batch_norm="micro" on several ranks, got {found[:3]}: it waits '
-            "for the other ranks in every micro-batch, and they may have fewer. Use BatchNorm, "
-            'batch_norm="frozen", or ab.batch_norm_to_group_norm(model).'
+            "for the other ranks in every micro-batch, and they may have fewer. Leave batch_norm out for one "
+            'micro-batch per rank, or use BatchNorm, batch_norm="frozen", or '
+            "ab.batch_norm_to_group_norm(model)."
         )
 
 

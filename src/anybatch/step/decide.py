@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.batchnorm import refuse_batch_norms
 from anybatch.compare import Doubt, error_of, read_rows, refuse_what_depends_on_the_cut
@@ -353,6 +353,24 @@ class Guard:
                 )
         if doubt is not None:
             task.progress.unchecked = doubt.reason
+
+    def refuse_in_synced(self, task: Task, planning: Planning) -> None:
+        """Refuse what runs a forward twice, or on one rank alone, where rows of all ranks meet in it."""
+        plain = [norm for norm in task.batch_norms if not isinstance(norm, nn.SyncBatchNorm)]
+        refuse_batch_norms(task.model, plain, over_ranks=True)
+        settings = planning.settings
+        asked = {
+            "memory": planning.budget is not None,
+            "recompute": bool(settings.blocks),
+            f"precision={str(settings.precision)!r}": settings.precision.loss_scale is not None,
+            f"non_finite={settings.non_finite!r}": settings.non_finite != "raise",
+        }
+        if found := [name for name, is_asked in asked.items() if is_asked]:
+            raise PlanError(
+                "Expected one forward and backward of each rank with SyncBatchNorm over ranks, got "
+                f"{' and '.join(found)}, which may run one again while others wait in the layer. Leave it "
+                'out, or use batch_norm="frozen" or ab.batch_norm_to_group_norm(model).'
+            )
 
     def refuse_meetings(self, task: Task) -> None:
         """Refuse BatchNorm in training mode in more than one micro-batch, unless `batch_norm` was chosen."""

@@ -237,13 +237,21 @@ class Step:
         settings = self.planning.settings
         if report := self.strategy.carry_out(task, logical, settings, partial(Remote.of, self)):
             return report
+        is_synced = task.is_synced(settings)
+        if is_synced:
+            self.guard.refuse_in_synced(task, self.planning)
         if not logical.rows:
+            if is_synced:
+                self.strategy.meet(task, 0)
             return carry_out(settings, task, logical, end)
         rows = ordered(self.order, task, logical)
         while True:
             plan, running = self.planning.of(task, logical, self.guard)
             cut = rows.cut(plan, is_asked=self.planning.is_asked) if rows.needs else plan
-            if cut.is_cut or rows.needs or is_many:
+            if is_synced:
+                self.strategy.meet(task, len(cut.parts.sizes))
+                task.progress.unchecked = "rows of all ranks meet in SyncBatchNorm, and no rank has them all"
+            elif cut.is_cut or rows.needs or is_many:
                 self.guard.before_cut(task, rows.batch, cut, plan.micro_batch)
             try:
                 with self.planning.enforced(task):
