@@ -179,7 +179,7 @@ def test_a_rank_that_dies_ends_all() -> None:
         ranks.start(faults.ended, 1)
         (kind, said), (end, _) = ranks.answers()
     assert (kind, end) == ("value", "ended")
-    assert "got none from at least one" in said
+    assert "got none from rank 1 (it sent 0 of 1 messages)" in said
 
 
 # ---- what is refused

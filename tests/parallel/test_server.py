@@ -232,6 +232,21 @@ def test_workers_join_and_leave() -> None:
     assert same_bits(updates(4, cluster=Inline(1), between=between), expected)
 
 
+def test_a_slow_worker_holds_nobody_up() -> None:
+    cluster = Inline(4)
+
+    counts = []
+
+    def between(number: int, server: ParameterServer) -> None:
+        counts.append(server.counts)
+        if number == 2:
+            cluster.slow = {3}  # the second worker, after two servers
+
+    found = updates(4, cluster=cluster, workers=2, between=between)
+    assert same_bits(found, updates(4, cluster=Inline(99)))
+    assert counts[3]["back-ups"] > counts[2]["back-ups"]
+
+
 @pytest.mark.parametrize("rule", [None, "dynsgd"])
 def test_what_happens_in_each_step_adds_up(rule: Any) -> None:
     """Mutation: a step tells what earlier ones did as well."""

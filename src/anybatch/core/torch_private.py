@@ -393,6 +393,12 @@ def hooks_of_optimizer(optimizer: Optimizer) -> list[Callable[..., Any]]:
     return [hook for name in STEP_HOOKS for hook in getattr(optimizer, name, {}).values()]
 
 
+def default_store(c10d: Any) -> Any:
+    """Return the store of the default process group in `torch.distributed`'s c10d. If missing: None."""
+    read: Any = getattr(c10d, "_get_default_store", lambda: None)
+    return read()
+
+
 def told_to_wrapper(model: nn.Module) -> str:
     """Return the name of an unsupported DistributedDataParallel setting, or "". If missing: ""."""
     found: dict[str, Any] = {

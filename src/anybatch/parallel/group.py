@@ -4,14 +4,14 @@ import atexit
 import importlib
 import json
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anybatch.core import RankError
+from anybatch.core import RankError, torch_private as private
 
 _SIZE = 4096  # bytes of a message; fixed, so that all ranks send and expect the same size
 
@@ -56,6 +56,7 @@ def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, 
     heard = bytearray(_SIZE * ranks(group))
     host = torch.frombuffer(heard, dtype=torch.uint8)
     received = [*host.to(device).split(_SIZE)]  # on the CPU without a copy: `heard` receives the messages
+    _leave_word(group)
     with answered(group):
         dist.all_gather(
             received,
@@ -69,15 +70,42 @@ def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, 
 
 @contextmanager
 def answered(group: Group = None) -> Generator[None]:
-    """Raise a RankError if another rank takes no part in a collective."""
+    """Raise a RankError if another rank takes no part in a collective; it names ranks that fell behind."""
     try:
         yield
     except RuntimeError as error:  # each backend has errors of its own
         raise RankError(
-            f"Expected an answer from all {ranks(group)} ranks, got none from at least one: it has ended or "
-            f"takes longer than the group's timeout ({str(error).splitlines()[0][:200]}). No update was "
+            f"Expected an answer from all {ranks(group)} ranks, got none from {_behind(group)}: it has ended "
+            f"or takes longer than the group's timeout ({str(error).splitlines()[0][:200]}). No update was "
             "made. Read that rank's error, then start all ranks again from the last checkpoint."
         ) from error
+
+
+_messages: dict[tuple[int, ...], int] = {}  # sent so far, by the ranks of a group
+
+
+def _leave_word(group: Group) -> None:
+    """Store the number of this message for other processes, before waiting for them."""
+    members = tuple(dist.get_process_group_ranks(group))
+    _messages[members] = count = _messages.get(members, 0) + 1
+    store = private.default_store(dist.distributed_c10d)
+    with suppress(RuntimeError):  # its host may have ended
+        if store is not None:
+            store.set(f"anybatch {members} {dist.get_rank()}", str(count))
+
+
+def _behind(group: Group) -> str:
+    """Return the ranks that sent fewer messages than this one, as far as known without waiting."""
+    members = tuple(dist.get_process_group_ranks(group))
+    mine, found = _messages.get(members, 0), list[str]()
+    store: Any = private.default_store(dist.distributed_c10d)
+    with suppress(RuntimeError, AttributeError):  # its host may have ended, or there is none
+        for place, member in enumerate(members):
+            key = f"anybatch {members} {member}"
+            count = int(store.get(key)) if store.check([key]) else 0
+            if count < mine:
+                found.append(f"rank {place} (it sent {count} of {mine} messages)")
+    return " and ".join(found) or "at least one of them"
 
 
 def all_gather_rows(values: Sequence[Tensor], counts: Sequence[int], group: Group = None) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -106,10 +107,14 @@ class RayCluster:
             serialization.deregister_serializer(Tensor)
         return found if returns > 1 else [found]
 
-    def wait(self, references: Sequence[Any]) -> Any:
-        """Return the first finished reference."""
-        ready, _ = self._ray.wait([*references], num_returns=1, fetch_local=False)
-        return ready[0]
+    def wait(self, references: Sequence[Any], seconds: float | None = None) -> Any:
+        """Return the first finished reference; None after so many seconds."""
+        ready, _ = self._ray.wait([*references], num_returns=1, timeout=seconds, fetch_local=False)
+        return ready[0] if ready else None
+
+    def clock(self) -> float:
+        """Return seconds."""
+        return time.monotonic()
 
     def get(self, reference: Any) -> Any:
         """Return the value of a reference."""

@@ -49,6 +49,8 @@ class ParameterServer(Single):
         cluster: address of a Ray cluster, such as "10.0.0.1:6379". None starts Ray on this machine.
         units: number of parts of a batch, at least one per worker; with two or more the rows of the next unit
             arrive in time. The result depends on it as on the size of micro-batches.
+        backup: compute a unit that takes three times the usual time, and at least half a second, on a second,
+            idle worker as well.
         rule: None for the exact update. Otherwise workers make local updates with the optimizer and do not
             wait for each other, and servers add the differences: "accumulate", "normalize" or "dynsgd"
             (`anybatch.parallel.make_rule`). This changes the result.
@@ -61,7 +63,8 @@ class ParameterServer(Single):
 
     Attributes:
         counts: totals so far: pushes to each server, bytes pushed, pushes refused, staleness of all pushes,
-            units done twice (units repeated), workers and servers replaced; a report has those of its step.
+            units given to a second worker (back-ups) and done twice (units repeated), workers and servers
+            replaced. The report of a step has its own counts.
 
     Raises:
         PlanError: a number out of range, an unknown rule, a compression with a state without a rule, too few
@@ -82,6 +85,7 @@ class ParameterServer(Single):
         *,
         cluster: str | Cluster | None = None,
         units: int = 8,
+        backup: bool = True,
         rule: RuleName | None = None,
         steps: int = 1,
         staleness: int = 0,
@@ -117,7 +121,7 @@ class ParameterServer(Single):
             )
         self._device = None if device is None else torch.device(device).type
         self.servers, self.workers, self._compression = servers, workers, compression
-        self._where, self._units = cluster, units
+        self._where, self._units, self._backup = cluster, units, backup
         self._rule: RuleName | None = rule
         self._steps, self._staleness = steps, staleness
         self.counts: Counter[str] = Counter()
@@ -318,6 +322,7 @@ class ParameterServer(Single):
                 layout,
                 identity(task),
                 workers=self.workers,
+                backup=self._backup,
                 is_alone=self._rule is not None,
             )
         except BaseException:

@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 from anybatch.core import NonFiniteLossError, RankError
@@ -12,6 +13,8 @@ from anybatch.parallel.worker import Folded, Worker
 from anybatch.state import rng
 
 _TRIES = 3  # workers that may end with one unit
+_SLOW = 3  # a unit that takes this many times the usual time is given to a second worker
+_LEAST = 0.5  # seconds before a unit counts as slow: short times vary more
 _QUEUED = 2  # units per worker: the rows of the second arrive while it computes the first
 _REVIVED = 20  # servers that may end in one update
 
@@ -45,8 +48,12 @@ class Cluster(Protocol):
         """Call a method without waiting, in the order of calls; return references to its results."""
         ...
 
-    def wait(self, references: Sequence[Any]) -> Any:
-        """Return the first reference that is finished or failed."""
+    def wait(self, references: Sequence[Any], seconds: float | None = None) -> Any:
+        """Return the first reference that is finished or failed; None after so many seconds."""
+        ...
+
+    def clock(self) -> float:
+        """Return seconds."""
         ...
 
     def get(self, reference: Any) -> Any:
@@ -69,6 +76,7 @@ class Lease(NamedTuple):
     round: int
     unit: int
     parts: list[Any]  # references to what goes to each shard
+    began: float
 
 
 class Scheduler:
@@ -82,9 +90,10 @@ class Scheduler:
         expected: Mapping[str, str],
         *,
         workers: int,
+        backup: bool = True,
         is_alone: bool = False,
     ) -> None:
-        self.cluster, self.layout = cluster, layout
+        self.cluster, self.layout, self._backup = cluster, layout, backup
         self._of_worker = cluster.put(make), cluster.put(layout), expected, is_alone
         self._layout = self._of_worker[1]
         self.shards = [cluster.start(Shard, self._layout, index) for index in range(len(layout.pieces))]
@@ -96,6 +105,8 @@ class Scheduler:
         self._is_torn = False
         self._accepted: list[list[tuple[Any, ...]]] = []  # pushes to each shard since the snapshots
         self.counts: Counter[str] = Counter()  # pushes, bytes, staleness, repeated units, replacements
+        self._usual: deque[float] = deque(maxlen=16)  # seconds of the last units
+        self._last: dict[Any, float] = {}  # time at which each worker finished its last unit
         self._fixed: tuple[Any, ...] = ()
         for _ in range(workers):
             self.add_worker()
@@ -197,7 +208,11 @@ class Scheduler:
             self._hand_out(
                 lambda unit: ("fold", self.version, rng.derive_seed(seed, unit), units[unit], *values)
             )
-            reference = self.cluster.wait([*self._leases, *pushes])
+            is_idle = self._backup and self._usual and len(self._held()) < len(self.clocks)
+            seconds = self._patience() if is_idle else None
+            reference = self.cluster.wait([*self._leases, *pushes], seconds)
+            if reference is None:  # time for a back-up
+                continue
             if reference in pushes:
                 pushes = self._pushed(reference, pushes)
             elif (lease := self._returned(reference)) is not None:
@@ -223,10 +238,26 @@ class Scheduler:
                 if held[worker] > queued or (bound is not None and clock - slowest > bound):
                     continue
                 unit = self._todo.popleft() if self._todo else None
+                if unit is None and not held[worker] and bound is None:
+                    unit = self._late()
                 if unit is None:
                     return
                 folded, *parts = self.cluster.call(worker, *call(unit), returns=1 + len(self.shards))
-                self._leases[folded] = Lease(worker, self._round, unit, parts)
+                self._leases[folded] = Lease(worker, self._round, unit, parts, self.cluster.clock())
+
+    def _patience(self) -> float:
+        return max(_LEAST, _SLOW * median(self._usual))
+
+    def _late(self) -> int | None:
+        if self._backup and self._usual:
+            late = self.cluster.clock() - self._patience()
+            held = [one for one in self._leases.values() if one.round == self._round]
+            counts = Counter(one.unit for one in held)
+            for one in held:
+                if one.began <= late and counts[one.unit] == 1 and one.unit not in self._done:
+                    self.counts["back-ups"] += 1
+                    return one.unit
+        return None
 
     def _returned(self, reference: Any) -> Lease | None:
         lease = self._leases.pop(reference)
@@ -251,6 +282,9 @@ class Scheduler:
                 return None
             self.failed = lease.unit
             raise folded
+        now = self.cluster.clock()
+        self._usual.append(now - max(lease.began, self._last.get(lease.worker, 0.0)))
+        self._last[lease.worker] = now
         if not is_current or lease.unit in self._done:
             self.counts["units repeated"] += 1
             return None
@@ -258,7 +292,8 @@ class Scheduler:
         return lease
 
     def _again(self, unit: int, said: str) -> None:
-        if unit in self._done or unit in self._todo:
+        held = any(one.unit == unit and one.round == self._round for one in self._leases.values())
+        if unit in self._done or unit in self._todo or held:
             return
         self._tries[unit] += 1
         if self._tries[unit] > _TRIES:
