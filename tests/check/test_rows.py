@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.check.denominators import candidates, held_weights
-from anybatch.check.rows import RowCut, RowPart, find_padding, is_close, refilled
+from anybatch.check.rows import find_padding, is_close
 from anybatch.compare import choose_rows
 from anybatch.core import TensorBatch, TrimmedBatch
 
@@ -90,18 +90,6 @@ def test_padding_is_told_by_a_mask_or_a_token(batch: Any, model: nn.Module, vali
     if found is not None and valid is not None:
         assert (found.length, found.valid) == (5, tuple(valid.tolist()))
         assert model is WORDS or "mask" in found.source or "[1]" in found.source
-
-
-def test_refilled_rows_differ_in_padded_places_alone() -> None:
-    batch = {"tokens": TOKENS, "x": torch.randn(8, 5, 2), "labels": TOKENS, "mask": MASK}
-    padding = find_padding(batch, nn.Identity())
-    assert padding is not None
-    other = refilled(RowCut(data=batch, micro_batch=8, part=RowPart.whole(8)), padding, 1).data
-    for name in ("tokens", "x"):
-        assert other[name][MASK].equal(batch[name][MASK])
-        assert not (other[name][~MASK] == batch[name][~MASK]).any()
-    assert other["labels"].equal(TOKENS)
-    assert other["mask"].equal(MASK)
 
 
 LABELS = torch.tensor([[3, 1, -100], [2, -100, -100], [0, 1, 2]])

@@ -233,7 +233,7 @@ FAULTS.of(
     memory_of_the_last_call=lambda: classifier(nn.Linear(6, 6), layer("Keeping", carried, state=[])),
     spectral_norm_in_training=spectral_norm_in_training,
 )
-FAULTS.of("state", "buffers", gradient_fades=lambda: keeping(fading, level=torch.ones(())))
+FAULTS.of("unexplained", "", gradient_fades=lambda: keeping(fading, level=torch.ones(())))
 FAULTS.of(
     "state, meeting",
     "Keeping",
@@ -273,13 +273,13 @@ def confident(self: Any, x: Tensor) -> Vectors:
 
 
 FAULTS.of(
-    "detached",
-    "HalfDetached",
+    "unexplained",
+    "",
     first_half_detached=lambda: classifier(layer("HalfDetached", half_detached), nn.Linear(6, 6), nn.Tanh()),
 )
 FAULTS.of(
-    "detached, meeting, unexplained",
-    "GradientNorm",
+    "unexplained",
+    "",
     gradient_normalised_over_the_rows=lambda: classifier(layer("GradientNorm", Balanced.apply)),
 )
 

@@ -24,7 +24,6 @@ from anybatch.core import (
     format_bytes,
     format_count,
     format_seconds,
-    torch_private as private,
 )
 from anybatch.engine import Callback
 from anybatch.losses import ModelLoss
@@ -312,11 +311,6 @@ def _servers(options: argparse.Namespace) -> ParameterServer | None:
 
 def _compiled(model: torch.nn.Module, training: Training) -> torch.nn.Module:
     """Compile for one number of rows; for any number with BatchNorm, which does not allow padding rows."""
-    if not private.has_cpp_compiler() and next(model.parameters()).is_cpu:
-        raise PlanError(
-            "Expected a C++ compiler for --compile, got none that torch finds (CXX is "
-            f"{os.environ.get('CXX', '')!r}). Install one (g++), name it in CXX, or leave --compile out."
-        )
     if isinstance(training.loss, ModelLoss):
         raise PlanError(
             f"Expected a loss beside the model for --compile, got {training.name} with a model that computes "

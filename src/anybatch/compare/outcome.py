@@ -26,13 +26,8 @@ _SIGNS = 8  # rows of a sketch
 class Outcome:
     """The loss and the finished gradient of some rows in one split.
 
-    Args:
-        task: the model and loss; its optimizers are stepped unless `is_dry`.
-        batch: the rows.
-        plan: the settings; its rows and sizes are replaced.
-        sizes: rows of each micro-batch.
-        draws: sees all operations; no longer watches once the gradient is finished.
-        is_dry: make no update, and put everything back.
+    The plan's rows and sizes are replaced by `sizes`. `draws` sees all operations, and no longer watches once
+    the gradient is finished. Optimizers are stepped unless `is_dry`; then everything is put back.
 
     Raises:
         OutOfMemoryError: a micro-batch did not fit.
@@ -130,9 +125,6 @@ def _ratio(difference: float, size: float) -> float:
     return difference / size if size else (math.inf if difference else 0.0)
 
 
-# ---- the outcomes of a look
-
-
 @dataclass(frozen=True, slots=True)
 class Split:
     """Rows of each micro-batch; every second row comes first where they are interleaved."""
@@ -214,7 +206,6 @@ class _Watched(SeenDraws):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Copy what a mutable operation is given."""
         if private.is_mutable(func):
             for value in private.pytree.tree_leaves((args, kwargs)):
                 known = self._places.get(value.untyped_storage().data_ptr()) if _is_strided(value) else None
@@ -224,17 +215,14 @@ class _Watched(SeenDraws):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Make a draw."""
         self._has_drawn = True
         return super().draw(func, args, kwargs)
 
     @property
     def is_quiet(self) -> bool:
-        """True if nothing was drawn or written, so that other splits need not be watched."""
         return not self._has_drawn and not self._copies
 
     def put_back(self) -> None:
-        """Put the copies back."""
         with torch.no_grad():
             for parameter, value in self._copies.items():
                 parameter.copy_(value)
@@ -318,6 +306,5 @@ def _signs(rows: int) -> Tensor:
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return the identity and version of each parameter and buffer by name."""
     named = chain(model.named_parameters(), model.named_buffers())
     return {name: (id(one), private.version(one)) for name, one in named}

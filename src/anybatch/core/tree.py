@@ -34,14 +34,6 @@ def flatten(tree: object) -> Nest:
 
     Raises:
         BatchError: a leaf is neither a tensor nor None; the message names its path.
-
-    Example:
-        >>> import torch
-        >>> nest = flatten({"x": torch.zeros(4, 2), "y": (torch.ones(4), None)})
-        >>> nest.paths
-        ("['x']", "['y'][0]")
-        >>> nest.build(iter([leaf[:1] for leaf in nest.leaves]))
-        {'x': tensor([[0., 0.]]), 'y': (tensor([1.]), None)}
     """
     if type(tree) is tuple and len(tree) == 2 and type(tree[0]) is type(tree[1]) is Tensor:
         return Nest(_PAIR, tree, tuple)  # the usual batch, at a fraction of the time
@@ -72,11 +64,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Return all tensors in nested tuples, lists, mappings and dataclasses; other leaves are left out.
 
     A container that occurs several times is visited once: a nest may be a graph.
-
-    Example:
-        >>> import torch
-        >>> [leaf.shape[0] for leaf in tensors_in(([torch.zeros(1), None], {"x": (torch.zeros(2), 3)}))]
-        [1, 2]
     """
     return _tensors_in(value, {})
 
@@ -114,10 +101,6 @@ def mould(node: Any) -> Callable[[Sequence[Any]], Any]:
 
     It never writes to `node`. It does not keep a plain tuple, list or dict alive, so their tensors can be
     freed.
-
-    Example:
-        >>> mould({"x": 1, "y": 2})([3, 4])
-        {'x': 3, 'y': 4}
     """
     kind: Any = type(node)
     if isinstance(node, (tuple, list)):

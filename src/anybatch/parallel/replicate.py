@@ -254,7 +254,6 @@ class Replicate(Single):
         self._has_encoded = False
 
     def _agree(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Exchange messages; raise on every rank if a rank has failed."""
         if not self._is_known:
             message = {**message, "is": self._fingerprint}
         said = exchange(message, self.group)

@@ -80,11 +80,7 @@ class PlanReport:
         return self.ledger.peak
 
     def to_json(self) -> str:
-        """Return the report as one JSON object.
-
-        Returns:
-            A JSON text; `Plan.from_json` and `Ledger.from_json` read its parts.
-        """
+        """Return the report as one JSON object; `Plan.from_json` reads its plans."""
         names = ("peak", "seconds", "budget", "device")
         values: dict[str, Any] = {
             "plan": json.loads(self.plan.to_json()),
@@ -105,7 +101,6 @@ class PlanReport:
         return html_table([row for section in self._sections() for row in section])
 
     def _sections(self) -> list[list[tuple[str, str]]]:
-        """Return the rows shared by the text and HTML representations."""
         budget = "" if self.budget is None else f" of {format_bytes(self.budget)}"
         peak = f"{format_bytes(self.peak)}{budget} on {self.device}, {self.ledger.source}"
         lines = [line.partition(" ") for line in str(self.plan).splitlines()]

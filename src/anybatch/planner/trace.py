@@ -84,8 +84,6 @@ def _of_rows(leaf: Tensor, rows: int, bases: dict[int, Tensor]) -> Tensor:
 
 
 class _Head(TensorBatch):
-    """The first rows of a batch; `whole` is still the whole batch."""
-
     __slots__ = ()
 
     def __init__(self, full: TensorBatch, rows: int) -> None:
@@ -94,7 +92,6 @@ class _Head(TensorBatch):
 
 
 def _collated(batch: Batch, rows: int) -> Batch:
-    """Return samples whose micro-batches are collated one by one, into fakes."""
     head = batch.only(range(min(batch.rows, rows)))
     nest = tree.flatten(next(head.cut(head.rows)))
 

@@ -51,11 +51,6 @@ class ResNet(nn.Module):
     He, Zhang, Ren, Sun 2016, "Deep residual learning for image recognition", table 1; for small images the
     first layer is that of their section 4.2, without the first two halvings (`small`). `blocks` counts the
     blocks of each stage, `width` the channels of the first stage. Bottlenecks have four times as many.
-
-    Example:
-        >>> import torch
-        >>> ResNet((2, 2, 2, 2), False, 3, 10, small=True, width=8)(torch.zeros(4, 3, 32, 32)).shape
-        torch.Size([4, 10])
     """
 
     def __init__(
