@@ -153,14 +153,6 @@ def test_a_wrong_term_is_named() -> None:
         look(loss)
 
 
-def test_the_cuts_that_are_compared_differ(capsys: pytest.CaptureFixture[str]) -> None:
-    model = Meeting(lambda x: print(len(x)) or x)
-    look(by_labels, model=model, micro_batch=6)
-    assert capsys.readouterr().out.split()[:7] == [*"6232353"]  # the last in another order
-    look(ab.WholeBatch(lambda out: out.square().mean()), model=model, batch=(make_batch()[0],), micro_batch=6)
-    assert capsys.readouterr().out.split()[:14] == [*"62" * 2, *"323" * 2, *"53" * 2]  # two passes each
-
-
 def test_samples_whole_batch_losses_and_windows_are_looked_at_too() -> None:
     loss = ab.WholeBatch(lambda out: (out @ out.T).logsumexp(1).mean())
     look(loss, batch=(make_batch()[0],))
@@ -364,27 +356,6 @@ def test_a_hook_on_a_parameter_is_named_as_a_cause() -> None:
     weight.register_hook(lambda gradient: gradient / gradient.norm())
     with pytest.raises(LossError, match=rf"a hook on '{name}' changes the gradient of each micro-batch"):
         look(by_labels, model=model)
-
-
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        ("Expected all rows, got 8. Pass a function:\n    f", "Expected all rows, got 8"),
-        ("Return it from a function:\n    f", "Return it from a function"),
-        (20 * "word or two ", r"two word or \(\.\.\.\)"),
-    ],
-)
-def test_an_error_in_the_warning_ends_with_its_sentence(said: str, shown: str) -> None:
-    def of_many_rows(model: nn.Module, micro: Any) -> ab.Total:
-        if len(micro[1]) < 10:
-            raise ValueError(said)
-        return by_labels(model, micro)
-
-    step = make(Perceptron(4, 3), of_many_rows, 10)
-    step(make_batch(20))
-    step(make_batch(20))
-    with pytest.warns(UserWarning, match=rf"{shown}\. The step goes on"):
-        step(make_batch(20))
 
 
 def by_all(model: nn.Module, micro: Tensor) -> ab.Total:

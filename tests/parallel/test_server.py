@@ -429,14 +429,6 @@ def test_pushes_that_do_not_fit_are_refused_with_a_reason() -> None:
     assert made.seal(3, 3, [0.25]) == pytest.approx(size)
 
 
-def test_shards_have_equally_many_bytes() -> None:
-    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(3, 3))
-    layout = Layout.of([*model.parameters()], [torch.optim.SGD(model.parameters())], 3, None)
-    sizes = np.diff(layout.bounds)
-    assert sizes.max() - sizes.min() <= 1
-    assert sizes.sum() == sum(p.numel() for p in model.parameters())
-
-
 # ---- asynchronous
 
 

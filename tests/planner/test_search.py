@@ -1,6 +1,5 @@
 """The fastest plan that fits, and the smallest budget for which there is one."""
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ from anybatch.core.errors import BudgetError
 from anybatch.memory.device import find_device
 from anybatch.planner.candidates import Candidates, Request
 from anybatch.planner.cost import KEEP
-from anybatch.planner.progress import PlanningProgress
 from anybatch.planner.search import choose
 from anybatch.recompute import offload
 from anybatch.recompute.blocks import choose_blocks as settle
@@ -259,25 +257,3 @@ def test_seconds_follow_the_work() -> None:
         asked = request(make(Net, dtype=dtype), rows_of(4, dtype=dtype), device=card)
         took.append((found := Candidates(asked)).seconds(found.trace(asked.like)))
     assert took[0] > 1.9 * took[1]
-
-
-def test_optimizers_that_could_go_one_by_one() -> None:
-    for given, device, expected in (
-        ({}, "cpu", False),
-        ({}, "cuda:t4", True),
-        ({"foreach": True}, "cpu", True),
-        ({"foreach": False}, "cuda:t4", False),
-        ({"fused": True}, "cuda:t4", False),
-    ):
-        step = make()
-        step.optimizers[0].param_groups[0].update(given)
-        assert request(step, rows_of(), device=find_device(device)).may_disable_foreach is expected
-
-
-def test_candidates_tell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = request(make(), rows_of(24))
-    for seconds, least, most in ((0, 0, 0), (3, 2, 9)):
-        clock = itertools.count(0, seconds)
-        monkeypatch.setattr(PlanningProgress.__init__, "__defaults__", (lambda clock=clock: next(clock),))
-        assert Candidates(asked).trace(asked.uniform(5, "keep")).peak
-        assert least <= capsys.readouterr().err.count("has been planning for") <= most
