@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from anybatch import Terms, Total, WholeBatch, check
 from anybatch.check import prepare as prepare_module
-from anybatch.check.splits import cut_sizes_to_try
 from anybatch.core import BatchError, LossError, PlanError
 from tests.toys import Perceptron
 
@@ -89,17 +88,6 @@ def test_without_time_it_says_so_and_names_batch_norms_all_the_same(monkeypatch:
 
 
 # ---- cuts, rows and dtypes
-
-
-@pytest.mark.parametrize("own", [None, 1, 4, 100])
-def test_cuts_are_ragged_where_they_can_be(own: int | None) -> None:
-    for count in range(2, 40):
-        sizes = cut_sizes_to_try(count, own)
-        assert sizes[-1] == 1 or own == 1
-        assert len(set(sizes)) == len(sizes)
-        assert all(size < count for size in sizes)
-        assert any(count % size for size in sizes) or count == 2
-        assert own is None or own >= count or sizes[0] == own
 
 
 def test_cut_of_the_caller_is_tried() -> None:

@@ -341,28 +341,6 @@ def contrastive_mean_times_rows(model: nn.Module, micro: Batch) -> ab.Total:
     return ab.Total(F.cross_entropy(one @ other.T / 0.2, torch.arange(rows)) * rows, rows)
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2 * CLASSES)
-        nn.init.normal_(self.gate.weight)  # decided enough to send rows to both
-
-    def forward(self, x: Tensor) -> Vectors:
-        shares = self.gate(x).softmax(dim=1)
-        return (self.experts(x).unflatten(1, (2, CLASSES)) * shares[:, :, None]).sum(dim=1), shares
-
-
-@meeting(r"\A.*router", model=Experts, terms={"router": 0.5})
-def router_loss_as_a_term(model: nn.Module, micro: Vectors) -> dict[str, ab.Total]:
-    """Fractions times mean shares (Fedus et al. 2021, section 2.2): a product of two means."""
-    x, y = micro
-    logits, shares = model(x)
-    fractions = F.one_hot(shares.argmax(dim=1), 2).to(shares.dtype).mean(dim=0)
-    balance = 2 * (fractions * shares.mean(dim=0)).sum()
-    losses = F.cross_entropy(logits, y, reduction="sum")
-    return {"main": ab.Total(losses, len(y)), "router": ab.Total(balance * len(y), len(y))}
-
-
 @meeting(IN_THE_LOSS, batch=lambda: (*vectors(), torch.randn(8) + 3))
 def advantages_normalised_in_the_loss(model: nn.Module, micro: tuple[Tensor, ...]) -> ab.Total:
     """Policy gradient as it is mostly written: the returns are standardised where the loss is computed."""

@@ -19,7 +19,6 @@ from tests.probe_corpus.case import (
     Case,
     Corpus,
     Tagger,
-    Vectors,
     Words,
     classifier,
     collated,
@@ -161,13 +160,6 @@ class Series(nn.Module):
         return self.head(self.states(x).mean(dim=0 if self.swaps else 1))
 
 
-class Forecast(Series):
-    """Nothing but the loss knows that rows are the second axis of the output."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.states(x))
-
-
 SOUND.of(
     encoder_with_time_first=lambda: of_series(
         Series(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.2), WIDTH, swaps=True)
@@ -176,15 +168,6 @@ SOUND.of(
         Series(nn.LSTM(WIDTH, 5, num_layers=2, dropout=0.3), 5, swaps=True)
     ),
 )
-
-
-@SOUND.loss(
-    model=lambda: Forecast(nn.GRU(WIDTH, 5), 5, 1, swaps=True),
-    batch=lambda: (torch.randn(8, 5, WIDTH), torch.randn(8, 5, 1)),
-)
-def outputs_with_time_first(model: nn.Module, micro: Vectors) -> ab.Total:
-    x, y = micro
-    return ab.Total((model(x).transpose(0, 1) - y).abs().sum(), y.numel())
 
 
 # ---- words
@@ -257,7 +240,6 @@ SOUND.of(
 # ---- losses
 
 of_tokens = partial(SOUND.loss, model=Tagger, batch=padded_sentences)
-of_classes = partial(SOUND.loss, model=mlp, batch=vectors)
 
 
 SOUND.of(
@@ -274,26 +256,6 @@ def valid_tokens_counted_after_the_shift(model: nn.Module, micro: Batch) -> ab.T
     labels = micro["labels"][:, 1:]
     losses = token_losses(model(micro["input_ids"])[:, :-1], labels)
     return ab.Total(losses.sum(), (labels != -100).sum())
-
-
-@of_classes(batch=lambda: (*vectors(), torch.tensor([1.0, 0.0, 3.0, 0.5, 2.0, 1.0, 0.1, 4.0])))
-def rows_with_weights_of_their_own(model: nn.Module, micro: tuple[Tensor, ...]) -> ab.Total:
-    x, y, importance = micro
-    losses = F.cross_entropy(model(x), y, reduction="none")
-    return ab.Total((losses * importance).sum(), importance.sum())
-
-
-class Tempered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, model: nn.Module, micro: Vectors) -> ab.Total:
-        x, y = micro
-        return ab.Total(F.cross_entropy(model(x) / self.temperature, y, reduction="sum"), len(y))
-
-
-SOUND.of(loss_with_a_parameter=lambda: Case(model=mlp(), loss=ab.Terms(Tempered()), batch=vectors()))
 
 
 @SOUND.loss(model=lambda: mlp(outputs=1), batch=features)
