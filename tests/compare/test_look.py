@@ -88,8 +88,10 @@ MEETINGS = {
 LOSSES = {"torch": nn.CrossEntropyLoss(), "own": by_labels, "function": partial(F.cross_entropy)}
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 3, 5, 12])
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "micro_batch"),
+    [*[(LOSSES["own"], size) for size in (1, 2, 5, 12)], (LOSSES["torch"], 3), (LOSSES["function"], 3)],
+)
 @pytest.mark.parametrize("meeting", MEETINGS.values(), ids=MEETINGS)
 def test_rows_that_meet_in_the_model_are_refused(meeting: Any, loss: Any, micro_batch: int) -> None:
     with pytest.raises(LossError, match="Rows affect"):
@@ -251,7 +253,7 @@ SOUND = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", SOUND)
 def test_what_is_sound_passes(name: str, seed: int) -> None:
     torch.manual_seed(seed)

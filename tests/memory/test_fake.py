@@ -1,19 +1,21 @@
-"""Fake tensors in place of real ones, and counts of elements."""
+"""Fake tensors in place of real ones, and what a trace leaves."""
 
+import gc
+import random
+import warnings
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from anybatch.core.errors import TraceError
-from anybatch.memory.fake import (
-    FakeMode,
-    Fakes,
-    replaced_by_fakes,
-)
+from anybatch.memory.fake import FakeMode, Fakes, replaced_by_fakes, undisturbed
+from tests.recompute.models import streams
+from tests.snapshots import same
 
 
 class Holder(nn.Module):
@@ -76,7 +78,19 @@ def test_shared_memory_stays_shared_and_hooks_come_along() -> None:
     assert called == [1]
 
 
-# ---- counts
+def test_surroundings_are_as_before() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    gradient = parameter.grad = torch.ones(1)
+    before, filters = streams(), list(warnings.filters)
+    with undisturbed([parameter]):
+        torch.rand(1), random.random(), np.random.rand()
+        parameter.grad = None
+        warnings.warn("not heard", stacklevel=1)
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert warnings.filters == filters
+    assert parameter.grad is gradient
+    assert same(before, streams())
 
 
 def test_a_bool_is_refused_but_for_code_of_torch() -> None:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anybatch import Step, StepReport
 from tests.snapshots import same
 
-UPDATES, ROWS, CLASSES, LENGTH = 20, 12, 5, 6
+UPDATES, ROWS, CLASSES, LENGTH = 8, 12, 5, 6
 Batch = tuple[Any, Tensor]
 MakeBatch = Callable[[torch.dtype], Batch]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -206,8 +206,7 @@ def test_clipped_and_scheduled_step_is_the_loop(
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-@pytest.mark.parametrize("clip_norm", [math.inf, 0.5])
-@pytest.mark.parametrize("micro_batch", [1, 4, 5])
+@pytest.mark.parametrize(("micro_batch", "clip_norm"), [(1, 0.5), (4, math.inf), (5, 0.5)])
 @pytest.mark.parametrize("name", MODELS)
 def test_cut_step_is_the_loop_with_the_same_cut(
     name: str, micro_batch: int, clip_norm: float, make_optimizer: MakeOptimizer
