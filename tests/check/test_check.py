@@ -324,9 +324,3 @@ def test_functions_are_copied_with_what_they_hold(wrap: Any) -> None:
     assert report.limit < 1e-10
     assert log == []
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_report_is_one_short_line_in_a_list() -> None:
-    report = check(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), nn.MSELoss(), rows())
-    assert len(repr([report])) < 120
-    assert "meeting in 1 (BatchNorm1d)" in repr(report)

@@ -174,22 +174,6 @@ def test_peak_is_flat_also_where_a_sum_drags_its_rows_along() -> None:
     assert_flat("values", lambda model, optimizer, criterion: by_step(model, optimizer, squares))
 
 
-def test_flatness_can_fail() -> None:
-    """One backward for all micro-batches keeps all their graphs."""
-
-    def hoard(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
-        def update(batch: Batch) -> None:
-            parts = zip(batch[0].split(ROWS), batch[1].split(ROWS), strict=True)
-            torch.stack([criterion(model(x), y) for x, y in parts]).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return update
-
-    few, many = (measure("conv", number, make_update=hoard) for number in (FEW, MANY))
-    assert many > 1.5 * few
-
-
 def overhead(case: str, micro_batches: int) -> int:
     """What a step may hold beyond the loop: one number per micro-batch, and the buffers as they were twice.
 

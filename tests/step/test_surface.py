@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from anybatch import AnybatchError, Step, StepReport, Terms, Total
-from anybatch.core.errors import BatchError, LossError, PlanError
+from anybatch.core.errors import BatchError, PlanError
 from tests.snapshots import make_batch
 
 X, Y = torch.randn(4, 3), torch.randn(4, 2)
@@ -248,8 +248,3 @@ def test_wrapped_optimizers_make_the_same_updates(
         assert [one.update for one in reports] == [1, 2, 3]
         trained.append([p.detach() for p in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
-
-
-def test_a_step_without_gradients_is_refused() -> None:
-    with torch.no_grad(), pytest.raises(LossError, match="no_grad"):
-        make(nn.MSELoss())((X, Y))
