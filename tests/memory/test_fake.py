@@ -4,6 +4,7 @@ import gc
 import random
 import warnings
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from anybatch.core.errors import TraceError
-from anybatch.memory.fake import FakeMode, Fakes, replaced_by_fakes, undisturbed
+from anybatch.memory.fake import FakeMode, Fakes, drop_left_fakes, replaced_by_fakes, undisturbed
 from tests.recompute.models import streams
 from tests.snapshots import same
 
@@ -91,6 +92,21 @@ def test_surroundings_are_as_before() -> None:
     assert warnings.filters == filters
     assert parameter.grad is gradient
     assert same(before, streams())
+
+
+def test_fakes_that_are_left_are_taken_out_or_named() -> None:
+    table, kept, box = {"known": 1}, [1], SimpleNamespace()
+    with undisturbed([]):  # without the collector
+        with FakeMode():
+            table["x"] = box.made = torch.ones(1)
+            kept.append(table["x"])
+        drop_left_fakes()
+        assert (table, kept, vars(box)) == ({"known": 1}, [1], {})
+        with FakeMode():
+            for_good = (torch.ones(1),)
+        with pytest.raises(TraceError, match="got a tensor that a tuple keeps"):
+            drop_left_fakes()
+        del for_good
 
 
 def test_a_bool_is_refused_but_for_code_of_torch() -> None:
