@@ -257,3 +257,16 @@ def test_seconds_follow_the_work() -> None:
         asked = request(make(Net, dtype=dtype), rows_of(4, dtype=dtype), device=card)
         took.append((found := Candidates(asked)).seconds(found.trace(asked.like)))
     assert took[0] > 1.9 * took[1]
+
+
+def test_optimizers_that_could_go_one_by_one() -> None:
+    for given, device, expected in (
+        ({}, "cpu", False),
+        ({}, "cuda:t4", True),
+        ({"foreach": True}, "cpu", True),
+        ({"foreach": False}, "cuda:t4", False),
+        ({"fused": True}, "cuda:t4", False),
+    ):
+        step = make()
+        step.optimizers[0].param_groups[0].update(given)
+        assert request(step, rows_of(), device=find_device(device)).may_disable_foreach is expected

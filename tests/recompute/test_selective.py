@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from anybatch.recompute import selective
 from anybatch.recompute.selective import contexts
 
 
@@ -53,6 +54,14 @@ def test_convolutions_and_attention_are_kept(forward: Any, shapes: Any, kept: st
     assert not any(kept in name and "backward" not in name for name in ran)
     assert any(kept in name for name in ran)
     assert ran["tanh"] == 1
+
+
+def test_attention_that_draws_is_rebuilt() -> None:
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    given = [torch.empty(0)] * 3
+    found = [selective._policy(None, op, *given, *more) for more in ((), (0.1,))]
+    found.append(selective._policy(None, op, *given, dropout_p=0.1))
+    assert [one.name for one in found] == ["MUST_SAVE", "PREFER_RECOMPUTE", "PREFER_RECOMPUTE"]
 
 
 def test_what_was_changed_in_place_is_rebuilt() -> None:
