@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.batchnorm import (
     batch_norm_to_group_norm,
-    check_batch_norm,
     find_batch_norms,
     frozen_batch_norms,
     names_of_batch_norms,
@@ -120,21 +119,6 @@ def test_without_running_statistics_nothing_can_be_frozen() -> None:
     ):
         pytest.fail("not reached")
     assert norms[0].training
-
-
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        ("exact", "'exact', which is not available yet"),
-        ("Micro", "'micro', 'frozen'.*got 'Micro'"),
-        (True, "got True"),
-    ],
-)
-def test_other_choices_are_refused(choice: object, message: str) -> None:
-    for sound in (None, "micro", "frozen"):
-        check_batch_norm(sound)
-    with pytest.raises(PlanError, match=message):
-        check_batch_norm(choice)
 
 
 def test_a_cut_is_exact_after_it_and_was_not_before() -> None:

@@ -75,19 +75,6 @@ def test_the_split_is_fixed_and_stratified(split: DataSplit) -> None:
     assert marks == [False] * 5 + [True, False, True, False]  # every fourth row of its class
 
 
-def test_images_are_the_small_ones_enlarged(split: DataSplit) -> None:
-    """Between the centres of two pixels lie four new ones, at 1/8, 3/8, 5/8 and 7/8 of the way."""
-    small, targets = digits._load()
-    held_out = digits.held_out_rows(targets)
-    place = ((torch.arange(32) + 0.5) / 4 - 0.5).clamp(0, 7)
-    weights = (1 - (place[:, None] - torch.arange(8)).abs()).clamp(min=0)  # (32, 8)
-    large = (weights @ small @ weights.T * 255 / 16).round().to(torch.uint8)[:, None]
-    train, test = normalise(large[~held_out], large[held_out])
-    assert torch.equal(split.train.inputs, train)
-    assert torch.equal(split.test.inputs, test)
-    assert torch.equal(split.test.targets, targets[held_out])
-
-
 def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(DataError, match=r"expected scikit-learn.*pip install \"anybatch\[digits\]\""):

@@ -45,13 +45,6 @@ def works_afterwards(step: Step, twin: Step, batch: Any = (X, Y)) -> None:
 # ---- a step that cannot be
 
 
-class Focal(nn.CrossEntropyLoss):
-    """A subclass that brings its own forward is another loss."""
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return super().forward(input, target).square()
-
-
 def make(like: Step, loss: object = None, **options: Any) -> Step:
     """A step for the same model and, unless told otherwise, the same optimizer."""
     options = {"optimizer": like.optimizers[0], "batch_norm": "micro", "check": False} | options
@@ -74,7 +67,6 @@ MAKE: dict[type[AnybatchError], dict[str, Build]] = {  # by what came
     },
     LossError: {
         "got Identity": lambda s: make(s, nn.Identity()),
-        "got Focal": lambda s: make(s, Focal()),
         "got str": lambda s: make(s, "mse"),
         "-2.0": lambda s: make(s, nn.CrossEntropyLoss(NEGATIVE)),
     },

@@ -235,17 +235,6 @@ def test_an_optimizer_with_short_state_goes_on_in_float32(kind: Any, precision: 
     assert dtypes(optimizer) == {torch.float32}
 
 
-def test_short_state_of_weights_that_come_later_is_made_float32() -> None:
-    model, old = used(torch.optim.Adam)
-    optimizer = torch.optim.Adam(model[0].parameters(), lr=0.01)
-    step = make_step(model, BF16, optimizer)
-    optimizer.add_param_group({"params": [*model[1].parameters()]})
-    for parameter in model[1].parameters():
-        optimizer.state[parameter] = old.state[parameter]
-    assert step((X, Y)).updated
-    assert dtypes(optimizer) == {torch.float32}
-
-
 # ---- made as it was again
 
 STORED = "Expected a model that stores its weights as it was made, got one that an earlier step stores in "

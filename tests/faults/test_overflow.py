@@ -59,10 +59,12 @@ def twins(
     return step, twin, batch
 
 
-@pytest.mark.parametrize(("halvings", "index"), [(1, 2), (4, 0)])
+CASES = [(name, precision, 1, 2) for name in KINDS for precision in ("mixed", "true")]
+CASES += [(name, precision, 4, 0) for name in ("dropout", "several terms") for precision in PRECISIONS]
+
+
 @pytest.mark.parametrize("way", ["step", "window"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "precision", "halvings", "index"), CASES)
 def test_the_update_is_the_one_without_overflow(
     name: str, precision: str, way: str, halvings: int, index: int
 ) -> None:

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from anybatch.core import PlanError
 from anybatch.parallel import RuleName, make_rule
-from anybatch.testing import tolerance
 
 NAMES = get_args(RuleName)
-FLOAT64 = tolerance(torch.float64, 4)
 COUNTS = st.integers(0, 50), st.integers(1, 50), st.integers(0, 2**31)
 
 
@@ -28,19 +26,6 @@ def added(name: RuleName, parameters: Tensor, pushed: Tensor, **counts: int) -> 
     return result
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_fresh_local_update_is_plain_sgd_to_the_bit(name: RuleName, dtype: torch.dtype) -> None:
-    """Mutation: `staleness + 1` without the 1, `steps + 1`, a sign."""
-    start, *gradients = drawn(0, 6, dtype)
-    ours, theirs = start.clone(), start.clone().requires_grad_()
-    optimizer = torch.optim.SGD([theirs], lr=0.125)  # a power of two, so that the product is not rounded
-    for theirs.grad in gradients:
-        optimizer.step()
-        make_rule(name).apply(ours, -0.125 * theirs.grad, staleness=0, steps=1)
-    assert torch.equal(ours, theirs.detach())
-
-
 @given(*COUNTS)
 def test_each_rule_divides_by_its_own_count(staleness: int, steps: int, seed: int) -> None:
     """Mutation: a divisor of another rule, a product with the reciprocal, `=` in place of `+=`."""
@@ -49,28 +34,6 @@ def test_each_rule_divides_by_its_own_count(staleness: int, steps: int, seed: in
     for name, divisor in divisors.items():
         found = added(name, parameters, pushed, staleness=staleness, steps=steps)
         assert torch.equal(found, parameters + pushed / divisor)
-
-
-@given(*COUNTS)
-def test_pushes_add_up(staleness: int, steps: int, seed: int) -> None:
-    """Two pushes one after the other are their sum at once, and a push and its negative are none."""
-    parameters, first, second = drawn(seed, 3)
-    counts = {"staleness": staleness, "steps": steps}
-    for name in NAMES:
-        in_turn = added(name, added(name, parameters, first, **counts), second, **counts)
-        at_once = added(name, parameters, first + second, **counts)
-        torch.testing.assert_close(in_turn, at_once, rtol=FLOAT64, atol=FLOAT64)
-        undone = added(name, added(name, parameters, first, **counts), -first, **counts)
-        torch.testing.assert_close(undone, parameters, rtol=FLOAT64, atol=FLOAT64)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_shards_are_updated_as_the_whole(name: RuleName) -> None:
-    """A server that holds a part of the parameters does with its part what one server does with all."""
-    parameters, pushed = drawn(3, 2)
-    shards = zip(parameters.split(10), pushed.split(10), strict=True)
-    found = [added(name, *shard, staleness=4, steps=7) for shard in shards]
-    assert torch.equal(torch.cat(found), added(name, parameters, pushed, staleness=4, steps=7))
 
 
 @pytest.mark.parametrize(

@@ -89,13 +89,10 @@ def test_servers_add_what_is_left_of_the_sums_of_each_unit() -> None:
 
 
 @pytest.mark.parametrize("place", [*PLACES[:4], *PLACES[6:8]], ids=".".join)
-@pytest.mark.parametrize("workers", [1, 4])
-def test_bits_of_compressed_updates_depend_on_no_worker_and_no_end(
-    place: tuple[str, str, str], workers: int
-) -> None:
+def test_bits_of_compressed_updates_depend_on_no_worker_and_no_end(place: tuple[str, str, str]) -> None:
     end = EndAt(*place, 1)
     codec = Cast("bf16")
-    found, _, norms = train(Inline(workers, end), workers=workers, compression=codec)
+    found, _, norms = train(Inline(4, end), workers=4, compression=codec)
     expected, _, expected_norms = train(Inline(99), compression=codec)
     assert end.count
     assert norms == expected_norms
@@ -145,19 +142,6 @@ def test_a_worker_that_keeps_nothing_pushes_what_it_has_moved() -> None:
     assert counts["bytes pushed"] > dense["bytes pushed"]
     assert counts["largest staleness"] == dense["largest staleness"] > 0
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-def test_sparse_pushes_lower_the_loss() -> None:
-    """Each worker has a codec for each shard: shards are of different sizes."""
-    model = network()
-    codec = DeepGradientCompression(sparsity=0.75, momentum=0.0, warmup_updates=0)
-    server = ParameterServer(2, 3, cluster=Inline(3), rule="dynsgd", steps=2, compression=codec)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, options=ab.Options(strategy=server))
-    losses = [step(batch()).loss for _ in range(20)]
-    assert losses[-1] < losses[0]
-    assert server.counts["bytes pushed"] < 20 * UNITS * 8 * sum(p.numel() for p in model.parameters())
-    assert codec.state()["updates"] == 0  # workers have copies
 
 
 @pytest.mark.parametrize("servers", [1, 3])

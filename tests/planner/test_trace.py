@@ -132,7 +132,7 @@ def compare(
     return predicted, meter
 
 
-@pytest.mark.parametrize("micro_batch", [None, 6, 5, 2])
+@pytest.mark.parametrize("micro_batch", [None, 5])
 @pytest.mark.parametrize("case", CASES)
 def test_peak_to_the_byte(case: str, micro_batch: int | None) -> None:
     build, make, loss = CASES[case]
@@ -177,9 +177,11 @@ def test_peak_to_the_byte_however_often_a_loss_calls_the_model(loss: Any, option
     assert max(mark.micro_batch for mark in predicted.marks) == (-1 if loss is never else 11)
 
 
-@pytest.mark.parametrize("micro_batch", [None, 4, 1])
-@pytest.mark.parametrize("name", ["gpt2", "t5", "vit", "mixtral"])
-@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize(
+    ("name", "micro_batch", "is_read"),
+    [(name, 4, False) for name in ("gpt2", "t5", "vit", "mixtral")]
+    + [("gpt2", 1, True), ("t5", 4, True), ("mixtral", None, True)],
+)
 def test_peak_to_the_byte_of_models_with_their_own_loss(
     name: str, micro_batch: int | None, is_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 """Programs of any kind: hooks that update, errors after an update, notes on errors, odd modules."""
 
-import math
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -90,22 +89,6 @@ def test_an_error_after_the_update_says_that_it_was_made(what: str, in_window: b
     assert all(one.grad is None for one in model.parameters())
     for one, other in zip(model.parameters(), same.parameters(), strict=True):
         torch.testing.assert_close(one, other)
-
-
-class WithoutRate(torch.optim.Optimizer):
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": None})
-
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data.sub_(parameter.grad)
-
-
-def test_a_learning_rate_of_none_is_reported_as_nan() -> None:
-    model = net()
-    report = step(model, optimizer=WithoutRate(model.parameters()))(ROWS)
-    assert report.updated
-    assert math.isnan(report.learning_rate)
 
 
 class NoSingles(nn.Sequential):

@@ -17,7 +17,6 @@ from anybatch.core.errors import LossError, OptimizerError, PlanError
 from anybatch.testing import relative_error, tolerance
 from tests.faults.faulty import spread
 from tests.options import flat
-from tests.parallel.spawned import spawned
 from tests.snapshots import same_as_before
 
 EXACT, ROWS, CROSS, CUT = 1e-12, 37, nn.CrossEntropyLoss(), {"micro_batch": 5}
@@ -159,9 +158,8 @@ def on_rank(rank: int, size: int, is_wrapped: bool) -> float:
     return max(off, relative_error(loss.item(), F.cross_entropy(model(x), y).item()))
 
 
-def test_two_ranks_with_unequal_rows_have_the_gradient_of_all() -> None:
-    with spawned(2) as ranks:
-        assert max(ranks.run(on_rank, False) + ranks.run(on_rank, True)) <= EXACT
+def test_two_ranks_with_unequal_rows_have_the_gradient_of_all(two: Any) -> None:
+    assert max(two.run(on_rank, False) + two.run(on_rank, True)) <= EXACT
 
 
 @pytest.mark.parametrize("way", ["step", "window"])

@@ -66,7 +66,7 @@ def run(seed: int) -> None:
     assert relative_error(*named) <= tolerance(torch.float64, rows * STEPS), seed
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_budget_survives_any_number_of_out_of_memory_errors(seed: int) -> None:
     torch.manual_seed(seed)
     run(seed)

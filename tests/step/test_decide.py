@@ -120,14 +120,14 @@ def test_a_cut_that_is_felt_depends_on_its_rows_alone(made: list[Any]) -> None:
     with pytest.raises(BudgetError) as refused:
         make(ConvNet).foresee(images(8), memory=1000)
     memory = refused.value.smallest - 1
-    alone = {rows: step()(images(rows)).cut for rows in (8, 13, 24)}
+    alone = {rows: step()(images(rows)).cut for rows in (8, 13)}
     assert all(len(cut) > 1 for cut in alone.values())
     made.clear()
     after = step()
-    for rows in (13, 24, 8, 24, 13, 8, 8, 13):
+    for rows in (13, 8, 13, 8, 8):
         assert after(images(rows)).cut == alone[rows]
     # Each number of rows once as it is, and once cut.
-    expected = [(rows, refused) for rows in (13, 24, 8) for refused in (True, False)]
+    expected = [(rows, refused) for rows in (13, 8) for refused in (True, False)]
     assert [(one.like.rows, bool(one.cut_refused)) for one in made] == expected
 
 
@@ -139,8 +139,7 @@ def test_single_rows_that_batch_norm_refuses_are_nobodys_plan() -> None:
 
     with pytest.raises(BudgetError) as refused:
         make(net, sgd, batch_norm="micro").foresee(rows_of(31), memory=1000)
-    for memory in (refused.value.smallest, refused.value.smallest + 5000):
-        assert min(make(net, sgd, memory=memory, batch_norm="micro")(rows_of(31)).cut) > 1
+    assert min(make(net, sgd, memory=refused.value.smallest, batch_norm="micro")(rows_of(31)).cut) > 1
     # Where it takes single rows, they are a plan.
     with pytest.raises(BudgetError) as refused:
         make(ConvNet, batch_norm="micro").foresee(images(5), memory=1000)

@@ -282,21 +282,6 @@ def test_a_column_as_wide_as_the_rows_are_long_is_named_and_may_be_kept(name: An
         ab.Step(*given, options=ab.Options(order=ByLength(keep=("feature",))))(batch)
 
 
-def test_an_error_in_a_trimmed_micro_batch_says_what_was_trimmed() -> None:
-    model = WithFeatures().double().eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ab.Step(
-        model,
-        nn.CrossEntropyLoss(),
-        optimizer,
-        micro_batch=2,
-        options=ab.Options(order="length", check=False),
-    )
-    with pytest.raises(RuntimeError) as told:
-        step((WORDS_AND_TAGS[0], FEATURES, TAGS))
-    assert "trimmed to its longest row in batch[0], batch[1], batch[2]" in told.value.__notes__[-1]
-
-
 def test_what_has_no_order_is_refused() -> None:
     model = Tagger()
     given: Any = (model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
@@ -343,20 +328,3 @@ def test_a_label_in_padding_is_kept_and_a_row_of_padding_is_not_trimmed() -> Non
     mask[9] = False
     (found,) = find_paddings({"attention_mask": mask, "labels": labels}, nn.Identity())
     assert (found.valid[4], found.valid[9], found.valid[1]) == (8, LONGEST, 9)
-
-
-def test_a_trainer_resumes_by_length_with_the_same_bits(tmp_path: Any) -> None:
-    def run(stop: int, resume: bool, out: Any) -> nn.Module:
-        torch.manual_seed(1)
-        model = Tagger()
-        step = ab.Step(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), micro_batch=2,
-                       options=ab.Options(order="length"))  # fmt: skip
-        trainer = ab.Trainer(step, WORDS_AND_TAGS, WORDS_AND_TAGS, batch_size=5, out=out, progress=False)
-        if resume:
-            trainer.resume(out)
-        trainer.fit(epochs=stop)
-        return model
-
-    run(1, False, tmp_path / "a")
-    ours, theirs = run(3, True, tmp_path / "a"), run(3, False, tmp_path / "b")
-    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))

@@ -46,7 +46,7 @@ BATCHES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("micro_batch", [None, 1, 4, 10])
+@pytest.mark.parametrize("micro_batch", [None, 4])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_batches_of_every_form_are_exact_in_every_cut(batch: Any, micro_batch: int | None) -> None:
     model = TwoInputs().double()

@@ -30,8 +30,11 @@ def peak_of_window(step: Step, batch: Any, sizes: Any, *, warm: bool = True) -> 
     return metered(step, run, batch)
 
 
-@pytest.mark.parametrize("options", [{}, {"compensated": True}, {"non_finite": "drop"}], ids=str)
-@pytest.mark.parametrize("sizes", [(8, 8), (3, 13), (6, 6, 6, 6)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [((8, 8), {}), ((3, 13), {}), ((6, 6, 6, 6), {"compensated": True}), ((3, 13), {"non_finite": "drop"})],
+    ids=str,
+)
 def test_a_window_keeps_to_its_budget(sizes: tuple[int, ...], options: dict[str, Any]) -> None:
     """A whole batch has no sums beside its gradients, a window has; and it plans while it holds some."""
     batch = torch.randn(sum(sizes), 100), torch.randn(sum(sizes), 100)
@@ -40,7 +43,7 @@ def test_a_window_keeps_to_its_budget(sizes: tuple[int, ...], options: dict[str,
         return peak_of_window(with_layer(nn.Linear(100, 100, bias=False), memory, **options), batch, sizes)
 
     most, held = peak(None), 0
-    for eighths in range(4, 14):
+    for eighths in (5, 7, 8, 9, 11):
         memory = most * eighths // 8
         try:
             assert peak(memory) <= memory

@@ -37,8 +37,13 @@ from tests.train.runs import (
 # ---- resume
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        *[(kind, "float32") for kind in KINDS],
+        *[("AdamW", one) for one in ("bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true")],
+    ],
+)
 def test_resumed_run_is_identical(kind: str, precision: str, tmp_path: Path) -> None:
     """Float32 weights and the loss scale too; stopped anywhere: a law, in `tests/laws`."""
 
