@@ -2,8 +2,7 @@
 
 from anybatch.batchnorm import batch_norm_to_group_norm
 from anybatch.check import CheckReport, check
-from anybatch.core import AnybatchError, BudgetError, StepReport, Total, errors
-from anybatch.engine import Callback
+from anybatch.core import AnybatchError, BudgetError, Callback, StepReport, Total, errors
 from anybatch.losses import Additive, ModelLoss, PerRow, Terms, WholeBatch, linear_cross_entropy
 from anybatch.observe import GradientFlow, gradient_flow
 from anybatch.parallel import ParameterServer

@@ -14,9 +14,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import Optimizer
 
 from anybatch import ModelLoss, Options, Step, Terms, Total, WholeBatch
+from anybatch.core import Callbacks
 from anybatch.core.batch import SampleBatch, TensorBatch
 from anybatch.core.errors import TraceError
-from anybatch.engine import Callbacks
 from anybatch.engine.plan import Plan
 from anybatch.memory.meter import Meter
 from anybatch.planner.trace import Trace, trace

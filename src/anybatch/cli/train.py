@@ -17,6 +17,7 @@ from anybatch.batchnorm import find_batch_norms
 from anybatch.cli.target import find_training
 from anybatch.core import (
     AnybatchError,
+    Callback,
     CheckpointError,
     DataError,
     PlanError,
@@ -25,7 +26,6 @@ from anybatch.core import (
     format_count,
     format_seconds,
 )
-from anybatch.engine import Callback
 from anybatch.losses import ModelLoss
 from anybatch.memory import find_device as meter_device, parse_memory
 from anybatch.observe import GradientFlow

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.compare.tolerance import limit_of, shortest_of
-from anybatch.core import Batch, MicroBatchDone, OutOfMemoryError, torch_private as private
-from anybatch.engine import Callbacks, Plan, Task, carry_out
+from anybatch.core import Batch, Callbacks, MicroBatchDone, OutOfMemoryError, torch_private as private
+from anybatch.engine import Plan, Task, carry_out
 from anybatch.losses import ModelTerms, SummedLoss
 from anybatch.precision import LossScale, Precision
 from anybatch.state import Effects, SeenDraws, plain_kernels

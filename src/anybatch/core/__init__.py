@@ -14,6 +14,15 @@ from anybatch.core.batch import (
     TrimmedBatch as TrimmedBatch,
     cut_sizes as cut_sizes,
 )
+from anybatch.core.callback import (
+    Callback as Callback,
+    CallbackLike as CallbackLike,
+    Callbacks as Callbacks,
+    Functions as Functions,
+    bound as bound,
+    call as call,
+    check_callbacks as check_callbacks,
+)
 from anybatch.core.errors import (
     AnybatchError as AnybatchError,
     BatchError as BatchError,
@@ -39,6 +48,8 @@ from anybatch.core.oom import (
     free_caches as free_caches,
     is_final as is_final,
     mark_final as mark_final,
+    note as note,
+    note_update as note_update,
     ran_out_of_memory as ran_out_of_memory,
     released as released,
 )

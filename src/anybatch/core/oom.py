@@ -3,6 +3,7 @@
 import gc
 import re
 import traceback
+from contextlib import suppress
 
 import torch
 
@@ -79,3 +80,14 @@ def free_caches() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def note_update(error: BaseException, update: int) -> None:
+    """Note on an error that this update was made before it."""
+    note(error, f"Update {update} was made before this error: do not repeat the batch.")
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an error, unless its class allows none."""
+    with suppress(Exception):
+        error.add_note(text)

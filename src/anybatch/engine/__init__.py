@@ -1,14 +1,6 @@
 """The step itself: plan, task, gradients, the loop and the update. Read window.py first."""
 
 from anybatch.engine import window_state as window_state
-from anybatch.engine.callback import (
-    Callback as Callback,
-    CallbackLike as CallbackLike,
-    Callbacks as Callbacks,
-    Reader as Reader,
-    bound as bound,
-    check_callbacks as check_callbacks,
-)
 from anybatch.engine.gradients import (
     Apart as Apart,
     Gradient as Gradient,
@@ -22,6 +14,7 @@ from anybatch.engine.strategy import Agreed as Agreed, Single as Single, Strateg
 from anybatch.engine.sums import Sums as Sums
 from anybatch.engine.task import (
     Progress as Progress,
+    Reader as Reader,
     Signature as Signature,
     Task as Task,
     admit as admit,

@@ -9,13 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Batch, Cut, LossError, Micro, NonFinite, OpenBatch, all_finite
-from anybatch.engine.callback import Functions, Reader, call
+from anybatch.core import Batch, Cut, Functions, LossError, Micro, NonFinite, OpenBatch, all_finite, call
 from anybatch.engine.division import UNDECIDED, Division
 from anybatch.engine.gradients import Apart, InPlace, accumulation_dtype
 from anybatch.engine.plan import Plan
 from anybatch.engine.sums import Redone, Sums
-from anybatch.engine.task import Task
+from anybatch.engine.task import Reader, Task
 from anybatch.losses import Evaluated, Loss, Share
 from anybatch.state import Snapshot
 

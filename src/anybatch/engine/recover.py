@@ -14,15 +14,15 @@ from anybatch.core import (
     NonFiniteLossError,
     OutOfMemoryError,
     PlanError,
+    call,
     cut_sizes,
     free_caches,
+    note,
     ran_out_of_memory,
     released,
 )
-from anybatch.engine.callback import call
 from anybatch.engine.part import NO_READER, Part, Tried
 from anybatch.engine.sums import Redone
-from anybatch.engine.update import note
 from anybatch.losses import EvaluateAgain
 from anybatch.state import Snapshot, rng
 

@@ -20,7 +20,9 @@ from anybatch.batchnorm import BatchNorm, frozen_batch_norms
 from anybatch.core import (
     Batch,
     BatchError,
+    Callbacks,
     Collate,
+    Micro,
     NoRows,
     OptimizerError,
     PlanError,
@@ -29,7 +31,6 @@ from anybatch.core import (
     torch_private as private,
     tree,
 )
-from anybatch.engine.callback import Callbacks, Reader
 from anybatch.engine.gradients import is_own_hook
 from anybatch.engine.network import Network
 from anybatch.engine.plan import Plan
@@ -41,6 +42,31 @@ from anybatch.recompute import apply_policies
 from anybatch.state import Effects, Reachable
 
 BeforeCut = Callable[["Task", Batch, Plan, int], None]
+
+
+class Reader:
+    """Reads what micro-batches and the update cost. This one reads nothing: override what is needed.
+
+    What fails is told to `close`; then a micro-batch may begin again.
+    """
+
+    def begin(self, micro: Micro, held: int) -> None:
+        """Note that a micro-batch begins; the gradient sums hold `held` bytes."""
+
+    def forward_done(self) -> None:
+        """Note that its loss is computed."""
+
+    def done(self) -> None:
+        """Note that its gradients are in the sums."""
+
+    def begin_update(self) -> None:
+        """Note that the optimizers are about to be stepped."""
+
+    def update_done(self) -> None:
+        """They have been."""
+
+    def close(self) -> None:
+        """Drop what has begun and is not done."""
 
 
 class Progress:

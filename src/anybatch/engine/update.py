@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from inspect import unwrap
 from operator import attrgetter
 from typing import Any, cast
@@ -99,17 +99,6 @@ def step_optimizers(
         raise TornUpdateError(failed) if torn else failed
     # Inside of an autocast of the caller's own torch would go on with weights that were cast before.
     torch.clear_autocast_cache()
-
-
-def note_update(error: BaseException, update: int) -> None:
-    """Note on an error that this update was made before it."""
-    note(error, f"Update {update} was made before this error: do not repeat the batch.")
-
-
-def note(error: BaseException, text: str) -> None:
-    """Add a note to an error, unless its class allows none."""
-    with suppress(Exception):
-        error.add_note(text)
 
 
 class TornUpdateError(Exception):

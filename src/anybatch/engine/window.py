@@ -20,12 +20,13 @@ from anybatch.core import (
     StepReport,
     WindowError,
     all_finite,
+    call,
     free_caches,
     is_final,
+    note_update,
     ran_out_of_memory,
     released,
 )
-from anybatch.engine.callback import call
 from anybatch.engine.gradients import Gradient
 from anybatch.engine.part import NO_READER, NOTHING_TRIED, Part, Tried, Ways
 from anybatch.engine.plan import Plan
@@ -37,7 +38,6 @@ from anybatch.engine.update import (
     clip,
     clip_entries,
     norm_of,
-    note_update,
     schedule_learning_rates,
     step_optimizers,
 )

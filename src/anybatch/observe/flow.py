@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import Collate, PlanError, check_whole, ran_out_of_memory, torch_private as private
-from anybatch.engine import Callback
+from anybatch.core import (
+    Callback,
+    Collate,
+    PlanError,
+    check_whole,
+    ran_out_of_memory,
+    torch_private as private,
+)
 from anybatch.losses import LossLike, module_of
 from anybatch.observe.figure import checked
 from anybatch.observe.flow_figures import Figures, Flow

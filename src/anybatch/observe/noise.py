@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Micro, PlanError, check_whole
-from anybatch.engine import Callback
+from anybatch.core import Callback, Micro, PlanError, check_whole
 from anybatch.observe.measure import dense, norms_of, to_host
 
 

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import (
+    CallbackLike,
     Collate,
     LossError,
     OptimizerError,
     PlanError,
     StepReport,
+    check_callbacks,
     torch_private as private,
 )
-from anybatch.engine import Accumulation, CallbackLike, Gradient, Task, check_callbacks, check_parts, multiply
+from anybatch.engine import Accumulation, Gradient, Task, check_parts, multiply
 from anybatch.losses import LossLike, module_of
 from anybatch.precision import Precision, PrecisionName, find_precision
 from anybatch.step.options import DEFAULT, Options, known_keywords

@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from anybatch.compare import reached_by
-from anybatch.engine import Callbacks, admit, carry_out
+from anybatch.core import Callbacks
+from anybatch.engine import admit, carry_out
 from anybatch.precision import LossScale, Precision
 from anybatch.state import Effects
 

@@ -13,17 +13,18 @@ from torch.optim import Optimizer
 from anybatch.batchnorm import warn_of_untrained
 from anybatch.core import (
     BlockError,
+    CallbackLike,
+    Callbacks,
     Collate,
     OutOfMemoryError,
     ReadOnlyError,
     StepReport,
     WindowError,
+    check_callbacks,
     counted,
 )
 from anybatch.engine import (
     Accumulation,
-    CallbackLike,
-    Callbacks,
     Plan,
     Progress,
     Signature,
@@ -32,7 +33,6 @@ from anybatch.engine import (
     Task,
     admit,
     carry_out,
-    check_callbacks,
     check_parts,
     gather,
     owned,

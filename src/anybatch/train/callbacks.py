@@ -16,6 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from anybatch.core import (
     SHORT_DTYPES,
+    Callback,
     EpochReport,
     PlanError,
     RunInfo,
@@ -24,7 +25,6 @@ from anybatch.core import (
     format_count,
     torch_private as private,
 )
-from anybatch.engine import Callback
 from anybatch.step import Step
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from anybatch.core import (
+    Callback,
     Cut,
     Fold,
     LossError,
@@ -21,7 +22,6 @@ from anybatch.core import (
     torch_private as private,
     weighted_mean,
 )
-from anybatch.engine import Callback
 from anybatch.losses import resolve, split_batch
 from anybatch.state import evaluating
 from anybatch.step import Step

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.core import EpochReport, RunInfo, StepReport, format_bytes, format_count
-from anybatch.engine import Callback
+from anybatch.core import Callback, EpochReport, RunInfo, StepReport, format_bytes, format_count
 
 if TYPE_CHECKING:
     from rich.console import Console

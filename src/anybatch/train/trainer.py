@@ -9,14 +9,17 @@ from typing import Any
 
 from anybatch.core import (
     AnybatchError,
+    CallbackLike,
     CheckpointError,
     EpochReport,
     PlanError,
     RunInfo,
     WindowError,
+    bound,
+    check_callbacks,
     check_whole,
 )
-from anybatch.engine import CallbackLike, bound, check_callbacks, learning_rate_of
+from anybatch.engine import learning_rate_of
 from anybatch.losses import summed_loss
 from anybatch.state import rng
 from anybatch.step import Step

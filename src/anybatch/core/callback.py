@@ -10,17 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from anybatch.core import (
-    EpochReport,
-    Micro,
-    MicroBatchDone,
-    MicroBatchRedone,
-    PlanError,
-    RunInfo,
-    StepReport,
-    mark_final,
-)
-from anybatch.engine.update import note_update
+from anybatch.core.batch import Micro
+from anybatch.core.errors import PlanError
+from anybatch.core.oom import mark_final, note_update
+from anybatch.core.report import EpochReport, MicroBatchDone, MicroBatchRedone, RunInfo, StepReport
 
 
 class Callback:
@@ -230,28 +223,3 @@ class Callbacks:
             if report.updated:
                 note_update(error, report.update)
             raise
-
-
-class Reader:
-    """Reads what micro-batches and the update cost. This one reads nothing: override what is needed.
-
-    What fails is told to `close`; then a micro-batch may begin again.
-    """
-
-    def begin(self, micro: Micro, held: int) -> None:
-        """Note that a micro-batch begins; the gradient sums hold `held` bytes."""
-
-    def forward_done(self) -> None:
-        """Note that its loss is computed."""
-
-    def done(self) -> None:
-        """Note that its gradients are in the sums."""
-
-    def begin_update(self) -> None:
-        """Note that the optimizers are about to be stepped."""
-
-    def update_done(self) -> None:
-        """They have been."""
-
-    def close(self) -> None:
-        """Drop what has begun and is not done."""
