@@ -9,12 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Batch, LossError, Number, Total
-from anybatch.losses.inputs import HOW_TO_WRITE
+from anybatch.core import AnybatchError, Batch, LossError, Number, Total, ran_out_of_memory
+from anybatch.losses.inputs import how_to_write, shown
 from anybatch.losses.loss import Evaluated, Plain
 
-BARE_MEAN = f"Return a sum and what divides it, not a mean:\n{HOW_TO_WRITE}"
-HOW = f"Pass a loss of torch, such as nn.CrossEntropyLoss(), or write\n{HOW_TO_WRITE}"
+HOW = f"Pass a loss of torch, such as nn.CrossEntropyLoss(), or write\n{how_to_write()}"
 _CALLED = f"anybatch calls a loss of your own as loss(model, micro), not as loss(outputs, targets). {HOW}"
 _OUTPUTS = {"out", "output", "outputs", "logits", "pred", "preds", "predictions", "y_pred", "y_hat"}
 _TARGETS = {"y", "target", "targets", "label", "labels", "truth", "gt", "y_true"}
@@ -68,7 +67,7 @@ class Terms(Plain):
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Call the function and check that it returned totals."""
         returned = call_loss(self.function, model, micro)
-        totals = _named(returned)
+        totals = _named(returned, micro)
         missing = [name for name in self.coefficients if name not in totals]
         if missing:
             raise LossError(
@@ -96,16 +95,23 @@ class Terms(Plain):
 
 
 def call_loss(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro: Any) -> Any:
-    """Return the result of a user's loss; add a note to errors of one written for (outputs, targets)."""
+    """Return the result of a user's loss; a note to its errors tells how it was called."""
     try:
         return function(model, micro)
-    except (TypeError, AttributeError) as error:
-        if _CALLED not in getattr(error, "__notes__", ()) and _takes_outputs(function, model, error):
-            error.add_note(_CALLED)
+    except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
+        if not (isinstance(error, AnybatchError) or ran_out_of_memory(error)):
+            called = (
+                f"anybatch called loss(model, micro) with micro = {shown(micro)}. Take its parts from there."
+            )
+            note = _CALLED if _takes_outputs(function, model, error) else called
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
         raise
 
 
 def _takes_outputs(function: object, model: nn.Module, error: Exception) -> bool:
+    if not isinstance(error, TypeError | AttributeError):
+        return False
     frames = error.__traceback__
     if frames is None or frames.tb_next is None or type(model).__name__ in str(error):
         return True  # it does not accept two arguments, or used the model as a tensor
@@ -116,7 +122,12 @@ def _takes_outputs(function: object, model: nn.Module, error: Exception) -> bool
     return not _OUTPUTS.isdisjoint(names[:1]) or not _TARGETS.isdisjoint(names[1:2])
 
 
-def _named(value: object) -> Mapping[str, Total]:
+def bare_mean(micro: object = None) -> str:
+    """Return how to write a loss that is no mean, for batches of the form of this micro-batch."""
+    return f"Return a sum and what divides it, not a mean:\n{how_to_write(micro)}"
+
+
+def _named(value: object, micro: object) -> Mapping[str, Total]:
     if isinstance(value, Total):
         return {"loss": value}
     if isinstance(value, Mapping):
@@ -125,11 +136,12 @@ def _named(value: object) -> Mapping[str, Total]:
         if totals and not wrong:
             return cast("Mapping[str, Total]", totals)
         raise LossError(
-            f"Expected a mapping of named ab.Total values, got {wrong or 'an empty one'}. {BARE_MEAN}"
+            f"Expected a mapping of named ab.Total values, got {wrong or 'an empty one'}. {bare_mean(micro)}"
         )
     came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise LossError(
-        f"Expected the loss function to return an ab.Total or a mapping of them, got {came}. {BARE_MEAN}"
+        f"Expected the loss function to return an ab.Total or a mapping of them, got {came}. "
+        f"{bare_mean(micro)}"
     )
 
 

@@ -153,7 +153,7 @@ def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_re
     told = (
         f"Expected a plan within {format_bytes(budget)}, got none. The smallest budget for "
         f"{counted(least.plan.rows, 'row')} is {near}{format_bytes(least.peak)} ({least.peak} bytes), "
-        f"{counted(least.plan.micro_batch, 'row')} at a time."
+        f"{counted(least.plan.micro_batch, 'row')} at a time"
     )
     ways = " ".join(_ways_out(least.ledger, batch_norms, cut_refused, least.plan.precision))
     ways = ways or "Allow that much, or use a smaller model or smaller rows."
@@ -161,10 +161,10 @@ def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_re
         f"{format_bytes(one.bytes)} {one.owner} of {repr(one.module) if one.module else 'the model'}"
         for one in (least.ledger.by_module[:4] if least.ledger else ())
     ]
-    while held and len(f"{told} Largest: {', '.join(held)}. {ways}") > _LONGEST:
+    while held and len(f"{told}; largest: {', '.join(held)}. {ways}") > _LONGEST:
         held.pop()
-    told = f"{told} Largest: {', '.join(held)}." if held else told
-    return BudgetError(f"{told} {ways}", smallest=least.peak, ledger=least.ledger)
+    told = f"{told}; largest: {', '.join(held)}" if held else told
+    return BudgetError(f"{told}. {ways}", smallest=least.peak, ledger=least.ledger)
 
 
 def _ways_out(
@@ -173,17 +173,18 @@ def _ways_out(
     """Return changes that free bytes but change the result, so that they are the caller's choice."""
     held, little = (ledger.at_peak, _LITTLE * ledger.peak) if ledger else ({}, 0.0)
     ways: list[str] = []
+    frees: list[str] = []
     if cut_refused:
         ways.append(f"The batch may not be cut: {cut_refused.rstrip('.')}.")
     if batch_norms and cut_refused:
         return [*ways, "To allow it, pass batch_norm=... or call ab.batch_norm_to_group_norm(model)."]
     state = held.get("optimizer state", 0) * 3 / 4
     if state > little:
-        ways.append(f"8-bit optimizer states free about {format_bytes(state)}.")
+        frees.append(f"8-bit optimizer states free about {format_bytes(state)}")
     half = held.get("activations", 0) / 2
     if half > little and not precision.is_short:
-        ways.append(f'precision="bf16-mixed" frees up to {format_bytes(half)}.')
-    return ways
+        frees.append(f'precision="bf16-mixed" frees up to {format_bytes(half)}')
+    return [*ways, f"{'; '.join(frees)}."] if frees else ways
 
 
 def single_rows(task: Task, batch: Batch, settings: Plan) -> Ledger | None:

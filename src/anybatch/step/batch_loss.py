@@ -12,7 +12,7 @@ from anybatch.engine import Accumulation, Gradient, Task, check_parts, multiply
 from anybatch.losses import module_of
 from anybatch.precision import Precision, PrecisionName, find_precision
 from anybatch.step.step import Step
-from anybatch.step.window import Window
+from anybatch.step.window import Window, refuse_others
 
 
 class BatchLoss:
@@ -82,7 +82,7 @@ class BatchLoss:
         self._step(self._precision or "float32")  # refuses what cannot be
         self.report: StepReport | None = None
 
-    def __call__(self, batch: Any) -> Tensor:
+    def __call__(self, batch: Any, *others: Any) -> Tensor:
         """Return the loss of a whole batch: a scalar, in float32 or the parameters' dtype if that is wider.
 
         Args:
@@ -91,6 +91,7 @@ class BatchLoss:
         Raises:
             BatchError, PlanError, LossError, OutOfMemoryError: see `anybatch.Step`.
         """
+        refuse_others("batch_loss", others)
         if isinstance(batch, Window):
             step = next((one for one in self._steps.values() if one.open_window is batch), None)
             if step is None:

@@ -54,7 +54,7 @@ from anybatch.state import Effects
 from anybatch.step.decide import Guard, Planning, whole_number
 from anybatch.step.length import Order, check_order, ordered
 from anybatch.step.remote import Remote
-from anybatch.step.window import Window
+from anybatch.step.window import Window, refuse_others
 
 
 class Step:
@@ -190,7 +190,7 @@ class Step:
         self.precision, self.masters, self.scale = chosen, self.working.masters, self.working.scale
         self._is_made = True
 
-    def __call__(self, batch: Any) -> StepReport:
+    def __call__(self, batch: Any, *others: Any) -> StepReport:
         """Run forward and backward for each micro-batch, then update once.
 
         An error before the update leaves everything as it was. An error after it (in a scheduler, in a
@@ -207,6 +207,7 @@ class Step:
             BatchError, PlanError, LossError, OptimizerError, WindowError: see `anybatch.core.errors`.
             OutOfMemoryError: one row does not fit, or smaller micro-batches would change the result.
         """
+        refuse_others("step", others)
         self._refuse_open_window()
         try:
             return self._step(self._begun(), batch, self.end)

@@ -5,9 +5,18 @@ import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from anybatch.core import AnybatchError, CheckpointError, PlanError, StepReport, WindowError, check_whole
+from anybatch.core import (
+    AnybatchError,
+    CheckpointError,
+    Fold,
+    PlanError,
+    StepReport,
+    WindowError,
+    check_whole,
+    kind_of,
+)
 from anybatch.engine import learning_rate_of
 from anybatch.losses import summed_loss
 from anybatch.state import rng
@@ -100,6 +109,11 @@ class Trainer:
         progress: bool = True,
         callbacks: Sequence[Callback] = (),
     ) -> None:
+        if not isinstance(cast("object", step), Step):
+            raise PlanError(
+                f"Expected an ab.Step, got {kind_of(step)}. Make one, as in ab.Step(model, loss, optimizer)."
+            )
+        _check_metrics(metrics)
         self.step = step
         self.train = open_data(train, step)
         self.validation = None if validation is None else open_data(validation, step)
@@ -134,7 +148,7 @@ class Trainer:
         self._fitted = batch_size  # rows of a micro-batch that fitted in every step so far
         self._loss = RunningLoss()  # of the current epoch
 
-    def fit(self, *, epochs: int) -> list[EpochReport]:
+    def fit(self, epochs: int) -> list[EpochReport]:
         """Train until `epochs` epochs are done, including those before a resume, or a callback stops it.
 
         Ctrl-C and SIGTERM take effect after the current update. Then, and after any error of anybatch, of the
@@ -457,6 +471,16 @@ def _check_saving(out: object, minutes: float, keep: int) -> None:
         raise PlanError(
             f"Expected a folder for checkpoints, got none with save_minutes={minutes} and keep={keep}. Pass "
             "out= to the trainer."
+        )
+
+
+def _check_metrics(metrics: object) -> None:
+    named = cast("Mapping[str, object]", metrics if isinstance(metrics, Mapping) else {"metrics": metrics})
+    odd = [one for one in named.values() if not (callable(one) or isinstance(one, Fold))]
+    if metrics is not None and odd:
+        raise PlanError(
+            f"Expected metrics as a mapping of names to functions, got {odd[0]!r}. Pass functions of "
+            '(outputs, targets) that return an ab.Total, as in {"accuracy": ab.accuracy}.'
         )
 
 

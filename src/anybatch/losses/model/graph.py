@@ -63,7 +63,8 @@ def loss_of(model: nn.Module, output: Any) -> Tensor:
     raise NoLossError(
         f"Expected {type(model).__name__} to return its loss (as .loss, ['loss'], a scalar, or one scalar "
         f"in a tuple), got {came} in a {type(output).__name__}. Put the labels into the batch under the name "
-        "that the model's forward takes, or hand over a loss that compares its outputs with them."
+        "that the model's forward takes, or pass another loss than ab.ModelLoss(): one of torch, or "
+        "ab.WholeBatch where all rows meet, as in CLIP."
     )
 
 
