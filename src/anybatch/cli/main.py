@@ -4,11 +4,14 @@ import argparse
 import json
 import math
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from importlib import metadata
-from typing import Any, get_args
+from shutil import get_terminal_size
+from typing import Any, TextIO, get_args
 
 from anybatch.batchnorm import BATCH_NORM_CHOICES
 from anybatch.check import check, refuse_without_data
@@ -33,7 +36,7 @@ _RECIPE_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 _DEVICE = "cpu, cuda, cuda:1 or auto"
 _JSON = "print one JSON object and nothing else on standard output"
-_PRECISION = "dtypes to store and compute in; the true ones store weights short, with float32 behind them"
+_PRECISION = f"{', '.join(NAMED)}: dtypes to store and compute in; the true ones store weights in 16 bits"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,15 +70,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     if rank():
         return 0
-    print(to_json(result) if options.json else text)
+    print(to_json(result) if options.json else _fitted(text, sys.stdout))
     return 0 if result.get("exact", True) else 1
 
 
 def _refuse(options: argparse.Namespace, message: str) -> int:
-    print(f"anybatch {options.command}: {message}", file=sys.stderr)
+    print(_fitted(f"anybatch {options.command}: {message}", sys.stderr), file=sys.stderr)
     if options.json:
         print(to_json({"error": message}))
     return 2 if options.command == "check" else 1
+
+
+def _fitted(text: str, stream: TextIO) -> str:
+    """Return the text with its lines broken between words where a terminal would break them anywhere."""
+    if not stream.isatty():
+        return text
+    width = get_terminal_size().columns
+    wrap = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line if len(line) <= width else wrap(line) for line in text.splitlines())
 
 
 def _resumed(folder: str, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -130,7 +142,7 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     add("--lr", type=float, help="learning rate, above 0; if not given, the recipe's own, or 0.001")
     add("--momentum", type=float, default=0.9, help="momentum of SGD, from 0 to below 1")
     add("--clip-norm", type=float, default=math.inf, help="largest norm of the whole batch's gradient")
-    add("--precision", choices=tuple(NAMED), default="float32", help=_PRECISION)
+    add("--precision", choices=tuple(NAMED), default="float32", metavar="NAME", help=_PRECISION)
     non_finite = "what to do with rows that give NaN or infinity"
     compiled = "compile the model with torch.compile, which takes a C++ compiler"
     add("--compile", action=argparse.BooleanOptionalAction, default=False, help=compiled)
@@ -195,7 +207,7 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     add("--optimizer", choices=optimizers, help="where the target has none: the recipe's own, or adamw")
     add("--recompute", help="all, selective, offload, or a pattern of module names; chosen if not given")
     add("--batch-norm", choices=BATCH_NORM_CHOICES, help="what a step does with BatchNorm")
-    add("--precision", choices=tuple(NAMED), default="float32", help=_PRECISION)
+    add("--precision", choices=tuple(NAMED), default="float32", metavar="NAME", help=_PRECISION)
     add("--plot", metavar="FILE", help="draw memory over the step: .png, .svg, .pdf or .html")
     reported = commands.add_parser("report", help="write the page of a run: one file of HTML with its charts")
     reported.set_defaults(run=report_action.report)

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.batchnorm import BatchNormChoice
-from anybatch.core import Collate, PlanError, check_whole, ran_out_of_memory, torch_private as private
+from anybatch.core import (
+    Collate,
+    PlanError,
+    check_whole,
+    counted,
+    ran_out_of_memory,
+    torch_private as private,
+)
 from anybatch.engine import Observer
 from anybatch.losses import module_of
 from anybatch.observe.figure import checked
@@ -72,6 +79,10 @@ class GradientFlow(Observer):
         self._kept_every = every
         self._seen: _FlowReading | None = None
         self._last: Flow | None = None
+
+    def __repr__(self) -> str:
+        kept = f"{len(self.history)} of {counted(self.updates, 'update')} kept"
+        return f"GradientFlow({type(self.model).__name__}, {kept})"
 
     @property
     def last(self) -> Flow | None:

@@ -109,15 +109,20 @@ class PlanReport:
         budget = "" if self.budget is None else f" of {format_bytes(self.budget)}"
         peak = f"{format_bytes(self.peak)}{budget} on {self.device}, {self.ledger.source}"
         lines = [line.partition(" ") for line in str(self.plan).splitlines()]
+        rows = [(name, text.strip()) for name, _, text in lines]
+        chosen = [row for row in rows if row[0] in _CHOSEN and row[1] != "as set"]
         sections = [
-            [(name, text.strip()) for name, _, text in lines],
-            [("peak", peak), ("one update", f"{format_seconds(self.seconds)}, estimated")],
+            [("peak", peak), ("one update", f"{format_seconds(self.seconds)}, estimated"), *chosen],
             [("", str(self.ledger))],
             _blocks(self.plan),
             [("next best", "\n".join(_table(self.options)))] if self.options else [],
             [("note", note) for note in self.notes],
+            [row for row in rows if row not in chosen],  # as they were given
         ]
         return [section for section in sections if section]
+
+
+_CHOSEN = ("rows", "micro_batch", "blocks", "foreach")  # settings that a plan decides
 
 
 def _line(row: tuple[str, str]) -> str:

@@ -382,7 +382,8 @@ class Step:
         return (
             f"Step({', '.join(names)}, {sum(p.numel() for p in trained):,} trained parameters, "
             f"micro_batch={self.micro_batch}, memory={memory!r}, precision={str(self.precision)!r}, "
-            f"{counted(self._progress.updates, 'update')} made)"
+            f"{counted(self._progress.updates, 'update')} made"
+            f"{'' if self.open_window is None else f', {self.open_window!r}'})"
         )
 
     def _begun(self) -> Task:

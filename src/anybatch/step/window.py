@@ -18,6 +18,7 @@ from anybatch.core import (
     StepReport,
     WindowError,
     all_finite,
+    counted,
 )
 from anybatch.engine import (
     Accumulation,
@@ -244,6 +245,9 @@ class Window(Accumulation):
         finally:
             if self._phase == "updated":
                 self.clear()
+
+    def __repr__(self) -> str:
+        return f"Window({self._phase}, {counted(self._rows, 'row')})"
 
     def __enter__(self) -> "Window":
         return self

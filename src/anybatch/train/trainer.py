@@ -15,6 +15,7 @@ from anybatch.core import (
     StepReport,
     WindowError,
     check_whole,
+    counted,
     kind_of,
 )
 from anybatch.engine import learning_rate_of
@@ -191,7 +192,7 @@ class Trainer:
                 stops.callback(callback.stop, self)
             while self.epoch < epochs and not self.stopped:
                 reports += self._run_epoch(interruption)
-                interruption.obey()
+                interruption.obey(self._how_to_go_on())
         return reports
 
     def stop(self, reason: str) -> None:
@@ -299,6 +300,11 @@ class Trainer:
         homes = (path.parent.resolve(), path.resolve().parent)  # the path may be a symlink or its target
         self._is_ours = self.out is not None and self.out.resolve() in homes
 
+    def __repr__(self) -> str:
+        done = f"{counted(self.epoch, 'epoch')} and {counted(self.updates, 'update')} done"
+        out = None if self.out is None else str(self.out)
+        return f"Trainer({type(self.step.model).__name__}, batch_size={self.batch_size}, out={out!r}, {done})"
+
     @property
     def _everyone(self) -> tuple[Callback, ...]:
         return self.callbacks if self._log is None else (*self.callbacks, self._log)
@@ -360,7 +366,7 @@ class Trainer:
             if errors:
                 raise errors[0]
             if stop:
-                interruption.obey()
+                interruption.obey(self._how_to_go_on())
             if self.stopped:
                 break
         return rows
@@ -399,6 +405,12 @@ class Trainer:
         if is_better:
             self.best = value
         return is_better
+
+    def _how_to_go_on(self) -> str:
+        done = f"stopped after {counted(self.updates, 'update')}"
+        if self.out is None:
+            return f"{done}; nothing was saved, as the trainer has no out="
+        return f"{done}, saved in {self.out / LAST}; go on with trainer.resume({str(self.out)!r}) and fit()"
 
     @contextmanager
     def _saved_upon(self, error: type[Exception]) -> Generator[None]:
