@@ -4,14 +4,11 @@ import argparse
 import json
 import math
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
-from functools import partial
 from importlib import metadata
-from shutil import get_terminal_size
-from typing import Any, TextIO, get_args
+from typing import Any, get_args
 
 from anybatch.batchnorm import BATCH_NORM_CHOICES
 from anybatch.check import check, refuse_without_data
@@ -70,24 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     if rank():
         return 0
-    print(to_json(result) if options.json else _fitted(text, sys.stdout))
+    print(to_json(result) if options.json else text)
     return 0 if result.get("exact", True) else 1
 
 
 def _refuse(options: argparse.Namespace, message: str) -> int:
-    print(_fitted(f"anybatch {options.command}: {message}", sys.stderr), file=sys.stderr)
+    print(f"anybatch {options.command}: {message}", file=sys.stderr)
     if options.json:
         print(to_json({"error": message}))
     return 2 if options.command == "check" else 1
-
-
-def _fitted(text: str, stream: TextIO) -> str:
-    """Return the text with its lines broken between words where a terminal would break them anywhere."""
-    if not stream.isatty():
-        return text
-    width = get_terminal_size().columns
-    wrap = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(line if len(line) <= width else wrap(line) for line in text.splitlines())
 
 
 def _resumed(folder: str, arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -310,15 +310,7 @@ class SampleBatch(Batch):
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
         """Yield each part, collated."""
         for index in parts:
-            micro = self.collate([self.given[row] for row in self.callers(index)])
-            if micro is None:
-                name = getattr(self.collate, "__name__", type(self.collate).__name__)
-                raise BatchError(
-                    f"Expected collate= to return the tensors of a micro-batch, got None from {name}. End "
-                    "the function with `return`."
-                )
-            yield Micro(micro, index)
-            del micro  # before the next one is made
+            yield Micro(self.collate([self.given[row] for row in self.callers(index)]), index)
 
     def only(self, indices: Sequence[int]) -> "SampleBatch":
         """Return a batch of these samples."""
@@ -353,10 +345,9 @@ def _are_adjacent(parts: Sequence[Sequence[int]]) -> bool:
 
 def _common_rows(nest: tree.Nest, value: object) -> int:
     if not nest.leaves:
-        came = "None" if value is None else f"a {type(value).__name__} without any"
         raise BatchError(
-            f"Expected a tensor in the batch, got {came}. Pass the tensors of all rows; look for a function "
-            "that returns nothing, such as a collate_fn without `return`."
+            f"Expected a tensor in the batch, got {type(value).__name__}. Pass the tensors of all rows; a "
+            "collate_fn without `return` gives None."
         )
     rows = nest.leaves[0].shape[0] if nest.leaves[0].dim() else -1
     for leaf in nest.leaves:

@@ -160,14 +160,10 @@ def _advice(node: object, path: str) -> str:
         return "Make it a tensor with torch.from_numpy."
     if isinstance(node, bool):
         return (
-            f"{node} is a setting and no row: pass it to the model inside of a loss function (model, micro). "
-            "The loss of a model in which all rows meet, such as CLIP's, is an ab.WholeBatch."
+            "Pass a setting to the model in a loss function (model, micro); CLIP's loss is an ab.WholeBatch."
         )
     if not path:
-        return (
-            "Pass the batches of a loader one by one, as in `for batch in loader: step(batch)`; a data set "
-            "goes through torch.utils.data.DataLoader(dataset, batch_size=...)."
-        )
+        return "Make a DataLoader(dataset, batch_size=...); then, for batch in loader: step(batch)."
     return "Make it a tensor with one entry per row, or pass a list of samples to a step with a collate=."
 
 

@@ -53,9 +53,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Return the name of a value's type for an error, as in `Tensor`, `None` and `the class SGD`."""
-    if value is None:
-        return "None"
+    """Return the name of a value's type for an error, as in `Tensor` and `the class SGD`."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 

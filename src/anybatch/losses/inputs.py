@@ -8,22 +8,19 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from anybatch.core import AnybatchError, LossError, ran_out_of_memory
+from anybatch.core import AnybatchError, LossError, kind_of, ran_out_of_memory
 
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 
 
 def how_to_write(micro: object = None) -> str:
     """Return an example of a loss of one's own, for batches of the form of this micro-batch."""
-    inputs, target = "micro[0]", "micro[1]"
-    if isinstance(micro, Mapping):
-        keys = list(cast("Mapping[object, Any]", micro))
-        first = next((key for key in keys if key not in TARGET_KEYS), "inputs")
-        inputs = f"micro[{first!r}]"
-        target = f"micro[{next((key for key in keys if key in TARGET_KEYS), 'target')!r}]"
+    keys = list(cast("Mapping[Any, Any]", micro)) if isinstance(micro, Mapping) else []
+    inputs = next((key for key in keys if key not in TARGET_KEYS), "inputs" if keys else 0)
+    target = next((key for key in keys if key in TARGET_KEYS), "target" if keys else 1)
     return (
         "def loss(model, micro):\n"
-        f'    losses = F.cross_entropy(model({inputs}), {target}, reduction="none")\n'
+        f'    losses = F.cross_entropy(model(micro[{inputs!r}]), micro[{target!r}], reduction="none")\n'
         "    return ab.Total(losses.sum(), losses.numel())"
     )
 
@@ -33,14 +30,17 @@ def noted(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     try:
         return function(*arguments, **named)
     except Exception as error:
-        if not (isinstance(error, AnybatchError) or ran_out_of_memory(error)):
-            inner = function.func if isinstance(function, partial) else function
-            name = getattr(inner, "__name__", type(inner).__name__)
-            error.add_note(
-                f"anybatch called {name} with {shown(named or arguments)}. Compare shapes, dtypes and names "
-                "with what it takes; a tuple is passed by position, a mapping by name."
-            )
+        name = getattr(getattr(function, "func", function), "__name__", type(function).__name__)
+        got = f"anybatch called {name} with {shown(named or arguments)}"
+        note(error, f"{got}. Compare shapes, dtypes and names with what it takes; mappings go in by name.")
         raise
+
+
+def note(error: Exception, text: str) -> None:
+    """Add a note, once, to an error of the caller's code."""
+    is_own = isinstance(error, AnybatchError) or ran_out_of_memory(error)
+    if not is_own and text not in getattr(error, "__notes__", ()):
+        error.add_note(text)
 
 
 def shown(value: Any) -> str:
@@ -50,11 +50,8 @@ def shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key!r}: {shown(one)}' for key, one in cast('Any', value).items())}}}"
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(shown, cast('Any', value[:_SHOWN])))}]"
+        return f"[{', '.join(map(shown, cast('Any', value[:6])))}]"
     return type(value).__name__
-
-
-_SHOWN = 6  # entries
 
 
 def split_batch(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any, ...]]:
@@ -108,8 +105,8 @@ def split_batch(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any,
             f"target, or write the loss as a function:\n{how_to_write(mapping)}"
         )
     raise LossError(
-        f"Expected a batch (inputs, target) or a mapping with a target, got {type(micro).__name__}. Pass "
-        f"both in one tuple, or write the loss as a function:\n{how_to_write(micro)}"
+        f"Expected a batch (inputs, target) or a mapping with a target, got {kind_of(micro)}. Pass both in "
+        f"one tuple (return them from a collate), or write the loss as a function:\n{how_to_write(micro)}"
     )
 
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import AnybatchError, Batch, LossError, Number, Total, ran_out_of_memory
-from anybatch.losses.inputs import how_to_write, shown
+from anybatch.core import Batch, LossError, Number, Total
+from anybatch.losses.inputs import how_to_write, note, shown
 from anybatch.losses.loss import Evaluated, Plain
 
 HOW = f"Pass a loss of torch, such as nn.CrossEntropyLoss(), or write\n{how_to_write()}"
@@ -98,14 +98,9 @@ def call_loss(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro
     """Return the result of a user's loss; a note to its errors tells how it was called."""
     try:
         return function(model, micro)
-    except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
-        if not (isinstance(error, AnybatchError) or ran_out_of_memory(error)):
-            called = (
-                f"anybatch called loss(model, micro) with micro = {shown(micro)}. Take its parts from there."
-            )
-            note = _CALLED if _takes_outputs(function, model, error) else called
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
+    except Exception as error:
+        called = f"anybatch called loss(model, micro) with micro = {shown(micro)}. Take its parts from there."
+        note(error, _CALLED if _takes_outputs(function, model, error) else called)
         raise
 
 

@@ -11,14 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.batchnorm import BatchNormChoice
-from anybatch.core import (
-    Collate,
-    PlanError,
-    check_whole,
-    counted,
-    ran_out_of_memory,
-    torch_private as private,
-)
+from anybatch.core import Collate, PlanError, check_whole, ran_out_of_memory, torch_private as private
 from anybatch.engine import Observer
 from anybatch.losses import module_of
 from anybatch.observe.figure import checked
@@ -81,8 +74,9 @@ class GradientFlow(Observer):
         self._last: Flow | None = None
 
     def __repr__(self) -> str:
-        kept = f"{len(self.history)} of {counted(self.updates, 'update')} kept"
-        return f"GradientFlow({type(self.model).__name__}, {kept})"
+        return (
+            f"GradientFlow({type(self.model).__name__}, {len(self.history)} of {self.updates} updates kept)"
+        )
 
     @property
     def last(self) -> Flow | None:

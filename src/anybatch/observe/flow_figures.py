@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from anybatch.core import counted, html_table
+from anybatch.core import html_table
 
 VANISHING, EXPLODING = 1e-3, 70.0
 MARKS = ("vanishing", "exploding", "not finite", "unused")
@@ -94,8 +94,8 @@ class Flow:
         return {"layers": self.layers} | {name: [*map(_rounded, getattr(self, name))] for name in names}
 
     def __repr__(self) -> str:
-        marks = [f", {mark}: {', '.join(self.marked(mark))}" for mark in dict.fromkeys(self.marks) if mark]
-        return f"Flow(update {self.update}, {counted(len(self.layers), 'layer')}{''.join(marks)})"
+        marked = len(self.marks) - self.marks.count("")
+        return f"Flow(update {self.update}, {len(self.layers)} layers, {marked} marked)"
 
     def _repr_html_(self) -> str:
         return html_table([("", str(self))])

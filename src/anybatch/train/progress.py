@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-_WIDE = 100  # columns with room for the memory
-
-
 class ProgressBar(Callback):
     """A bar over all updates, with the peak memory if there is room, and a line for every finished epoch.
 
@@ -72,27 +69,23 @@ class ProgressBar(Callback):
         speed = self._rows / (now - self._last)
         self._last, self._rows = now, 0
         figures = f"loss {self._loss:.4f}  {format_count(speed)} samples/s"
-        if self._console.width >= _WIDE:
+        if self._console.width >= 100:
             figures += f"  peak {format_bytes(peak_bytes(self._device))}"
         self._bar.update(self._task, completed=self._done, figures=figures)
 
     def epoch(self, trainer: Any, report: EpochReport) -> None:
         """Print the epoch's line above the bar."""
         self._bar.update(self._task, completed=self._done, description=self._epoch_after(report.epoch))
-        self._print(str(report))
+        self._console.print(str(report), markup=False, highlight=False, soft_wrap=True)
 
     def stop(self, trainer: Any) -> None:
         """Remove the bar; print the reason if a callback stopped the training."""
         self._bar.stop()
         if trainer.stopped:
-            self._print(f"stopped: {trainer.stopped}")
+            self._console.print(f"stopped: {trainer.stopped}", markup=False, highlight=False, soft_wrap=True)
 
     def _epoch_after(self, done: int) -> str:
         return f"epoch {min(done + 1, self._epochs)}/{self._epochs}"
-
-    def _print(self, line: str) -> None:
-        is_file = not self._console.is_terminal  # whose lines stay whole
-        self._console.print(line, markup=False, highlight=False, soft_wrap=is_file)
 
 
 def _import_rich() -> None:

@@ -5,19 +5,9 @@ import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from anybatch.core import (
-    AnybatchError,
-    CheckpointError,
-    Fold,
-    PlanError,
-    StepReport,
-    WindowError,
-    check_whole,
-    counted,
-    kind_of,
-)
+from anybatch.core import AnybatchError, CheckpointError, PlanError, StepReport, WindowError, check_whole
 from anybatch.engine import learning_rate_of
 from anybatch.losses import summed_loss
 from anybatch.state import rng
@@ -110,11 +100,7 @@ class Trainer:
         progress: bool = True,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        if not isinstance(cast("object", step), Step):
-            raise PlanError(
-                f"Expected an ab.Step, got {kind_of(step)}. Make one, as in ab.Step(model, loss, optimizer)."
-            )
-        _check_metrics(metrics)
+        _check_parts(step, metrics or {})
         self.step = step
         self.train = open_data(train, step)
         self.validation = None if validation is None else open_data(validation, step)
@@ -192,7 +178,7 @@ class Trainer:
                 stops.callback(callback.stop, self)
             while self.epoch < epochs and not self.stopped:
                 reports += self._run_epoch(interruption)
-                interruption.obey(self._how_to_go_on())
+                interruption.obey(_how_to_go_on(self))
         return reports
 
     def stop(self, reason: str) -> None:
@@ -285,10 +271,8 @@ class Trainer:
         self.epoch, self._batch, self.updates = then["epoch"], then["batch"], then["updates"]
         self.seconds, self.best = then["seconds"], then["best"]
         steps = self.epoch * (self.train.per_epoch(self.batch_size) or 0) + self._batch
-        self.steps, self._digest = (
-            then.get("steps", steps),
-            then.get("digest", ""),
-        )  # missing in old checkpoints
+        self.steps = then.get("steps", steps)  # missing in old checkpoints, as is the next
+        self._digest = then.get("digest", "")
         self._loss = RunningLoss(then["totals"], **then.get("counts", {}))
         self.step.scale.load(then.get("scale", self.step.scale.state()))
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
@@ -301,9 +285,8 @@ class Trainer:
         self._is_ours = self.out is not None and self.out.resolve() in homes
 
     def __repr__(self) -> str:
-        done = f"{counted(self.epoch, 'epoch')} and {counted(self.updates, 'update')} done"
-        out = None if self.out is None else str(self.out)
-        return f"Trainer({type(self.step.model).__name__}, batch_size={self.batch_size}, out={out!r}, {done})"
+        done = f"epochs done: {self.epoch}, updates done: {self.updates}"
+        return f"Trainer({type(self.step.model).__name__}, out={self.out}, {done})"
 
     @property
     def _everyone(self) -> tuple[Callback, ...]:
@@ -366,7 +349,7 @@ class Trainer:
             if errors:
                 raise errors[0]
             if stop:
-                interruption.obey(self._how_to_go_on())
+                interruption.obey(_how_to_go_on(self))
             if self.stopped:
                 break
         return rows
@@ -405,12 +388,6 @@ class Trainer:
         if is_better:
             self.best = value
         return is_better
-
-    def _how_to_go_on(self) -> str:
-        done = f"stopped after {counted(self.updates, 'update')}"
-        if self.out is None:
-            return f"{done}; nothing was saved, as the trainer has no out="
-        return f"{done}, saved in {self.out / LAST}; go on with trainer.resume({str(self.out)!r}) and fit()"
 
     @contextmanager
     def _saved_upon(self, error: type[Exception]) -> Generator[None]:
@@ -486,14 +463,24 @@ def _check_saving(out: object, minutes: float, keep: int) -> None:
         )
 
 
-def _check_metrics(metrics: object) -> None:
-    named = cast("Mapping[str, object]", metrics if isinstance(metrics, Mapping) else {"metrics": metrics})
-    odd = [one for one in named.values() if not (callable(one) or isinstance(one, Fold))]
-    if metrics is not None and odd:
-        raise PlanError(
-            f"Expected metrics as a mapping of names to functions, got {odd[0]!r}. Pass functions of "
-            '(outputs, targets) that return an ab.Total, as in {"accuracy": ab.accuracy}.'
-        )
+def _how_to_go_on(trainer: Trainer) -> str:
+    out = trainer.out
+    saved = "nothing was saved, as out= is None"
+    if out is not None:
+        saved = f"{out / LAST} is saved; go on with trainer.resume({str(out)!r}) and fit()"
+    return f"stopped at update {trainer.updates}; {saved}"
+
+
+def _check_parts(step: object, metrics: Any) -> None:
+    if not isinstance(step, Step):
+        got = type(step).__name__
+        raise PlanError(f"Expected an ab.Step, got {got}. Make one: ab.Step(model, loss, optimizer).")
+    for metric in metrics.values() if isinstance(metrics, Mapping) else [metrics]:
+        if not (callable(metric) or hasattr(metric, "merge")):
+            raise PlanError(
+                f"Expected metrics as a mapping of names to functions, got {metric!r}. Pass functions of "
+                '(outputs, targets) that return an ab.Total, as in {"accuracy": ab.accuracy}.'
+            )
 
 
 def _unknown_best(best_by: str, names: Iterable[str]) -> PlanError:
