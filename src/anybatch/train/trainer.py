@@ -116,13 +116,11 @@ class Trainer:
             raise _unknown_best(best_by, names)
         self.batch_size, self.seed, self.metrics = batch_size, seed, dict(metrics or {})
         self.best_by, self.larger_is_better = best_by, larger_is_better
-        self.config = check_config(config or {})
-        self._share = self.train.share
+        self.config, self._share = check_config(config or {}), self.train.share
         self.out = None if out is None or self._share.rank else make_folder(Path(out))
         self.save_every, self.save_minutes, self.keep = save_every, save_minutes, keep
-        bars = (
-            [ProgressBar(next(step.model.parameters()).device)] if progress and not self._share.rank else []
-        )
+        has_bar = progress and not self._share.rank
+        bars = [ProgressBar(next(step.model.parameters()).device)] if has_bar else []
         there = [one for one in callbacks if one.on_every_rank or not self._share.rank]
         self.callbacks: tuple[Callback, ...] = (*bars, *there)
         self._log = None if self.out is None else JsonLog(self.out / "log.jsonl", peak_bytes)
@@ -285,8 +283,7 @@ class Trainer:
         self._is_ours = self.out is not None and self.out.resolve() in homes
 
     def __repr__(self) -> str:
-        done = f"epochs done: {self.epoch}, updates done: {self.updates}"
-        return f"Trainer({type(self.step.model).__name__}, out={self.out}, {done})"
+        return f"Trainer({type(self.step.model).__name__}, epoch {self.epoch}, update {self.updates}, {self.out})"
 
     @property
     def _everyone(self) -> tuple[Callback, ...]:
