@@ -283,7 +283,7 @@ class Trainer:
         self._is_ours = self.out is not None and self.out.resolve() in homes
 
     def __repr__(self) -> str:
-        return f"Trainer({type(self.step.model).__name__}, epoch {self.epoch}, update {self.updates}, {self.out})"
+        return f"Trainer(epoch {self.epoch}, update {self.updates}, out={self.out}, {self.step!r})"
 
     @property
     def _everyone(self) -> tuple[Callback, ...]:
