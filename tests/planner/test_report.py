@@ -78,7 +78,7 @@ def test_a_refused_step_names_the_ways_out() -> None:
             make(Net, optimizer, memory=1000, precision=precision)(rows_of(64, 5, 8))
         told, least = str(refused.value), refused.value.smallest
         assert all(
-            words in told for words in ("within 1000 B", f"({least} bytes)", "Largest: 10.5 KiB input")
+            words in told for words in ("within 1000 B", f"({least} bytes)", "largest: 10.5 KiB input")
         )
         assert ("8-bit" in told, "bf16-mixed" in told) == (has_state, precision == "float32")
         assert "BatchNorm" not in told

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -22,6 +23,7 @@ from anybatch.core import (
     DataError,
     PlanError,
     RankError,
+    counted,
     format_bytes,
     format_count,
     format_seconds,
@@ -83,6 +85,9 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             f"stopped after {trainer.updates} updates; go on with: anybatch train --resume {out}"
         ) from None
     test = {} if training.test is None else trainer.evaluate(training.test)
+    if test and not rank():
+        with (out / "log.jsonl").open("a", encoding="utf-8") as log:
+            log.write(to_json({"event": "test", "updates": trainer.updates, **test}) + "\n")
     seconds = trainer.seconds - before_seconds
     rows_per_update = (trainer.train.count or 0) / (trainer.train.per_epoch(options.batch_size) or 1)
     rows = (trainer.updates - before_updates) * rows_per_update
@@ -365,6 +370,13 @@ def _config(options: argparse.Namespace, training: Training) -> dict[str, Any]:
 
 
 def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
+    done = (
+        f"trained     {format_count(result['updates'])} updates in {format_seconds(result['seconds'])}, "
+        f"{format_count(result['samples_per_second'])} samples/s, peak memory "
+        f"{format_bytes(result['peak_bytes'])}\n"
+    )
+    if not result["seconds"]:
+        done = f"finished    already, after {counted(trainer.epoch, 'epoch')}; train on with --epochs\n"
     best = f"stopped     {trainer.stopped}\n" if trainer.stopped else ""
     if trainer.best is not None:
         best += f"best        {out / BEST}  (validation {trainer.best_by} {trainer.best:.4f})\n"
@@ -372,11 +384,9 @@ def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
     if told:
         best += f"servers     {', '.join(f'{name} {many:,}' for name, many in told.items())}\n"
     return (
-        f"trained     {format_count(result['updates'])} updates in {format_seconds(result['seconds'])}, "
-        f"{format_count(result['samples_per_second'])} samples/s, peak memory "
-        f"{format_bytes(result['peak_bytes'])}\n"
-        f"checkpoint  {result['checkpoint']}\n{best}"
-        f"log         {result['log']}  (anybatch report {out} makes a page of it)" + _figures(result)
+        f"{done}checkpoint  {result['checkpoint']}\n{best}"
+        f"log         {result['log']}\n"
+        f"page        written by: anybatch report {out}{_figures(result)}"
     )
 
 
@@ -449,8 +459,13 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _folder(options: argparse.Namespace) -> Path:
-    name = (options.recipe or "").replace(":", ".")
-    return Path(options.resume) if options.resume else _free_folder(Path(options.out or f"runs/{name}"))
+    if options.resume:
+        return Path(options.resume)
+    wanted = Path(options.out or f"runs/{(options.recipe or '').replace(':', '.')}")
+    folder = _free_folder(wanted)
+    if folder != wanted and not rank():
+        sys.stderr.write(f"{wanted} holds another run; this one goes into {folder}\n")
+    return folder
 
 
 def _free_folder(wanted: Path) -> Path:

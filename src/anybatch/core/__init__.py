@@ -80,5 +80,6 @@ from anybatch.core.units import (
     format_count as format_count,
     format_seconds as format_seconds,
     html_table as html_table,
+    kind_of as kind_of,
     parse_bytes as parse_bytes,
 )

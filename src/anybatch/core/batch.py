@@ -321,8 +321,10 @@ def _are_adjacent(parts: Sequence[Sequence[int]]) -> bool:
 
 def _common_rows(nest: tree.Nest, value: object) -> int:
     if not nest.leaves:
-        count = len(nest.leaves)
-        raise BatchError(f"Expected a tensor in the batch, got {count}. Pass the tensors of all rows.")
+        raise BatchError(
+            f"Expected a tensor in the batch, got {type(value).__name__}. Pass the tensors of all rows; a "
+            "collate_fn without `return` gives None."
+        )
     rows = nest.leaves[0].shape[0] if nest.leaves[0].dim() else -1
     for leaf in nest.leaves:
         if leaf.dim() == 0 or leaf.shape[0] != rows:

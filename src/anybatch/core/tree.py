@@ -138,6 +138,18 @@ def _fields(node: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
 
 
+def _advice(node: object, path: str) -> str:
+    if type(node).__module__.startswith("numpy"):
+        return "Make it a tensor with torch.from_numpy."
+    if isinstance(node, bool):
+        return (
+            "Pass a setting to the model in a loss function (model, micro); CLIP's loss is an ab.WholeBatch."
+        )
+    if not path:
+        return "Make a DataLoader(dataset, batch_size=...); then, for batch in loader: step(batch)."
+    return "Make it a tensor with one entry per row, or pass a list of samples to a step with a collate=."
+
+
 def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Build:
     if isinstance(node, Tensor):
         paths.append(path or "the batch itself")
@@ -147,11 +159,9 @@ def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Buil
         return lambda rest: None
     found = parts(node)
     if found is None:
-        hint = " (torch.from_numpy makes it a tensor)" if type(node).__module__.startswith("numpy") else ""
         raise BatchError(
-            f"Expected tensors (or None) at every leaf of a batch, got a {type(node).__name__}{hint} at "
-            f"{path or 'the top'}. Turn it into a tensor with one entry per row, or hand over a list of "
-            "samples and a `collate`."
+            f"Expected tensors (or None) at every leaf of a batch, got a {type(node).__name__} at "
+            f"{path or 'the top'}. {_advice(node, path)}"
         )
     places = zip(_places(node), found, strict=True)
     builds = [_visit(part, f"{path}{place}", paths, leaves) for place, part in places]

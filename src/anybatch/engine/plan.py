@@ -210,7 +210,7 @@ def check_micro_batch(micro_batch: object) -> None:
     if not isinstance(micro_batch, int) or isinstance(micro_batch, bool):
         raise PlanError(
             f"Expected micro_batch to be a whole number of rows, got {micro_batch!r}. "
-            "Pass an int, or leave it out for the uncut batch."
+            'Pass an int, or leave it out for the uncut batch; memory="auto" chooses one.'
         )
     if micro_batch < 1:
         raise PlanError(

@@ -28,6 +28,7 @@ from anybatch.core import (
     PlanError,
     SampleBatch,
     TensorBatch,
+    kind_of,
     torch_private as private,
     tree,
 )
@@ -36,7 +37,7 @@ from anybatch.engine.network import Network
 from anybatch.engine.plan import Plan
 from anybatch.engine.strategy import Single, Strategy
 from anybatch.engine.update import check_optimizers, check_schedulers, learning_rate_of, owned
-from anybatch.losses import Loss, SummedLoss, WholeBatch, check_loss, module_of, resolve
+from anybatch.losses import Loss, SummedLoss, WholeBatch, check_loss, module_of, resolve, summed_loss
 from anybatch.precision import LossScale, Masters, Precision, Working
 from anybatch.recompute import apply_policies
 from anybatch.state import Effects, Reachable
@@ -160,7 +161,12 @@ def check_parts(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(
-            f"Expected the model to be a torch.nn.Module, got {type(model).__name__}. Wrap it in a module."
+            f"Expected the model to be a torch.nn.Module, got {kind_of(model)}. Call a class to make one; "
+            "wrap a function in a module."
+        )
+    if isinstance(loss, nn.Module) and summed_loss(model) is not None:
+        raise PlanError(
+            f"Expected the model, then the loss, got {kind_of(model)} and {kind_of(loss)}. Swap them."
         )
     check_loss(loss)
     known = {*model.parameters(), *module_of(loss).parameters()}

@@ -17,6 +17,7 @@ from anybatch.core import (
     OptimizerError,
     OutOfMemoryError,
     free_caches,
+    kind_of,
     ran_out_of_memory,
     released,
     torch_private as private,
@@ -217,7 +218,7 @@ def check_optimizers(optimizer: object, known: Iterable[nn.Parameter]) -> tuple[
                 "It asks for the loss again and again within one update; use another one."
             )
         if not isinstance(one, Optimizer):
-            raise OptimizerError(f"Expected a torch optimizer, got {type(one).__name__}. {_EXAMPLE}")
+            raise OptimizerError(f"Expected a torch optimizer, got {kind_of(one)}. {_EXAMPLE}")
         parameters = owned([one])
         if ours.isdisjoint(parameters):
             raise OptimizerError(
@@ -242,9 +243,13 @@ def check_schedulers(scheduler: object, optimizers: Sequence[Optimizer]) -> tupl
     schedulers = _as_tuple(scheduler)
     for one in schedulers:
         if not isinstance(one, LRScheduler) or isinstance(one, ReduceLROnPlateau):
+            advice = (
+                "Make one of torch.optim.lr_scheduler from the same optimizer, as in StepLR(optimizer, 10)."
+            )
+            if isinstance(one, ReduceLROnPlateau):
+                advice = "It waits for a metric: leave it out, and step it yourself after validation."
             raise OptimizerError(
-                f"Expected a scheduler that steps once per update, got {type(one).__name__}. "
-                "ReduceLROnPlateau waits for a metric: step it yourself after validation."
+                f"Expected a scheduler that steps once per update, got {kind_of(one)}. {advice}"
             )
         if not any(one.optimizer is optimizer for optimizer in optimizers):
             raise OptimizerError(

@@ -192,9 +192,14 @@ def find_precision(precision: "str | Precision | None") -> Precision:
         return precision
     name: Any = "float32" if precision is None else precision
     if not isinstance(name, str) or name not in NAMED:
+        text = str(precision)
+        near = "bf16" if "bf" in text else "fp16" if "16" in text or "half" in text else ""
+        advice = (
+            f'Write "{near}-mixed", or "{near}-true" to store the weights so, too' if near else "Name one"
+        )
         raise PlanError(
-            f"Expected a precision, one of {', '.join(NAMED)}, got {precision!r}. Name one, or say each "
-            "dtype by itself with ab.Precision(store=..., compute=...)."
+            f"Expected a precision, one of {', '.join(NAMED)}, got {precision!r}. {advice}; "
+            "ab.Precision(store=..., compute=...) says each dtype by itself."
         )
     return NAMED[cast("PrecisionName", name)]
 

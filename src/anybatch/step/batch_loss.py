@@ -23,7 +23,7 @@ from anybatch.losses import LossLike, module_of
 from anybatch.precision import Precision, PrecisionName, find_precision
 from anybatch.step.options import DEFAULT, Options, known_keywords
 from anybatch.step.step import Step
-from anybatch.step.window import Window
+from anybatch.step.window import Window, refuse_others
 
 _LOOP = "Do it in your loop after backward(), or use ab.Step."
 
@@ -108,7 +108,7 @@ class BatchLoss:
         self._step(self._precision or "float32")  # refuses what cannot be
         self.report: StepReport | None = None
 
-    def __call__(self, batch: Any) -> Tensor:
+    def __call__(self, batch: Any, *others: Any) -> Tensor:
         """Return the loss of a whole batch: a scalar, in float32 or the parameters' dtype if that is wider.
 
         Args:
@@ -117,6 +117,7 @@ class BatchLoss:
         Raises:
             BatchError, PlanError, LossError, OutOfMemoryError: see `anybatch.Step`.
         """
+        refuse_others("batch_loss", others)
         if isinstance(batch, Window):
             step = next((one for one in self._steps.values() if one.open_window is batch), None)
             if step is None:

@@ -108,6 +108,8 @@ _FOREIGN = {
     **dict.fromkeys(("clip_grad", "grad_clip", "clip_grad_norm", "max_norm", "max_grad_norm"), _NORM),
     **dict.fromkeys(("gradient_clip_val", "gradient_clipping"), _NORM),
     **dict.fromkeys(("amp", "use_amp", "autocast", "mixed_precision", "fp16", "bf16"), _MIXED),
+    "listeners": "Write callbacks=[...]: functions called with each StepReport, or objects.",
+    "observers": "Write callbacks=[...], with methods of ab.Callback such as gradients(gradients).",
     "clip_grad_value": "Write options=ab.Options(clip_value=...).",
     "gradient_checkpointing": 'Write options=ab.Options(recompute="all").',
     "lr_scheduler": "Write options=ab.Options(scheduler=...).",

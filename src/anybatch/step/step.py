@@ -54,7 +54,7 @@ from anybatch.step.decide import Guard, Planning, whole_number
 from anybatch.step.length import ordered
 from anybatch.step.options import DEFAULT, Options, known_keywords
 from anybatch.step.remote import Remote
-from anybatch.step.window import Window
+from anybatch.step.window import Window, refuse_others
 
 
 class Step:
@@ -147,7 +147,7 @@ class Step:
         self._gathered: tuple[Task, Signature] | None = None
         self.working = at_work(model, chosen, self.optimizers)  # last: a refusal changes nothing
 
-    def __call__(self, batch: Any) -> StepReport:
+    def __call__(self, batch: Any, *others: Any) -> StepReport:
         """Run forward and backward for each micro-batch, then update once.
 
         An error before the update leaves everything as it was. An error after it (in a scheduler, in a
@@ -164,6 +164,7 @@ class Step:
             BatchError, PlanError, LossError, OptimizerError, WindowError: see `anybatch.core.errors`.
             OutOfMemoryError: one row does not fit, or smaller micro-batches would change the result.
         """
+        refuse_others("step", others)
         self._refuse_open_window()
         try:
             return self._step(self._begun(), batch, self.end)
@@ -354,7 +355,8 @@ class Step:
         return (
             f"Step({', '.join(names)}, {sum(p.numel() for p in trained):,} trained parameters, "
             f"micro_batch={self.micro_batch}, memory={memory!r}, precision={str(self.precision)!r}, "
-            f"{counted(self._progress.updates, 'update')} made)"
+            f"{counted(self._progress.updates, 'update')} made"
+            f"{'' if self.open_window is None else f', {self.open_window!r}'})"
         )
 
     def _begun(self) -> Task:

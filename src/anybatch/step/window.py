@@ -18,6 +18,7 @@ from anybatch.core import (
     StepReport,
     WindowError,
     all_finite,
+    counted,
 )
 from anybatch.engine import (
     Accumulation,
@@ -102,7 +103,7 @@ class Window(Accumulation):
         """The report of the update; None before it."""
         return self._report
 
-    def add(self, micro: Any) -> None:
+    def add(self, micro: Any, *others: Any) -> None:
         """Run forward and backward on one micro-batch, and add its gradient to the sums.
 
         If this fails, the window is as before; on several ranks it ends, and the others raise at `close`.
@@ -114,6 +115,7 @@ class Window(Accumulation):
             WindowError: the window is not open, or a `.grad` is not zero.
             BatchError, LossError: see `Step.__call__`.
         """
+        refuse_others("add", others)
         self._expect("open", "add a micro-batch")
         try:
             self._add(micro)
@@ -245,6 +247,9 @@ class Window(Accumulation):
             if self._phase == "updated":
                 self.clear()
 
+    def __repr__(self) -> str:
+        return f"Window({self._phase}, {counted(self._rows, 'row')})"
+
     def __enter__(self) -> "Window":
         return self
 
@@ -287,6 +292,15 @@ class Window(Accumulation):
                 f"Expected a window that is {phase} to {wish}, got one that is {self._phase}. "
                 "Open a new one with step.window()."
             )
+
+
+def refuse_others(name: str, others: tuple[object, ...]) -> None:
+    """Raise BatchError for a call as in `step(inputs, target)`: a batch is one argument."""
+    if others:
+        raise BatchError(
+            f"Expected one batch, got {1 + len(others)} arguments. Put them into a tuple, as in "
+            f"{name}((inputs, target))."
+        )
 
 
 _gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")

@@ -14,6 +14,7 @@ from anybatch.core import (
     Fold,
     LossError,
     OpenBatch,
+    PlanError,
     SampleBatch,
     StepReport,
     TensorBatch,
@@ -64,6 +65,12 @@ class Metrics(Callback):
     """
 
     def __init__(self, **named: Metric) -> None:
+        for name, metric in named.items():
+            if not (callable(metric) or hasattr(metric, "merge")):
+                raise PlanError(
+                    f"Expected functions as metrics, got {name}={metric!r}. Pass functions of (outputs, "
+                    "targets) that return an ab.Total, as in ab.Metrics(accuracy=ab.accuracy)."
+                )
         self.named = named
 
     def metrics(self) -> Mapping[str, Metric]:

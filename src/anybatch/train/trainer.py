@@ -18,11 +18,12 @@ from anybatch.core import (
     bound,
     check_callbacks,
     check_whole,
+    kind_of,
 )
 from anybatch.engine import learning_rate_of
 from anybatch.losses import summed_loss
 from anybatch.state import rng
-from anybatch.step import Step
+from anybatch.step import Step, known_keywords
 from anybatch.train import checkpoint
 from anybatch.train.callbacks import EMA, load_states, states
 from anybatch.train.folder import BEST, LAST, has_run, load_newest, make_folder, number
@@ -57,17 +58,14 @@ class Trainer:
         validation: rows or a loader for validation after each epoch. None for no validation.
         batch_size: rows of a batch. The last batch of an epoch may be smaller. The items of a loader are
             joined and divided to this size. None, for a loader, makes one update per item.
-        seed: seed for the order of the rows, and for random numbers while loading. Random numbers inside the
-            model follow torch's own seed, on ranks after the first this seed.
+        seed: seed for the order of the rows and for loading. Random numbers inside the model follow torch's
+            own seed, on ranks after the first this seed.
         best_by: name of the validation value that determines the best checkpoint. NaN never counts.
         larger_is_better: True if larger values of `best_by` are better.
         out: folder for checkpoints and logs. None to write nothing.
-        save_every: also save after this many batches of an epoch. 0 to save after each epoch only.
-        save_minutes: also save when this many minutes have passed since the last time. 0 for never.
-        keep: number of numbered checkpoints (`step-00000012.safetensors`) to keep in addition to the last and
-            the best; each last checkpoint is also saved under its number.
-        config: values stored in every checkpoint, such as the recipe's name. A resumed run must have the
-            same.
+        save_every, save_minutes: also save after so many batches of an epoch, or minutes. 0 for never.
+        keep: numbered checkpoints (`step-00000012.safetensors`) to keep besides the last and the best.
+        config: values stored in every checkpoint, such as a recipe's name. A resumed run must have the same.
         progress: show a progress bar with throughput and memory, and a line per epoch, on standard error.
         callbacks: objects such as `ab.Metrics` (see `ab.Callback`); functions, called with each `StepReport`.
 
@@ -90,6 +88,7 @@ class Trainer:
         [3, 6]
     """
 
+    @known_keywords(metrics="Write callbacks=[ab.Metrics(accuracy=ab.accuracy)].")
     def __init__(
         self,
         step: Step,
@@ -108,7 +107,7 @@ class Trainer:
         progress: bool = True,
         callbacks: Iterable[CallbackLike] = (),
     ) -> None:
-        self.step = step
+        self.step = _checked(step)
         self.train = open_data(train, step)
         self.validation = None if validation is None else open_data(validation, step)
         if batch_size is not None or isinstance(self.train, Rows):
@@ -125,8 +124,7 @@ class Trainer:
             raise _unknown_best(best_by, names)
         self.batch_size, self.seed = batch_size, seed
         self.best_by, self.larger_is_better = best_by, larger_is_better
-        self.config = check_config(config or {})
-        self._share = self.train.share
+        self.config, self._share = check_config(config or {}), self.train.share
         self.out = None if out is None or self._share.rank else make_folder(Path(out))
         self.save_every, self.save_minutes, self.keep = save_every, save_minutes, keep
         is_shown = progress and not self._share.rank
@@ -145,7 +143,7 @@ class Trainer:
         self._fitted = batch_size  # rows of a micro-batch that fitted in every step so far
         self._loss = RunningLoss()  # of the current epoch
 
-    def fit(self, *, epochs: int) -> list[EpochReport]:
+    def fit(self, epochs: int) -> list[EpochReport]:
         """Train until `epochs` epochs are done, including those before a resume, or a callback stops it.
 
         Ctrl-C and SIGTERM take effect after the current update. Then, and after any error of anybatch, of the
@@ -192,7 +190,7 @@ class Trainer:
                     stops.callback(stop, self)
             while self.epoch < epochs and not self.stopped:
                 reports += self._run_epoch(interruption)
-                interruption.obey()
+                interruption.obey(_how_to_go_on(self))
         return reports
 
     def stop(self, reason: str) -> None:
@@ -287,7 +285,7 @@ class Trainer:
         self.epoch, self._batch, self.updates = then["epoch"], then["batch"], then["updates"]
         self.seconds, self.best = then["seconds"], then["best"]
         steps = self.epoch * (self.train.per_epoch(self.batch_size) or 0) + self._batch
-        self.steps = then.get("steps", steps)  # missing in old checkpoints, like the digest
+        self.steps = then.get("steps", steps)  # missing in old checkpoints, as is the next
         self._digest = then.get("digest", "")
         self._loss = RunningLoss(then["totals"], **then.get("counts", {}))
         self.step.scale.load(then.get("scale", self.step.scale.state()))
@@ -299,6 +297,9 @@ class Trainer:
         rng.restore_process(found.random)
         homes = (path.parent.resolve(), path.resolve().parent)  # the path may be a symlink or its target
         self._is_ours = self.out is not None and self.out.resolve() in homes
+
+    def __repr__(self) -> str:
+        return f"Trainer(epoch {self.epoch}, update {self.updates}, out={self.out}, {self.step!r})"
 
     def _run_epoch(self, interruption: Interruption) -> list[EpochReport]:
         before = self.seconds
@@ -357,7 +358,7 @@ class Trainer:
             if errors:
                 raise errors[0]
             if stop:
-                interruption.obey()
+                interruption.obey(_how_to_go_on(self))
             if self.stopped:
                 break
         return rows
@@ -461,6 +462,12 @@ def _parts(step: Step) -> dict[str, Any]:
     }
 
 
+def _checked(step: object) -> Step:
+    if isinstance(step, Step):
+        return step
+    raise PlanError(f"Expected an ab.Step, got {kind_of(step)}. Make one: ab.Step(model, loss, optimizer).")
+
+
 def _check_saving(out: object, minutes: float, keep: int) -> None:
     if not 0 <= minutes < math.inf:
         raise PlanError(f"Expected save_minutes of at least 0, got {minutes}. Pass 0 to leave them out.")
@@ -469,6 +476,14 @@ def _check_saving(out: object, minutes: float, keep: int) -> None:
             f"Expected a folder for checkpoints, got none with save_minutes={minutes} and keep={keep}. Pass "
             "out= to the trainer."
         )
+
+
+def _how_to_go_on(trainer: Trainer) -> str:
+    out = trainer.out
+    saved = "nothing was saved, as out= is None"
+    if out is not None:
+        saved = f"{out / LAST} is saved; go on with trainer.resume({str(out)!r}) and fit()"
+    return f"stopped at update {trainer.updates}; {saved}"
 
 
 def _unknown_best(best_by: str, names: Iterable[str]) -> PlanError:
