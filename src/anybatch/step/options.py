@@ -163,7 +163,7 @@ def _told(called: str, name: str, known: Sequence[str], places: Mapping[str, str
     if "options" in known:
         names = {**{one: f"options=ab.Options({one}=...)" for one in _OPTIONS}, **names}
     close = get_close_matches(name, names, n=1)
-    advice = f"Write {names[close[0]]}." if close else f"It takes {', '.join(known)}."
+    advice = f"Did you mean {names[close[0]]}?" if close else f"It takes {', '.join(known)}."
     return f"Expected parameters of {called}, {got}. {advice}"
 
 
