@@ -1,0 +1,318 @@
+"""Lightning: a callback that cuts the batch of each `training_step`, with the gradient of the whole batch"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from inspect import signature
+from numbers import Number
+from typing import Any, NamedTuple, cast
+from weakref import proxy
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import Metric
+
+from anybatch.core import LossError, MicroBatchDone, PlanError, StepReport
+from anybatch.losses import ModelLoss, WholeBatch
+from anybatch.parallel import unwrapped
+from anybatch.state import ObjectState, rng
+from anybatch.step import BatchLoss
+
+
+class WholeBatchCallback(Callback):
+    """Cuts every training batch of a Lightning `Trainer` into micro-batches; the module stays unchanged.
+
+    `training_step` runs on each micro-batch. The Trainer gets the loss of the whole batch, and its backward
+    pass the exact gradient. Precision, clipping, optimizers, schedulers, `global_step`, checkpoints and
+    loggers stay Lightning's. On several ranks the batches of all ranks are one batch: the gradient is divided
+    by the rows or tokens of all of them.
+
+    `self.log` in `training_step` logs once per batch: the loss of the whole batch where the loss is logged,
+    for other numbers their mean over micro-batches, weighted by rows (or `batch_size=`). A `Metric` counts
+    each row once. What `training_step` returns beside the loss is joined likewise. Other effects, such as a
+    list that it appends to, happen in every micro-batch.
+
+    Args:
+        micro_batch: rows per micro-batch. None for the whole batch, or, with `memory`, for what fits.
+        memory: budget in bytes, as for `anybatch.BatchLoss`.
+        rows_meet: False for a loss of means over rows or tokens, as for `anybatch.ModelLoss`. True for any
+            other loss: contrastive, or divided by weights of its own. Then the modules that `training_step`
+            calls run on micro-batches, twice; its other code runs on the outputs of all rows.
+        options: further options of `anybatch.BatchLoss`.
+
+    Attributes:
+        report: the report of the last batch; None before.
+
+    Raises:
+        PlanError: in `Trainer.fit`, for manual optimization, `accumulate_grad_batches` above 1, a second
+            callback of this kind, and strategies other than one device and DDP. Else as `anybatch.BatchLoss`.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(max_epochs=1, logger=False, callbacks=[WholeBatchCallback(micro_batch=8)])
+    """
+
+    report: StepReport | None = None
+    _batch_loss: BatchLoss | None = None  # made in the first step: only then the process group is there
+
+    def __init__(
+        self,
+        micro_batch: int | None = None,
+        memory: str | int | None = None,
+        *,
+        rows_meet: bool = False,
+        **options: Any,
+    ) -> None:
+        listeners = (*options.pop("listeners", ()), self._listen)
+        self._options = {"micro_batch": micro_batch, "memory": memory, "listeners": listeners} | options
+        self._rows_meet = rows_meet
+        self._before: Any = None  # an attribute `training_step` of the module itself, such as a compiled one
+        self._run: Callable[[Any], Any] = lambda rows: None  # the module's own `training_step`
+        self._notes: list[_Note] = []  # of its last call
+        self._kept: dict[int, list[_Note]] = {}  # of the micro-batches that count, by index
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the place of `training_step`."""
+        if stage != "fit":
+            return
+        _refuse(trainer, pl_module)
+        home, own, self._batch_loss = proxy(self), pl_module.training_step, None
+        self._before = vars(pl_module).get("training_step")
+
+        @wraps(own)
+        def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            return home._whole(pl_module, batch, lambda rows: own(rows, *args, **kwargs))
+
+        pl_module.training_step = training_step
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the sum over ranks to BatchLoss: DistributedDataParallel would repeat it."""
+        wrapped = trainer.strategy.model
+        if isinstance(wrapped, DistributedDataParallel):
+            unwrapped(wrapped, "auto")  # refuses hooks and settings that would have no effect
+            wrapped.require_backward_grad_sync = False
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give `training_step` back to the module."""
+        if stage == "fit" and vars(pl_module).pop("training_step", None) and self._before:
+            pl_module.training_step = self._before
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give `training_step` back to the module."""
+        self.teardown(trainer, pl_module, "fit")
+
+    def _whole(self, module: LightningModule, batch: Any, run: Callable[[Any], Any]) -> Any:
+        """Return the loss of the whole batch, with what else `training_step` returns; log."""
+        trainer, self._run, self._kept = module.trainer, run, {}
+        _refuse(trainer, module)
+        batch_loss = self._batch_loss = self._batch_loss or self._made(module)
+        if not is_overridden("optimizer_zero_grad", module):  # Lightning would do it only afterwards
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad()
+        with self._noting(trainer, module):
+            loss = batch_loss(batch)
+        self.report = batch_loss.report
+        kept = [self._notes] if self._rows_meet else [self._kept[index] for index in sorted(self._kept)]
+        merged: dict[tuple[LightningModule | None, str], list[_Note]] = {}
+        for note in [note for notes in kept for note in notes]:
+            merged.setdefault((note.module, note.name), []).append(note)
+        extra = dict[str, Any]()
+        for (logging, name), notes in merged.items():
+            value, options = _joined(notes), notes[0].options
+            if logging is None:
+                extra[name] = value
+                continue
+            if "batch_size" in options:
+                options = options | {"batch_size": sum(note.options["batch_size"] for note in notes)}
+            logging.log(name, loss.detach() if all(note.is_loss for note in notes) else value, **options)
+        return {"loss": loss, **extra} if extra else loss
+
+    def _made(self, module: LightningModule) -> BatchLoss:
+        home = proxy(self)  # a snapshot of the module leaves this callback and the Trainer out
+        split = _SplitStep(module, lambda rows, **options: home._loss(rows, **options))
+        any_loss = WholeBatch(split.loss, outputs=split.outputs)
+        loss = any_loss if self._rows_meet else ModelLoss(call=lambda model, micro: home._loss(micro))
+        return BatchLoss(module, loss, **self._options)
+
+    @contextmanager
+    def _noting(self, trainer: Trainer, module: LightningModule) -> Generator[None]:
+        """Note calls of `self.log` instead of logging."""
+        home, logging = proxy(self), [one for one in module.modules() if isinstance(one, LightningModule)]
+        module.trainer = cast("Trainer", proxy(trainer))
+        for one in logging:
+            vars(one)["log"] = lambda *args, one=one, **kwargs: home._note(one, *args, **kwargs)
+        try:
+            yield
+        finally:
+            for one in logging:
+                del vars(one)["log"]
+            module.trainer = trainer
+
+    def _note(self, module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        options = signature(LightningModule.log).bind(module, *args, **kwargs).arguments
+        del options["self"]
+        self._notes.append(_Note(module, options.pop("name"), _detached(options.pop("value")), options))
+
+    def _loss(self, rows: Any, *, keeps: bool = True) -> Any:
+        """Run `training_step` on some rows and return their loss; keep notes of what else it says."""
+        before, self._notes = self._notes, []
+        found = self._run(rows)
+        loss: Any = found["loss"] if isinstance(found, Mapping) else found
+        if keeps:
+            extra = cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
+            self._notes = [note._replace(is_loss=_is_same(note.value, loss)) for note in self._notes]
+            self._notes += [_Note(None, name, _detached(extra[name])) for name in extra if name != "loss"]
+        else:
+            self._notes = before
+        return loss
+
+    def _listen(self, event: object) -> None:
+        if isinstance(event, MicroBatchDone):  # an index comes again if the batch is started again
+            self._kept = {index: notes for index, notes in self._kept.items() if index < event.index}
+            self._kept[event.index] = [note._replace(rows=event.rows) for note in self._notes]
+
+
+class _Note(NamedTuple):
+    """A value that `training_step` logs or, without a module, returns."""
+
+    module: LightningModule | None
+    name: str
+    value: Any
+    options: Mapping[str, Any] = {}  # noqa: RUF012 - of `self.log`
+    is_loss: bool = False
+    rows: int = 1
+
+
+class _SplitStep:
+    """A training step in two parts: the modules that it calls, and its other code.
+
+    Args:
+        module: the module whose training step it is.
+        evaluate: runs the training step on some rows and returns the loss; `keeps` is True for all rows.
+    """
+
+    def __init__(self, module: LightningModule, evaluate: Callable[..., Any]) -> None:
+        self._module, self._evaluate = module, evaluate
+
+    def outputs(self, model: nn.Module, micro: Any) -> Any:
+        """Return the outputs of the modules that the step calls, None for scalars; and the rows."""
+        found = list[Any]()
+
+        def note(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            is_loss = isinstance(output, Tensor) and not output.dim()
+            found.append(None if is_loss else output)
+            return output
+
+        metrics = [one for one in self._module.modules() if isinstance(one, Metric)]
+        before = ObjectState(metrics, but_for=()) if metrics else None
+        with self._answered(note):
+            self._evaluate(micro, keeps=False)
+        if before is not None:  # they count all rows at once
+            before.put_back()
+        return tuple(found), micro
+
+    def loss(self, outputs: Sequence[Any], batch: Any) -> Tensor:
+        """Return the loss of all rows."""
+        left, streams = [*outputs], rng.capture(rng.of_process())
+
+        def answer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = left.pop(0) if left else None
+            return forward(*args, **kwargs) if output is None else output
+
+        with self._answered(answer):
+            loss = self._evaluate(batch)
+        if left or not rng.is_same(streams, rng.capture(rng.of_process())):
+            raise LossError(
+                f"Expected training_step of {type(self._module).__name__} to call the same modules for all "
+                f"rows and to draw no random numbers around them, got {len(left)} calls less, or draws. Draw "
+                "inside of a module, or in the data loader."
+            )
+        return loss
+
+    @contextmanager
+    def _answered(self, answer: Callable[..., Any]) -> Generator[None]:
+        """Answer the outermost calls of modules that have parameters."""
+        is_inside = False
+
+        def routed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            if is_inside:
+                return forward(*args, **kwargs)
+            is_inside = True
+            try:
+                return answer(forward, *args, **kwargs)
+            finally:
+                is_inside = False
+
+        modules = [one for one in self._module.modules() if next(one.parameters(), None) is not None]
+        before = [vars(one).get("forward") for one in modules]
+        for one in modules:
+            one.forward = partial(routed, one.forward)
+        try:
+            yield
+        finally:
+            for one, own in zip(modules, before, strict=True):
+                vars(one).pop("forward")
+                vars(one).update({} if own is None else {"forward": own})
+
+
+def _joined(notes: Sequence[_Note]) -> Any:
+    """Join a value of several micro-batches: rows one after the other, numbers as their mean."""
+    values, options = [note.value for note in notes], notes[0].options
+    first, how = values[0], options.get("reduce_fx", "mean")
+    if len(values) == 1 or not isinstance(first, Tensor | Number):
+        return values[-1]
+    if isinstance(first, Tensor) and first.dim() and notes[0].module is None:
+        return torch.cat(values)
+    numbers = torch.stack([torch.as_tensor(one).reshape(()) for one in values])
+    numbers = numbers if numbers.is_floating_point() else numbers.to(torch.get_default_dtype())
+    if how not in ("mean", torch.mean):
+        return getattr(torch, how)(numbers) if isinstance(how, str) else how(numbers)
+    sizes = [note.options.get("batch_size", note.rows) for note in notes]
+    return numbers @ numbers.new_tensor(sizes) / sum(sizes)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _is_same(value: Any, loss: Any) -> bool:
+    """Return True if a logged value is the loss: the tensor, detached or not, or its number."""
+    if not isinstance(value, Tensor):
+        return type(value) is float and isinstance(loss, Tensor) and value == loss.item()
+    return isinstance(loss, Tensor) and value.shape == loss.shape and value.data_ptr() == loss.data_ptr()
+
+
+def _refuse(trainer: Trainer, module: LightningModule) -> None:
+    """Raise PlanError if Lightning would change the gradient of a batch, or not use it."""
+    strategy, count = trainer.strategy, trainer.accumulate_grad_batches
+    many = sum(isinstance(one, WholeBatchCallback) for one in trainer.callbacks)  # type: ignore[attr-defined]
+    is_known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+    if not module.automatic_optimization:
+        said = (
+            "automatic optimization",
+            "manual",
+            "Call ab.BatchLoss in training_step, and make the update there",
+        )
+    elif count != 1:
+        said = (
+            "whole batches",
+            f"accumulate_grad_batches={count}",
+            "Leave it out and make the loader's batches larger",
+        )
+    elif many > 1:
+        said = "one WholeBatchCallback", f"{many} of them", "Leave out the others"
+    elif isinstance(strategy, DeepSpeedStrategy) or not is_known:
+        said = (
+            "one device or DDP",
+            type(strategy).__name__,
+            'Use Trainer(strategy="ddp"), or leave this callback out',
+        )
+    else:
+        return
+    raise PlanError(f"Expected {said[0]} for anybatch's WholeBatchCallback, got {said[1]}. {said[2]}.")
