@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from numbers import Number
 from typing import Any, NamedTuple, cast
@@ -12,14 +12,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torchmetrics import Metric
 
-from anybatch.core import LossError, MicroBatchDone, PlanError, StepReport
-from anybatch.losses import ModelLoss, WholeBatch
+from anybatch.core import MicroBatchDone, PlanError, StepReport
+from anybatch.homes.split_loss import SplitLoss
+from anybatch.losses import ModelLoss
 from anybatch.parallel import unwrapped
-from anybatch.state import ObjectState, rng
 from anybatch.step import BatchLoss
 
 
@@ -133,9 +132,8 @@ class WholeBatchCallback(Callback):
 
     def _made(self, module: LightningModule) -> BatchLoss:
         home = proxy(self)  # a snapshot of the module leaves this callback and the Trainer out
-        split = _SplitStep(module, lambda rows, **options: home._loss(rows, **options))
-        any_loss = WholeBatch(split.loss, outputs=split.outputs)
-        loss = any_loss if self._rows_meet else ModelLoss(call=lambda model, micro: home._loss(micro))
+        split = SplitLoss(module, lambda rows, *, keeps: home._loss(rows, keeps=keeps))
+        loss = split.whole() if self._rows_meet else ModelLoss(call=lambda model, micro: home._loss(micro))
         return BatchLoss(module, loss, **self._options)
 
     @contextmanager
@@ -182,83 +180,9 @@ class _Note(NamedTuple):
     module: LightningModule | None
     name: str
     value: Any
-    options: Mapping[str, Any] = {}  # noqa: RUF012 - of `self.log`
+    options: Mapping[str, Any] = {}
     is_loss: bool = False
     rows: int = 1
-
-
-class _SplitStep:
-    """A training step in two parts: the modules that it calls, and its other code.
-
-    Args:
-        module: the module whose training step it is.
-        evaluate: runs the training step on some rows and returns the loss; `keeps` is True for all rows.
-    """
-
-    def __init__(self, module: LightningModule, evaluate: Callable[..., Any]) -> None:
-        self._module, self._evaluate = module, evaluate
-
-    def outputs(self, model: nn.Module, micro: Any) -> Any:
-        """Return the outputs of the modules that the step calls, None for scalars; and the rows."""
-        found = list[Any]()
-
-        def note(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            is_loss = isinstance(output, Tensor) and not output.dim()
-            found.append(None if is_loss else output)
-            return output
-
-        metrics = [one for one in self._module.modules() if isinstance(one, Metric)]
-        before = ObjectState(metrics, but_for=()) if metrics else None
-        with self._answered(note):
-            self._evaluate(micro, keeps=False)
-        if before is not None:  # they count all rows at once
-            before.put_back()
-        return tuple(found), micro
-
-    def loss(self, outputs: Sequence[Any], batch: Any) -> Tensor:
-        """Return the loss of all rows."""
-        left, streams = [*outputs], rng.capture(rng.of_process())
-
-        def answer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            output = left.pop(0) if left else None
-            return forward(*args, **kwargs) if output is None else output
-
-        with self._answered(answer):
-            loss = self._evaluate(batch)
-        if left or not rng.is_same(streams, rng.capture(rng.of_process())):
-            raise LossError(
-                f"Expected training_step of {type(self._module).__name__} to call the same modules for all "
-                f"rows and to draw no random numbers around them, got {len(left)} calls less, or draws. Draw "
-                "inside of a module, or in the data loader."
-            )
-        return loss
-
-    @contextmanager
-    def _answered(self, answer: Callable[..., Any]) -> Generator[None]:
-        """Answer the outermost calls of modules that have parameters."""
-        is_inside = False
-
-        def routed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            nonlocal is_inside
-            if is_inside:
-                return forward(*args, **kwargs)
-            is_inside = True
-            try:
-                return answer(forward, *args, **kwargs)
-            finally:
-                is_inside = False
-
-        modules = [one for one in self._module.modules() if next(one.parameters(), None) is not None]
-        before = [vars(one).get("forward") for one in modules]
-        for one in modules:
-            one.forward = partial(routed, one.forward)
-        try:
-            yield
-        finally:
-            for one, own in zip(modules, before, strict=True):
-                vars(one).pop("forward")
-                vars(one).update({} if own is None else {"forward": own})
 
 
 def _joined(notes: Sequence[_Note]) -> Any:

@@ -38,6 +38,7 @@ from anybatch.engine import (
     owned,
     refuse_hooks,
 )
+from anybatch.integrations import computes_in_float16
 from anybatch.losses import module_of, resolve
 from anybatch.parallel import (
     StrategyName,
@@ -162,6 +163,8 @@ class Step:
         refuse_wrapped([*model.modules(), *module_of(loss).modules()], strategy)
         self.strategy: Strategy = choose_strategy(strategy, group)
         chosen = find_precision(precision)
+        if chosen == Precision() and computes_in_float16(model):
+            chosen = Precision(loss_scale="dynamic")  # autocast is in the model
         sums_in = chosen.accumulate if accumulate is None else str(accumulate).removeprefix("torch.")
         settings = Plan(
             rows=0,
