@@ -4,7 +4,7 @@ from anybatch.batchnorm import batch_norm_to_group_norm
 from anybatch.check import CheckReport, check
 from anybatch.core import AnybatchError, BudgetError, Fold, StepReport, Total
 from anybatch.engine import Plan
-from anybatch.losses import ModelLoss, Terms, WholeBatch, linear_cross_entropy
+from anybatch.losses import Additive, ModelLoss, PerRow, Terms, WholeBatch, linear_cross_entropy
 from anybatch.observe import GradientFlow, gradient_flow
 from anybatch.parallel import ParameterServer
 from anybatch.planner import PlanReport
@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EMA",
+    "Additive",
     "AnybatchError",
     "BatchLoss",
     "BudgetError",
@@ -27,6 +28,7 @@ __all__ = [
     "LossMonitor",
     "ModelLoss",
     "ParameterServer",
+    "PerRow",
     "Plan",
     "PlanReport",
     "Precision",

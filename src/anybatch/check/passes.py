@@ -30,6 +30,7 @@ class Observed(nn.Module):
     def __init__(self, function: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
         self.function = function
+        self.inside = module_of(function)  # registered, also if a method or an ab.PerRow holds it
         self.bare: frozenset[str] = frozenset()  # terms returned as bare means
 
     def forward(self, model: nn.Module, micro: Any) -> Any:

@@ -9,7 +9,7 @@ from anybatch.check.finding import WAYS_OUT, Finding, listed
 from anybatch.check.passes import Bench, Call, Calls, Pass, State
 from anybatch.check.rows import RowCut, RowPart, agree, is_close
 from anybatch.compare import distance, limit_of
-from anybatch.losses import Terms
+from anybatch.losses import function_of
 
 PLAIN = 1e-3  # larger errors are no rounding, unless the reference itself is rounding
 # A smaller gradient may be rounding of numbers that cancel inside the model, as in a perfect fit.
@@ -24,7 +24,7 @@ def worst_of(comparison: "Comparison", passes: Sequence[Pass]) -> Pass:
 
 def name_of(loss: object) -> str:
     """Return the name of a loss."""
-    held: Any = loss.function if isinstance(loss, Terms) else loss
+    held: Any = function_of(loss)
     held = cast("partial[Any]", held).func if isinstance(held, partial) else held
     name = getattr(held, "__qualname__", type(held).__qualname__)
     return name.rpartition("<locals>.")[2]

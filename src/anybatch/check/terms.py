@@ -9,7 +9,7 @@ from anybatch.check.finding import WAYS_OUT, Finding
 from anybatch.check.outputs import Evaluation, evaluate
 from anybatch.check.passes import Bench, Call
 from anybatch.check.rows import RowCut, take
-from anybatch.losses import SummedLoss, Terms, resolve
+from anybatch.losses import Additive, SummedLoss, Terms, function_of, resolve
 
 _SMALL = 1e-6  # the most that an epsilon in a denominator moves a mean
 
@@ -29,7 +29,7 @@ class TermTest:
     def find(self, cuts: Sequence[RowCut]) -> list[Finding]:
         """Return a finding for each term that does not add up in one of the splits."""
         with self.bench.fresh() as (_, loss):
-            if not isinstance(resolve(loss), Terms | SummedLoss):
+            if not isinstance(resolve(loss), Terms | SummedLoss | Additive):
                 return []
         reference = self._try(self.whole)
         if not reference:
@@ -142,9 +142,7 @@ class TermTest:
     ) -> tuple[Candidate, bool] | None:
         batch = self.whole.data if self.whole.collate is None else self.whole.collate(self.whole.data)
         with self.bench.fresh() as (model, loss):
-            options = candidates(
-                batch, held_weights(loss.function if isinstance(loss, Terms) else loss, model)
-            )
+            options = candidates(batch, held_weights(function_of(loss), model))
         return fit(options, name, whole, parted, tolerance=self.tolerance, error=error)
 
     def _dropped(self, name: str, whole: Evaluation, parted: Cuts) -> int:

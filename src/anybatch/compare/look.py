@@ -22,7 +22,7 @@ from anybatch.core import (
     tree,
 )
 from anybatch.engine import Plan, Task
-from anybatch.losses import ModelTerms, Terms, WholeBatch, read_afresh
+from anybatch.losses import Additive, ModelTerms, Terms, WholeBatch, function_of, read_afresh
 from anybatch.state import ObjectState, rng
 
 ROWS = 8
@@ -233,7 +233,9 @@ class _FewRows(NamedTuple):
             likely += "padded places of `collate` count, "
         if hooked := [name for p, name in self.task.names().items() if private.hooks_of_tensor(p)[0]]:
             likely += f"a hook on {hooked[0]!r} changes the gradient of each micro-batch, "
-        likely += "or a Total's weight is not its divisor."
+        is_mean = "ab.Additive got a mean, which must divide by a total of the whole batch."
+        is_weight = "a Total's weight is not its divisor."
+        likely += f"or {is_mean if isinstance(self.task.loss, Additive) else is_weight}"
         if whole.moved:
             likely = f"The forward changes {whole.moved!r}, and later forwards may compute with it."
         raise LossError(
@@ -314,7 +316,9 @@ class _FewRows(NamedTuple):
 
     @property
     def _name(self) -> str:
-        called = self.task.loss.function if isinstance(self.task.loss, Terms) else self.task.model
+        called = (
+            function_of(self.task.loss) if isinstance(self.task.loss, Terms | Additive) else self.task.model
+        )
         return getattr(called, "__name__", type(called).__name__)
 
 

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from anybatch.compare.tolerance import limit_of, shortest_of
 from anybatch.core import Batch, Event, OutOfMemoryError, torch_private as private
 from anybatch.engine import Observer, Plan, Task, carry_out
-from anybatch.losses import ModelLoss, ModelTerms, SummedLoss
+from anybatch.losses import ModelTerms, SummedLoss
 from anybatch.precision import LossScale, Precision
 from anybatch.state import Effects, SeenDraws, plain_kernels
 
@@ -48,7 +48,7 @@ class Outcome(Observer):
         task = task.alone()  # first, so that its loss gathers no rows of other ranks
         task = replace(
             task,
-            loss=ModelLoss().begin() if isinstance(task.loss, ModelTerms) else task.loss,
+            loss=task.loss.afresh() if isinstance(task.loss, ModelTerms) else task.loss,
             effects=effects,
             scale=LossScale(Precision()),  # a dry run neither looks for overflow nor divides by a scale
             observers=(self,),

@@ -10,6 +10,7 @@ from anybatch.core import CheckpointError, torch_private as private
 from anybatch.engine.division import Division, to_host
 from anybatch.engine.gradients import Apart, Gradient, accumulation_dtype
 from anybatch.engine.sums import Redone, Sums
+from anybatch.losses import function_of
 
 FORMAT = "window 2"
 _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
@@ -121,7 +122,7 @@ def _conditions(sums: Sums, loss: object) -> dict[str, Any]:
 
 def _named(loss: object) -> str:
     """Return the name of a loss; one of torch's with its settings, such as a reduction."""
-    inner = getattr(loss, "function", loss)  # of ab.Terms
+    inner: Any = function_of(loss)
     given: Mapping[str, Any] = getattr(inner, "keywords", {})  # of a partial
     inner = getattr(inner, "func", inner)
     if isinstance(inner, nn.Module) and type(inner).__module__.startswith("torch."):

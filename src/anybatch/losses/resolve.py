@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.core import LossError
+from anybatch.losses.additive import Additive
 from anybatch.losses.inputs import module_in
 from anybatch.losses.loss import Loss
 from anybatch.losses.model.model_loss import ModelLoss
+from anybatch.losses.per_row import PerRow
 from anybatch.losses.reductions import WEIGHTS
 from anybatch.losses.terms import BARE_MEAN, HOW, Terms
 from anybatch.losses.torch_losses import SummedLoss, summed_loss
@@ -26,7 +28,7 @@ def resolve(loss: object) -> Loss:
     Raises:
         LossError: the loss is of another kind.
     """
-    if isinstance(loss, Terms | WholeBatch):
+    if isinstance(loss, Terms | WholeBatch | Additive):
         return loss
     if isinstance(loss, ModelLoss):
         return loss.begin()
@@ -71,6 +73,13 @@ def check_loss(loss: object) -> None:
             )
 
 
+def function_of(loss: object) -> object:
+    """Return the caller's function in a loss of this package; any other loss unchanged."""
+    while isinstance(loss, Terms | WholeBatch | PerRow | Additive):
+        loss = loss.function
+    return loss.call if isinstance(loss, ModelLoss) and loss.call is not None else loss
+
+
 def module_of(loss: object) -> nn.Module:
     """Return the module that a loss is or holds; an empty module if there is none."""
-    return module_in(loss.function if isinstance(loss, Terms | WholeBatch) else loss)
+    return module_in(function_of(loss))

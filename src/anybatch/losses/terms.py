@@ -13,9 +13,16 @@ from anybatch.core import Batch, LossError, Number, Total
 from anybatch.losses.inputs import HOW_TO_WRITE
 from anybatch.losses.loss import Evaluated, Plain
 
-BARE_MEAN = f"Return a sum and what divides it, not a mean:\n{HOW_TO_WRITE}"
+BARE_MEAN = (
+    "Wrap it: ab.PerRow(fn) for fn(outputs, targets) with a value for each row, ab.ModelLoss(call=fn) for "
+    "fn(model, micro) that returns a mean, ab.Additive(fn) for one divided by a total known beforehand. Or "
+    f"return a sum and what divides it, not a mean:\n{HOW_TO_WRITE}"
+)
 HOW = f"Pass a loss of torch, such as nn.CrossEntropyLoss(), or write\n{HOW_TO_WRITE}"
-_CALLED = f"anybatch calls a loss of your own as loss(model, micro), not as loss(outputs, targets). {HOW}"
+_CALLED = (
+    "anybatch calls a loss of your own as loss(model, micro), not as loss(outputs, targets). If it returns a "
+    f"value for each row or entry, pass ab.PerRow(loss). Else p{HOW[1:]}"
+)
 _OUTPUTS = {"out", "output", "outputs", "logits", "pred", "preds", "predictions", "y_pred", "y_hat"}
 _TARGETS = {"y", "target", "targets", "label", "labels", "truth", "gt", "y_true"}
 

@@ -211,9 +211,10 @@ def _summed(name: str, kind: Kind, settings: Mapping[str, Any], reduced: Callabl
             "Write reduction= in their place."
         )
     if reduction not in kind.reductions:
+        none = ", or pass it in ab.PerRow(...) for the mean of all its values"
         raise LossError(
             f"Expected {name} with a reduction of {kind.reductions}, got {reduction!r}: a step needs one "
-            "number to minimise. Choose one of them."
+            f"number to minimise. Choose one of them{none if reduction == 'none' else ''}."
         )
     for key in trained_in(settings):
         raise LossError(

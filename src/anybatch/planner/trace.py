@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from anybatch.core import Batch, SampleBatch, TensorBatch, torch_private as private, tree
 from anybatch.engine import Plan, Task, carry_out, owned, snapshot
 from anybatch.integrations import homes, wants_router_loss
-from anybatch.losses import Loss, ModelTerms, SummedLoss, Terms
+from anybatch.losses import Additive, Loss, ModelTerms, SummedLoss, Terms
 from anybatch.memory import (
     FakeMode,
     Fakes,
@@ -46,7 +46,7 @@ def is_one_pass(loss: Loss, model: nn.Module) -> bool:
     """Return True if a finished micro-batch keeps almost no memory (no first pass)."""
     if isinstance(loss, ModelTerms):  # a router loss keeps scores of all rows
         return not (homes(model) and wants_router_loss(model))
-    return isinstance(loss, SummedLoss | Terms)
+    return isinstance(loss, SummedLoss | Terms | Additive)
 
 
 def is_linear_in_rows(loss: Loss, model: nn.Module) -> bool:

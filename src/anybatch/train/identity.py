@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.core import CheckpointError, PlanError
+from anybatch.losses import function_of
 from anybatch.train.loader import Stream
 
 
 def identity(trainer: Any) -> dict[str, Any]:
     """Return the settings that determine the result, except the cut; a resumed run must have the same."""
-    loss = getattr(trainer.step.loss, "function", trainer.step.loss)  # of ab.Terms or ab.WholeBatch
+    loss = function_of(trainer.step.loss)
     loss = getattr(loss, "func", loss)  # of a partial
     return {
         **{f"config {name}": value for name, value in trainer.config.items()},

@@ -19,6 +19,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from anybatch.core import StepReport
+from anybatch.losses import function_of
 from anybatch.step import Step
 from anybatch.train.callbacks import Callback, EpochReport, RunInfo
 from anybatch.train.checkpoint import write_whole
@@ -128,7 +129,7 @@ def describe(run: Any) -> dict[str, Any]:
     step, device = run.step, _device(run.step)
     is_command = Path(sys.argv[0]).parts[-2:] == ("anybatch", "__main__.py")
     is_command = is_command or Path(sys.argv[0]).stem == "anybatch"
-    loss = getattr(step.loss, "function", step.loss)
+    loss = function_of(step.loss)
     try:
         version = metadata.version("anybatch")
     except metadata.PackageNotFoundError:

@@ -17,7 +17,7 @@ from anybatch.losses.model.targets import rows_of
 
 WAYS_OUT = (
     "Turn that part off, do not cut the batch, or write the loss yourself: a function (model, micro) that "
-    "returns an ab.Total for each mean, or ab.WholeBatch where rows meet."
+    "returns an ab.Total for each mean, ab.PerRow for values of rows, ab.WholeBatch where rows meet."
 )
 
 
@@ -63,7 +63,8 @@ def loss_of(model: nn.Module, output: Any) -> Tensor:
     raise NoLossError(
         f"Expected {type(model).__name__} to return its loss (as .loss, ['loss'], a scalar, or one scalar "
         f"in a tuple), got {came} in a {type(output).__name__}. Put the labels into the batch under the name "
-        "that the model's forward takes, or hand over a loss that compares its outputs with them."
+        "that the model's forward takes, or hand over a loss that compares its outputs with them; a function "
+        "in ab.ModelLoss(call=...) returns a mean."
     )
 
 

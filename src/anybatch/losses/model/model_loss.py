@@ -28,7 +28,8 @@ class ModelLoss:
     """The loss that the model itself computes and returns, as models of transformers do.
 
     The batch goes into the model unchanged: a mapping as keyword arguments, labels included. The output has
-    the loss as `.loss`, as `["loss"]` or as the only scalar of a tuple, or it is the loss.
+    the loss as `.loss`, as `["loss"]` or as the only scalar of a tuple, or it is the loss. With `call`, that
+    function `(model, batch)` is called in place of the model, such as a `training_step`.
 
     While the model runs, its calls of torch's losses, and its means and sums over all elements, are recorded
     and computed as sums; then autograd's graph is searched from the loss for these. The gradient is that of
@@ -43,6 +44,13 @@ class ModelLoss:
     Evaluation leaves out a router loss, because it belongs to a whole batch. It also builds a graph, to
     separate the terms, and drops it. `report.loss` contains the terms with gradient, and no constants.
 
+    Args:
+        call: takes the model and a micro-batch, returns the mean over its rows, a scalar tensor of shape ().
+            None for a model that returns its loss.
+
+    Raises:
+        LossError: `call` cannot be called; in a step: the loss is not made of means that can be divided.
+
     Example:
         >>> class Classifier(nn.Module):
         ...     def __init__(self):
@@ -55,11 +63,26 @@ class ModelLoss:
         >>> step = ab.Step(model, ModelLoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2)
         >>> step({"x": torch.ones(5, 3), "labels": torch.tensor([0, 1, -100, 1, 0])}).weights
         {'loss': 4.0}
+        >>> def training_step(model, batch):
+        ...     return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+        >>> linear = nn.Linear(3, 1)
+        >>> own, sgd = ModelLoss(call=training_step), torch.optim.SGD(linear.parameters(), lr=0.1)
+        >>> ab.Step(linear, own, sgd, micro_batch=2)({"x": torch.ones(5, 3), "y": torch.ones(5, 1)}).weights
+        {'loss': 5.0}
     """
+
+    call: Callable[[nn.Module, Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.call is not None and not callable(self.call):
+            raise LossError(
+                f"Expected call to be a function (model, batch) that returns a mean, got {self.call!r}. "
+                "Leave it out for a model that returns its loss."
+            )
 
     def begin(self) -> "ModelTerms":
         """Return the object that reads the model's loss during one step."""
-        return ModelTerms()
+        return ModelTerms(self.call)
 
 
 class _GraphReader(Plain):
@@ -67,7 +90,8 @@ class _GraphReader(Plain):
 
     counted = False
 
-    def __init__(self) -> None:
+    def __init__(self, call: Callable[[nn.Module, Any], Any] | None = None) -> None:
+        self._call = call or call_model
         self._reading = LossReading(learns=False)  # the model's, after a step has begun
         self._form: Form | None = None  # the known form of the loss; None if the model is watched
 
@@ -91,8 +115,8 @@ class ModelTerms(_GraphReader):
     divided = False
     is_plain = False
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, call: Callable[[nn.Module, Any], Any] | None = None) -> None:
+        super().__init__(call)
         self._known: Mapping[str, Number] = {}  # weights of the whole batch, after a first pass
         self._routers: Mapping[str, WholeRouterLoss] = {}
         self._places: Mapping[int, int] = {}  # index of each micro-batch of the first pass, by its first row
@@ -162,7 +186,11 @@ class ModelTerms(_GraphReader):
 
     def uncut(self) -> Loss:
         """Return the model's own loss, bit-identical."""
-        return OwnLoss()
+        return OwnLoss(self._call)
+
+    def afresh(self) -> "ModelTerms":
+        """Return another reader of the same loss."""
+        return ModelTerms(self._call)
 
     @contextmanager
     def along(
@@ -222,7 +250,7 @@ class ModelTerms(_GraphReader):
 
     def _read(self, model: nn.Module, micro: Any, form: Form) -> Evaluated:
         micro = _outside_inference(micro)
-        output = call_model(model, micro)
+        output = self._call(model, micro)
         if adds_nothing(output):
             return self._nothing(keep_graph=True)
         loss = loss_of(model, output)
@@ -245,7 +273,7 @@ class ModelTerms(_GraphReader):
         with torch.inference_mode(False), torch.enable_grad():  # in evaluation too, to separate the terms
             micro = _outside_inference(micro)
             with recorded(self._reading.files_of(model)) as routers, Watch() as watch:
-                output = call_model(model, micro)
+                output = self._call(model, micro)
             if adds_nothing(output):
                 return None
             return found_in(model, loss_of(model, output), watch, routers, leaves_of(micro))
@@ -307,11 +335,11 @@ class OwnLoss(_GraphReader):
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model."""
         if self._form is not None:
-            loss = loss_of(model, call_model(model, micro))
+            loss = loss_of(model, self._call(model, micro))
             weight = self._by(self._form.weigh, loss)
             return Evaluated({"loss": loss}, lambda: {"loss": weight})
         with Watch(as_is=True) as watch:
-            output = call_model(model, micro)
+            output = self._call(model, micro)
         loss = loss_of(model, output)
         try:
             found = found_in(model, loss, watch, [], {})
