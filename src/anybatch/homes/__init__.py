@@ -1,3 +1,3 @@
-"""Other people's training loops, on top of BatchLoss: a file for each, which imports its library"""
+"""Training loops of other libraries on top of BatchLoss: one file for each, which does not import it until used."""
 
-from anybatch.homes.lightning import WholeBatchCallback as WholeBatchCallback
+from anybatch.homes.transformers import WholeBatchTrainer as WholeBatchTrainer
