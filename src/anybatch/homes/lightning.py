@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
 from numbers import Number
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import proxy
 
 import torch
@@ -25,15 +25,14 @@ from anybatch.step import BatchLoss
 class WholeBatchCallback(Callback):
     """Cuts every training batch of a Lightning `Trainer` into micro-batches; the module stays unchanged.
 
-    `training_step` runs on each micro-batch. The Trainer gets the loss of the whole batch, and its backward
-    pass the exact gradient. Precision, clipping, optimizers, schedulers, `global_step`, checkpoints and
-    loggers stay Lightning's. On several ranks the batches of all ranks are one batch: the gradient is divided
+    `training_step` runs on each micro-batch. Lightning gets the loss of the whole batch, whose `backward()`
+    gives the exact gradient. On several ranks the batches of all ranks are one batch: the gradient is divided
     by the rows or tokens of all of them.
 
     `self.log` in `training_step` logs once per batch: the loss of the whole batch where the loss is logged,
     for other numbers their mean over micro-batches, weighted by rows (or `batch_size=`). A `Metric` counts
-    each row once. What `training_step` returns beside the loss is joined likewise. Other effects, such as a
-    list that it appends to, happen in every micro-batch.
+    each row once. Entries that `training_step` returns beside the loss are joined likewise. Its other
+    effects, such as a list that it appends to, happen in every micro-batch.
 
     Args:
         micro_batch: rows per micro-batch. None for the whole batch, or, with `memory`, for what fits.
@@ -67,7 +66,7 @@ class WholeBatchCallback(Callback):
         **options: Any,
     ) -> None:
         listeners = (*options.pop("listeners", ()), self._listen)
-        self._options = {"micro_batch": micro_batch, "memory": memory, "listeners": listeners} | options
+        self._options = options | {"micro_batch": micro_batch, "memory": memory, "listeners": listeners}
         self._rows_meet = rows_meet
         self._before: Any = None  # an attribute `training_step` of the module itself, such as a compiled one
         self._run: Callable[[Any], Any] = lambda rows: None  # the module's own `training_step`
@@ -79,12 +78,13 @@ class WholeBatchCallback(Callback):
         if stage != "fit":
             return
         _refuse(trainer, pl_module)
+        # Proxies: a snapshot of the module includes neither this callback nor the Trainer.
         home, own, self._batch_loss = proxy(self), pl_module.training_step, None
         self._before = vars(pl_module).get("training_step")
 
         @wraps(own)
         def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            return home._whole(pl_module, batch, lambda rows: own(rows, *args, **kwargs))
+            return home._whole(pl_module, batch, lambda rows: own(rows, *args, **kwargs))  # pyright: ignore
 
         pl_module.training_step = training_step
 
@@ -119,53 +119,62 @@ class WholeBatchCallback(Callback):
         merged: dict[tuple[LightningModule | None, str], list[_Note]] = {}
         for note in [note for notes in kept for note in notes]:
             merged.setdefault((note.module, note.name), []).append(note)
-        extra = dict[str, Any]()
+        returned: dict[str, Any] = {"loss": loss}
         for (logging, name), notes in merged.items():
-            value, options = _joined(notes), notes[0].options
-            if logging is None:
-                extra[name] = value
-                continue
+            value = loss.detach() if all(note.is_loss for note in notes) else _joined(notes)
+            options = {**notes[0].options}
             if "batch_size" in options:
-                options = options | {"batch_size": sum(note.options["batch_size"] for note in notes)}
-            logging.log(name, loss.detach() if all(note.is_loss for note in notes) else value, **options)
-        return {"loss": loss, **extra} if extra else loss
+                options["batch_size"] = sum(note.options["batch_size"] for note in notes)
+            if logging is None:
+                returned[name] = value
+            else:
+                logging.log(name, value, **options)
+        return returned if len(returned) > 1 else loss
 
     def _made(self, module: LightningModule) -> BatchLoss:
-        home = proxy(self)  # a snapshot of the module leaves this callback and the Trainer out
-        split = SplitLoss(module, lambda rows, *, keeps: home._loss(rows, keeps=keeps))
-        loss = split.whole() if self._rows_meet else ModelLoss(call=lambda model, micro: home._loss(micro))
-        return BatchLoss(module, loss, **self._options)
+        home: Any = proxy(self)
+
+        def evaluate(rows: Any, *, keeps: bool) -> Any:
+            return home._loss(rows, keeps=keeps)
+
+        own = ModelLoss(call=lambda _, micro: home._loss(micro))
+        return BatchLoss(
+            module, SplitLoss(module, evaluate).whole() if self._rows_meet else own, **self._options
+        )
 
     @contextmanager
     def _noting(self, trainer: Trainer, module: LightningModule) -> Generator[None]:
         """Note calls of `self.log` instead of logging."""
-        home, logging = proxy(self), [one for one in module.modules() if isinstance(one, LightningModule)]
-        module.trainer = cast("Trainer", proxy(trainer))
+        home, hidden = proxy(self), proxy(trainer)
+        logging = [one for one in module.modules() if isinstance(one, LightningModule)]
+
+        def noting(one: LightningModule) -> Callable[..., None]:
+            return lambda *args, **kwargs: home._note(one, *args, **kwargs)  # pyright: ignore
+
+        module.trainer = hidden
         for one in logging:
-            vars(one)["log"] = lambda *args, one=one, **kwargs: home._note(one, *args, **kwargs)
+            vars(one)["log"] = noting(one)
         try:
             yield
         finally:
+            module.trainer = trainer
             for one in logging:
                 del vars(one)["log"]
-            module.trainer = trainer
 
     def _note(self, module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        options = signature(LightningModule.log).bind(module, *args, **kwargs).arguments
-        del options["self"]
+        given = signature(LightningModule.log).bind(module, *args, **kwargs).arguments
+        options = {name: one for name, one in given.items() if name != "self" and one is not None}
         self._notes.append(_Note(module, options.pop("name"), _detached(options.pop("value")), options))
 
     def _loss(self, rows: Any, *, keeps: bool = True) -> Any:
         """Run `training_step` on some rows and return their loss; keep notes of what else it says."""
         before, self._notes = self._notes, []
         found = self._run(rows)
-        loss: Any = found["loss"] if isinstance(found, Mapping) else found
-        if keeps:
-            extra = cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
-            self._notes = [note._replace(is_loss=_is_same(note.value, loss)) for note in self._notes]
-            self._notes += [_Note(None, name, _detached(extra[name])) for name in extra if name != "loss"]
-        else:
-            self._notes = before
+        loss = found["loss"] if isinstance(found, Mapping) else found
+        extra = [one for one in found.items() if one[0] != "loss"] if isinstance(found, Mapping) else []
+        notes = [note._replace(is_loss=_is_same(note.value, loss)) for note in self._notes]
+        notes += [_Note(None, name, _detached(value)) for name, value in extra]
+        self._notes = notes if keeps else before
         return loss
 
     def _listen(self, event: object) -> None:
@@ -180,18 +189,17 @@ class _Note(NamedTuple):
     module: LightningModule | None
     name: str
     value: Any
-    options: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {}  # of `self.log`
     is_loss: bool = False
     rows: int = 1
 
 
 def _joined(notes: Sequence[_Note]) -> Any:
     """Join a value of several micro-batches: rows one after the other, numbers as their mean."""
-    values, options = [note.value for note in notes], notes[0].options
-    first, how = values[0], options.get("reduce_fx", "mean")
-    if len(values) == 1 or not isinstance(first, Tensor | Number):
+    values, how = [note.value for note in notes], notes[0].options.get("reduce_fx", "mean")
+    if len(values) == 1 or not isinstance(values[0], Tensor | Number):
         return values[-1]
-    if isinstance(first, Tensor) and first.dim() and notes[0].module is None:
+    if isinstance(values[0], Tensor) and values[0].dim() and notes[0].module is None:
         return torch.cat(values)
     numbers = torch.stack([torch.as_tensor(one).reshape(()) for one in values])
     numbers = numbers if numbers.is_floating_point() else numbers.to(torch.get_default_dtype())
@@ -215,28 +223,17 @@ def _is_same(value: Any, loss: Any) -> bool:
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
     """Raise PlanError if Lightning would change the gradient of a batch, or not use it."""
     strategy, count = trainer.strategy, trainer.accumulate_grad_batches
-    many = sum(isinstance(one, WholeBatchCallback) for one in trainer.callbacks)  # type: ignore[attr-defined]
-    is_known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+    many = [one for one in vars(trainer)["callbacks"] if isinstance(one, WholeBatchCallback)]
     if not module.automatic_optimization:
-        said = (
-            "automatic optimization",
-            "manual",
-            "Call ab.BatchLoss in training_step, and make the update there",
-        )
+        said = "automatic optimization, got manual", "Call ab.BatchLoss in training_step."
     elif count != 1:
-        said = (
-            "whole batches",
-            f"accumulate_grad_batches={count}",
-            "Leave it out and make the loader's batches larger",
-        )
-    elif many > 1:
-        said = "one WholeBatchCallback", f"{many} of them", "Leave out the others"
-    elif isinstance(strategy, DeepSpeedStrategy) or not is_known:
-        said = (
-            "one device or DDP",
-            type(strategy).__name__,
-            'Use Trainer(strategy="ddp"), or leave this callback out',
-        )
+        said = f"whole batches, got accumulate_grad_batches={count}", "Leave it out: load larger batches."
+    elif len(many) > 1:
+        said = f"one such callback, got {len(many)}", "Leave out the others."
+    elif isinstance(strategy, DeepSpeedStrategy) or not isinstance(
+        strategy, SingleDeviceStrategy | DDPStrategy
+    ):
+        said = f"one device or DDP, got {type(strategy).__name__}", 'Use Trainer(strategy="ddp").'
     else:
         return
-    raise PlanError(f"Expected {said[0]} for anybatch's WholeBatchCallback, got {said[1]}. {said[2]}.")
+    raise PlanError(f"Expected, with WholeBatchCallback, {said[0]}. {said[1]}")

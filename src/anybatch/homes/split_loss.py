@@ -1,4 +1,4 @@
-"""Any function of a batch as a loss over all rows: the modules that it calls are cut, its other code is not"""
+"""Any function of a batch as a loss over all rows: only the modules that it calls are cut"""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,8 +72,8 @@ class SplitLoss:
         if left or not rng.is_same(streams, rng.capture(rng.of_process())):
             what = f"{len(left)} calls less" if left else "random numbers drawn outside of modules"
             raise LossError(
-                f"Expected {type(self._module).__name__} to call the same modules for all rows as for a few, and "
-                f"to draw random numbers inside of them only, got {what}. Draw in a module or the data loader."
+                f"Expected {type(self._module).__name__} to call the same modules for all rows as for a few, "
+                f"and to draw random numbers only in them, got {what}. Draw in a module or the data loader."
             )
         return loss
 

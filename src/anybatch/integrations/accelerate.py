@@ -18,9 +18,8 @@ def unprepared(part: Any) -> Any:
         count: int = loaded("accelerate.state").AcceleratorState().num_processes
         if count > 1:
             raise OptimizerError(
-                f"Expected a scheduler that steps once per update, got one that accelerate steps {count} times, "
-                "once per rank. Pass the scheduler that was not prepared, or call ab.BatchLoss and step yours "
-                "in your loop."
+                f"Expected a scheduler that steps once per update, got one that accelerate steps {count} "
+                "times, once per rank. Pass one that was not prepared, or use ab.BatchLoss and step yours."
             )
     return part if name is None else getattr(part, name)
 
