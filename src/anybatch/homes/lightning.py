@@ -65,8 +65,8 @@ class WholeBatchCallback(Callback):
         rows_meet: bool = False,
         **options: Any,
     ) -> None:
-        listeners = (*options.pop("listeners", ()), self._listen)
-        self._options = options | {"micro_batch": micro_batch, "memory": memory, "listeners": listeners}
+        self._options = {"micro_batch": micro_batch, "memory": memory, **options}
+        self._options["listeners"] = (*options.get("listeners", ()), self._listen)
         self._rows_meet = rows_meet
         self._before: Any = None  # an attribute `training_step` of the module itself, such as a compiled one
         self._run: Callable[[Any], Any] = lambda rows: None  # the module's own `training_step`

@@ -40,14 +40,14 @@ class CutLoss(nn.Module):
                 f"Expected a loss that does not cut its batch, got {type(loss).__name__}. Pass the loss of "
                 "the same name without Cached."
             )
-        self.loss = loss
+        self.loss, self._settings = loss, list[dict[str, Any]]()  # of each column: what is no tensor
         self.batch_loss = BatchLoss(
             loss, SplitLoss(loss, self._run, ("sentence_embedding",)).whole(), **options
         )
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch."""
-        columns, self._settings = list[dict[str, Any]](), list[dict[str, Any]]()
+        columns, self._settings = list[dict[str, Any]](), []
         for column in sentence_features:
             columns.append({name: one for name, one in column.items() if isinstance(one, Tensor)})
             self._settings.append({name: one for name, one in column.items() if name not in columns[-1]})
