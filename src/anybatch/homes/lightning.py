@@ -65,7 +65,7 @@ class WholeBatchCallback(Callback):
         rows_meet: bool = False,
         **options: Any,
     ) -> None:
-        self._options = {"micro_batch": micro_batch, "memory": memory, **options}
+        self._options: dict[str, Any] = {"micro_batch": micro_batch, "memory": memory, **options}
         self._options["listeners"] = (*options.get("listeners", ()), self._listen)
         self._rows_meet = rows_meet
         self._before: Any = None  # an attribute `training_step` of the module itself, such as a compiled one
