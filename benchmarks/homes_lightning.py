@@ -1,4 +1,4 @@
-"""Three tasks of Lightning's Trainer: gradient before clipping and logged loss, alone and with the callback."""
+"""Three tasks of Lightning's Trainer: gradient and logged loss, alone and with WholeBatchCallback."""
 
 from collections.abc import Iterator
 

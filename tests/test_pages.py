@@ -8,6 +8,7 @@
 """
 
 import doctest
+import os
 import re
 import runpy
 import shlex
@@ -98,6 +99,13 @@ def agrees(said: str, printed: str) -> bool:
     return doctest.OutputChecker().check_output(said, printed, options)
 
 
+def run_alone(path: str) -> str:
+    """Run a program in a process of its own, and return what it prints."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, path]
+    return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
 @pytest.mark.parametrize("block", [block for block in PYTHON if block not in SERVED], ids=str)
 def test_python_block_runs_as_pasted(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     needed = [name for name, sign in NEEDS.items() if sign in block.text]
@@ -106,8 +114,7 @@ def test_python_block_runs_as_pasted(block: Block, capsys: pytest.CaptureFixture
             pytest.skip(f"{name} is not installed")
     if {*needed} & ALONE:
         Path("block.py").write_text(block.text)
-        done = subprocess.run([sys.executable, "block.py"], check=True, capture_output=True, text=True)
-        printed = done.stdout
+        printed = run_alone("block.py")
     else:
         code = compile("\n" * block.line + block.text, block.page, "exec")
         exec(code, {"__name__": "__main__"})
@@ -191,8 +198,7 @@ def test_example_runs_and_says_something(path: Path, capsys: pytest.CaptureFixtu
     for name in needed:
         pytest.importorskip(name)
     if needed:
-        done = subprocess.run([sys.executable, str(path)], check=True, capture_output=True, text=True)
-        assert "loss" in done.stdout
+        assert "loss" in run_alone(str(path))
         return
     runpy.run_path(str(path), run_name="__main__")
     assert "loss" in capsys.readouterr().out

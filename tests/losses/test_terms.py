@@ -129,7 +129,7 @@ def test_a_function_of_outputs_and_targets_is_told_how_it_is_called(loss: Any, *
         check(nn.Linear(2, 1), loss, X.float()) if inner else take(loss)
     note, *_ = caught.value.__notes__
     assert "as loss(model, micro), not as loss(outputs, targets)" in note
-    assert "nn.CrossEntropyLoss()" in note
+    assert "pass ab.PerRow(loss). Else pass a loss of torch, such as nn.CrossEntropyLoss()" in note
     assert "return ab.Total(losses.sum(), losses.numel())" in note
 
 

@@ -233,9 +233,8 @@ class _FewRows(NamedTuple):
             likely += "padded places of `collate` count, "
         if hooked := [name for p, name in self.task.names().items() if private.hooks_of_tensor(p)[0]]:
             likely += f"a hook on {hooked[0]!r} changes the gradient of each micro-batch, "
-        is_mean = "ab.Additive got a mean, which must divide by a total of the whole batch."
-        is_weight = "a Total's weight is not its divisor."
-        likely += f"or {is_mean if isinstance(self.task.loss, Additive) else is_weight}"
+        is_sum = isinstance(self.task.loss, Additive)
+        likely += "or ab.Additive got a mean." if is_sum else "or a Total's weight is not its divisor."
         if whole.moved:
             likely = f"The forward changes {whole.moved!r}, and later forwards may compute with it."
         raise LossError(
@@ -316,9 +315,8 @@ class _FewRows(NamedTuple):
 
     @property
     def _name(self) -> str:
-        called = (
-            function_of(self.task.loss) if isinstance(self.task.loss, Terms | Additive) else self.task.model
-        )
+        loss = self.task.loss
+        called = function_of(loss) if isinstance(loss, Terms | Additive) else self.task.model
         return getattr(called, "__name__", type(called).__name__)
 
 

@@ -48,7 +48,7 @@ class Outcome(Observer):
         task = task.alone()  # first, so that its loss gathers no rows of other ranks
         task = replace(
             task,
-            loss=task.loss.afresh() if isinstance(task.loss, ModelTerms) else task.loss,
+            loss=ModelTerms(task.loss.call) if isinstance(task.loss, ModelTerms) else task.loss,
             effects=effects,
             scale=LossScale(Precision()),  # a dry run neither looks for overflow nor divides by a scale
             observers=(self,),

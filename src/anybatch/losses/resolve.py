@@ -8,13 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.core import LossError
-from anybatch.losses.additive import Additive
 from anybatch.losses.inputs import module_in
 from anybatch.losses.loss import Loss
 from anybatch.losses.model.model_loss import ModelLoss
-from anybatch.losses.per_row import PerRow
 from anybatch.losses.reductions import WEIGHTS
-from anybatch.losses.terms import BARE_MEAN, HOW, Terms
+from anybatch.losses.terms import BARE_MEAN, HOW, Additive, PerRow, Terms
 from anybatch.losses.torch_losses import SummedLoss, summed_loss
 from anybatch.losses.whole_batch import WholeBatch
 

@@ -76,8 +76,9 @@ class Step:
         model: called on each micro-batch.
         loss: a loss of torch as a module, function or `functools.partial`; a function
             `(model, micro)` that returns an `ab.Total` or a mapping of named totals; `ab.Terms`;
-            `ab.WholeBatch` for a loss over the outputs of all rows; `ab.ModelLoss` for a model that computes
-            its own loss.
+            `ab.PerRow` for a function with a value for each row; `ab.Additive` for a sum divided beforehand;
+            `ab.WholeBatch` for a loss over the outputs of all rows; `ab.ModelLoss` for a model, or a function
+            of it, that computes a mean.
         optimizer: a torch optimizer, or several that share no parameter.
         micro_batch: rows per micro-batch. A smaller batch is not split. None for the whole batch, or, with
             `memory`, for what fits.

@@ -96,7 +96,9 @@ def factors_of(
             f"Expected the loss of {type(model).__name__} to be a sum of means with constant factors, got "
             f"{loss.grad_fn.name() if loss.grad_fn else loss} over {len(values)} of them. {WAYS_OUT}"
         )
-    return {index: float(factor) for index, factor in zip(reached, factors, strict=True)}, divides
+    # A fake has no value.
+    known = [1.0 if isinstance(factor, private.FakeTensor) else float(factor) for factor in factors]
+    return dict(zip(reached, known, strict=True)), divides
 
 
 def found_in(
