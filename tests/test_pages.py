@@ -195,8 +195,8 @@ def test_readme_is_short() -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs_and_says_something(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needed = [name for name in HOSTS if NEEDS[name] in path.read_text()]
-    for name in needed:
-        pytest.importorskip(name)
+    if any(find_spec(name) is None for name in needed):
+        pytest.skip(f"{needed[0]} is not installed")
     if needed:
         assert "loss" in run_alone(str(path))
         return
