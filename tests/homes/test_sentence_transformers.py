@@ -83,10 +83,12 @@ def test_losses_are_those_of_the_whole_batch(name: str, tmp_path: Path) -> None:
     value.backward()
     expected = {name: p.grad.clone() for name, p in loss.named_parameters() if p.grad is not None}
     loss.zero_grad()
-    cut = CutLoss(loss, micro_batch=7)
+    cut, seen = CutLoss(loss, micro_batch=7), list[int]()
+    model[0].register_forward_pre_hook(lambda _, args: seen.append(len(args[0]["input_ids"])))
     ours = cut(features(), labels)
     ours.backward()
     assert cut.batch_loss.report.micro_batches == 4
+    assert max(seen) == 7
     assert relative_error(ours.item(), value.item()) <= EXACT
     gradients = {name: p.grad.clone() for name, p in loss.named_parameters() if p.grad is not None}
     assert relative_error(gradients, expected) <= EXACT

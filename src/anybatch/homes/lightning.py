@@ -71,7 +71,7 @@ class WholeBatchCallback(Callback):
         self._before: Any = None  # an attribute `training_step` of the module itself, such as a compiled one
         self._run: Callable[[Any], Any] = lambda rows: None  # the module's own `training_step`
         self._notes: list[_Note] = []  # of its last call
-        self._kept: dict[int, list[_Note]] = {}  # of the micro-batches that count, by index
+        self._kept: list[list[_Note]] = []  # of the micro-batches that count
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the place of `training_step`."""
@@ -106,7 +106,7 @@ class WholeBatchCallback(Callback):
 
     def _whole(self, module: LightningModule, batch: Any, run: Callable[[Any], Any]) -> Any:
         """Return the loss of the whole batch, with what else `training_step` returns; log."""
-        trainer, self._run, self._kept = module.trainer, run, {}
+        trainer, self._run, self._kept = module.trainer, run, []
         _refuse(trainer, module)
         batch_loss = self._batch_loss = self._batch_loss or self._made(module)
         if not is_overridden("optimizer_zero_grad", module):  # Lightning would do it only afterwards
@@ -115,7 +115,7 @@ class WholeBatchCallback(Callback):
         with self._noting(trainer, module):
             loss = batch_loss(batch)
         self.report = batch_loss.report
-        kept = [self._notes] if self._rows_meet else [self._kept[index] for index in sorted(self._kept)]
+        kept = [self._notes] if self._rows_meet else self._kept
         merged: dict[tuple[LightningModule | None, str], list[_Note]] = {}
         for note in [note for notes in kept for note in notes]:
             merged.setdefault((note.module, note.name), []).append(note)
@@ -179,8 +179,8 @@ class WholeBatchCallback(Callback):
 
     def _listen(self, event: object) -> None:
         if isinstance(event, MicroBatchDone):  # an index comes again if the batch is started again
-            self._kept = {index: notes for index, notes in self._kept.items() if index < event.index}
-            self._kept[event.index] = [note._replace(rows=event.rows) for note in self._notes]
+            notes = [note._replace(rows=event.rows) for note in self._notes]
+            self._kept = [*self._kept[: event.index], notes]
 
 
 class _Note(NamedTuple):

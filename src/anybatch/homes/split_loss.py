@@ -31,41 +31,49 @@ class SplitLoss:
 
     def __init__(self, module: nn.Module, evaluate: Evaluate, keys: Sequence[str] = ()) -> None:
         self._module, self._evaluate, self._keys = module, evaluate, keys
+        self._losses = set[nn.Module]()  # modules that return a scalar
 
     def whole(self) -> WholeBatch:
         """Return the loss over the outputs of all rows."""
         return WholeBatch(self._loss, outputs=self._outputs)
 
     def _outputs(self, model: nn.Module, micro: Any) -> Any:
-        """Return the output of each call, None for a scalar; and the rows."""
-        found = list[Any]()
-
-        def note(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            kept = output
-            if isinstance(output, Mapping):
-                kept = {key: output[key] for key in self._keys if key in output} or output
-            found.append(None if isinstance(output, Tensor) and not output.dim() else kept)
-            return output
-
+        """Return the output of each call, and the rows."""
         torchmetrics = loaded("torchmetrics")
         metrics = [
             one for one in self._module.modules() if torchmetrics and isinstance(one, torchmetrics.Metric)
         ]
         before = ObjectState(metrics, but_for=()) if metrics else None
-        with self._answered(note):
-            self._evaluate(tree.map_leaves(lambda leaf: leaf, micro), keeps=False)  # a module may add keys
-        if before is not None:  # metrics count all rows at once
-            before.put_back()
-        return tuple(found), micro
+        streams = rng.capture(rng.of_process())
+        while True:
+            found, known = list[Any](), len(self._losses)
+
+            def note(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                output = forward(*args, **kwargs)
+                kept = output
+                if isinstance(output, Tensor) and not output.dim():
+                    self._losses.add(module)
+                if isinstance(output, Mapping):
+                    kept = {key: output[key] for key in self._keys if key in output} or output
+                found.append(kept)  # noqa: B023
+                return output
+
+            with self._answered(note):
+                self._evaluate(
+                    tree.map_leaves(lambda leaf: leaf, micro), keeps=False
+                )  # a module may add keys
+            if before is not None:  # metrics count all rows at once
+                before.put_back()
+            if len(self._losses) == known:
+                return tuple(found), micro
+            rng.restore(streams)  # once more: modules inside of a loss are answered instead
 
     def _loss(self, outputs: Sequence[Any], rows: Any) -> Tensor:
         """Return the loss of all rows."""
         left, streams = [*outputs], rng.capture(rng.of_process())
 
-        def answer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            output = left.pop(0) if left else None
-            return forward(*args, **kwargs) if output is None else output
+        def answer(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return left.pop(0) if left else forward(*args, **kwargs)
 
         with self._answered(answer):
             loss = self._evaluate(rows, keeps=True)
@@ -79,23 +87,23 @@ class SplitLoss:
 
     @contextmanager
     def _answered(self, answer: Callable[..., Any]) -> Generator[None]:
-        """Answer the outermost calls of modules that have parameters."""
+        """Answer the outermost calls of modules that have parameters and do not return a scalar."""
         is_inside = False
 
-        def routed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def routed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             nonlocal is_inside
-            if is_inside:
+            if is_inside or module in self._losses:
                 return forward(*args, **kwargs)
             is_inside = True
             try:
-                return answer(forward, *args, **kwargs)
+                return answer(module, forward, *args, **kwargs)
             finally:
                 is_inside = False
 
         modules = [one for one in self._module.modules() if next(one.parameters(), None) is not None]
         before = [vars(one).get("forward") for one in modules]
         for one in modules:
-            one.forward = partial(routed, one.forward)
+            one.forward = partial(routed, one, one.forward)
         try:
             yield
         finally:
