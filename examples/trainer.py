@@ -9,7 +9,9 @@ import torch
 import transformers
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
-from anybatch.homes.transformers import Trainer  # transformers' Trainer, with anybatch.homes.WholeBatchTrainer
+from anybatch.homes.transformers import (
+    Trainer,
+)  # transformers' Trainer, with anybatch.homes.WholeBatchTrainer
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 ROWS, LENGTH, CLASSES = 128, 16, 4

@@ -1,6 +1,8 @@
 """WholeBatchTrainer: the Trainer's run with the whole batch at once, whatever the cut and the setting."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,6 @@ from benchmarks.homes_transformers import (  # noqa: E402
     trainer_of,
     weights,
 )
-from tests.homes.ranks import on_two_ranks  # noqa: E402
-from tests.parallel.spawned import spawned  # noqa: E402
 
 LIMIT = 1e-12  # float64, before clipping
 UPDATED = 1e-9  # parameters after 20 updates: AdamW divides by the root of squares
@@ -217,15 +217,28 @@ def test_metrics_in_compute_loss_have_an_entry_per_micro_batch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["causal LM", "masked LM", "label smoothing", "TRL SFT"])
-def test_two_ranks_make_the_update_of_all_their_rows(name: str) -> None:
-    limit = installed(BY_NAME[name])
-    whole = train(BY_NAME[name], "whole")
-    with spawned(2) as ranks:
-        for mode in ("home", "both"):
-            for gradients, losses in ranks.run(on_two_ranks, name, mode):
-                assert error(whole.gradients[-1], gradients) <= limit
-                assert losses == pytest.approx(whole.logged("loss"), rel=1e-6)
+def test_two_ranks_make_the_update_of_all_their_rows(tmp_path: Path) -> None:
+    names = ["causal LM", "masked LM", "label smoothing", "TRL SFT"]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command = [
+        *agent,
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "tests.homes.ranks",
+        str(tmp_path / "rank"),
+        "home,both",
+        *names,
+    ]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=500)
+    for rank in range(2):
+        found = torch.load(f"{tmp_path}/rank{rank}")
+        assert len(found) >= 6
+        for (name, _), (gradients, losses) in found.items():
+            whole = train(BY_NAME[name], "whole")
+            assert error(whole.gradients[0], gradients) <= installed(BY_NAME[name])
+            assert losses == pytest.approx(whole.logged("loss"), rel=1e-6)
 
 
 def asks_for_outputs(self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
