@@ -134,16 +134,16 @@ class _Seam:
 
     @contextmanager
     def in_place(self) -> Generator[None]:
-        """Stand in for `compute_loss`; the trainer does not divide by its accumulation steps."""
+        """Stand in for `compute_loss`; the trainer does not divide by its number of batches per update."""
         trainer = self._trainer
         own = {name: vars(trainer)[name] for name in ("compute_loss",) if name in vars(trainer)}
         self._compute = trainer.compute_loss
-        trainer.compute_loss, steps = self, getattr(trainer, "current_gradient_accumulation_steps", 1)
+        trainer.compute_loss, batches = self, getattr(trainer, "current_gradient_accumulation_steps", 1)
         trainer.current_gradient_accumulation_steps = 1
         try:
             yield
         finally:
-            trainer.current_gradient_accumulation_steps = steps
+            trainer.current_gradient_accumulation_steps = batches
             del trainer.compute_loss
             vars(trainer).update(own)
 
