@@ -10,14 +10,14 @@ from tests.house import SRC, House, classes, only, parse, python, rule
 
 BANNED_WORDS = re.compile(r"mini[-_ ]?batch|accumulation[-_ ]steps|(?<!\.)\bchunk", re.IGNORECASE)
 GREETING = "gradient accumulation"  # lines that greet those who know the idea under this name
-NULL_OBJECTS = ("strategy", "precision", "recompute", "observer", "listener")
+NULL_OBJECTS = ("strategy", "precision", "recompute", "callbacks")
 DATACLASS = r"(dataclasses\.)?dataclass\b"
 VALUELESS = ("WindowError",)  # an order of calls has no value to show
 
 
 @rule(
     {SRC + "engine/window.py": "if plan.precision is None: ..."},
-    {SRC + "engine/recover.py": "x = self.listeners is not None"},
+    {SRC + "engine/recover.py": "x = self.callbacks is not None"},
 )
 def test_the_loop_asks_no_null_object_whether_it_is_none(house: House) -> Iterable[str]:
     for path in (f"{SRC}engine/{name}.py" for name in ("window", "part", "recover")):

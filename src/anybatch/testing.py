@@ -97,10 +97,10 @@ def _in_float64(loss: object) -> Any:
         settings: dict[str, Any] = dict(loss.keywords)
         settings |= {name: _widen(one) for name, one in settings.items() if isinstance(one, Tensor)}
         return partial(cast("Any", loss.func), *loss.args, **settings)
-    held = {name: getattr(loss, name) for name in ("function", "call") if hasattr(loss, name)}
-    return (
-        replace(cast("Any", loss), **{name: _in_float64(one) for name, one in held.items()}) if held else loss
-    )
+    for name in ("function", "call"):  # ab.Terms and others; ab.ModelLoss
+        if hasattr(loss, name):
+            return replace(cast("Any", loss), **{name: _in_float64(getattr(loss, name))})
+    return loss
 
 
 def _whole_loss(model: nn.Module, loss: Any, whole: Any) -> Tensor:

@@ -158,7 +158,7 @@ def test_budget_cuts() -> None:
     more = {"updates": 1, "per_device_train_batch_size": 5 * ROWS}
     reports: list[Any] = []
     whole = train(CAUSAL, "whole", **more)
-    home = train(CAUSAL, "home", memory="1500KB", whole_batch={"listeners": [reports.append]}, **more)
+    home = train(CAUSAL, "home", memory="1500KB", whole_batch={"callbacks": [reports.append]}, **more)
     last = [one for one in reports if isinstance(one, ab.StepReport)][-1]
     assert last.micro_batches > 1
     assert last.rows == 5 * ROWS

@@ -1,12 +1,13 @@
 """Losses of a user's own: totals by name, with coefficients, each with its own weight."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Terms, Total
+from anybatch import Additive, PerRow, Terms, Total
 from tests.laws.cases import Case
 from tests.laws.check import stack
 from tests.laws.draw import CLASSES, FEATURES, Draw
@@ -80,6 +81,17 @@ def often_nothing_weigh(whole: Any) -> Mapping[str, Any]:
     return {"few": weigh_tokens(whole), "fit": len(_together(whole)["value"]), "none": 0}
 
 
+def masked(scores: Tensor, value: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each place, and which of them are valid; for an ab.PerRow."""
+    losses = F.cross_entropy(scores.transpose(1, 2), labels, reduction="none")
+    return losses + value[:, None].square(), labels != -100
+
+
+def sixteenth(model: nn.Module, micro: Any) -> Tensor:
+    """Losses that are divided by a constant; for an ab.Additive."""
+    return F.cross_entropy(model(micro["x"])[0].transpose(1, 2), micro["labels"], reduction="sum") / 16
+
+
 def _together(whole: Any) -> Any:
     """The batch as it was given to the step is a list of samples where these are collated."""
     return stack(whole) if isinstance(whole, list) else whole
@@ -104,5 +116,9 @@ TOTALS = [
     _case(
         "often-nothing",
         {"function": often_nothing, "weighed": Terms(often_nothing, weight=often_nothing_weigh)},
+    ),
+    replace(
+        _case("wrapped", {"per row": PerRow(masked), "additive": Additive(sixteenth)}),
+        batch=lambda draw: {name: value for name, value in batch(draw).items() if name != "value"},
     ),
 ]

@@ -51,7 +51,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     (3, "got int", "nn.CrossEntropyLoss()"),
     (nn.CrossEntropyLoss, "got the class CrossEntropyLoss", "as in nn.CrossEntropyLoss()"),
     (partial(nn.MSELoss, reduction="sum"), "got the class MSELoss", "Call it"),
-    (nn.MSELoss(reduction="none"), "got 'none'", "one number to minimise"),
+    (nn.MSELoss(reduction="none"), "got 'none'", "or pass it in ab.PerRow(...)"),
     (partial(F.mse_loss, reduction="batchmean"), "got 'batchmean'", "Choose one"),
     (partial(F.mse_loss, reduce=True, size_average=True), "deprecated size_average and reduce", "Write"),
     (partial(F.cross_entropy, torch.zeros(1)), "got positional (tensor([0.]),)", "Name them"),

@@ -13,6 +13,7 @@ from anybatch.check.check import check
 from anybatch.core.errors import LossError
 from anybatch.testing import GradientRecorder, relative_error, tolerance
 from tests.check.conftest import unhurried as unhurried
+from tests.options import flat
 
 ROWS = 5
 X = torch.randn(ROWS, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -29,7 +30,7 @@ def rows(model: nn.Module, micro: Tensor) -> Total:
 def take(loss: Any, batch: Any = X, **options: Any) -> tuple[Any, dict[str, Tensor]]:
     model = nn.Linear(2, 1).double()
     recorder = GradientRecorder(model)
-    step = Step(model, loss, recorder, **{"micro_batch": 2} | options)
+    step = Step(model, loss, recorder, **flat({"micro_batch": 2} | options))
     return step(batch), recorder.gradients
 
 
@@ -129,7 +130,7 @@ def test_a_function_of_outputs_and_targets_is_told_how_it_is_called(loss: Any, *
         check(nn.Linear(2, 1), loss, X.float()) if inner else take(loss)
     note, *_ = caught.value.__notes__
     assert "as loss(model, micro), not as loss(outputs, targets)" in note
-    assert "nn.CrossEntropyLoss()" in note
+    assert "pass ab.PerRow(loss). Else pass a loss of torch, such as nn.CrossEntropyLoss()" in note
     assert "return ab.Total(losses.sum(), losses.numel())" in note
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anybatch.compare import choose_rows
 from anybatch.core import LossError, PlanError, TensorBatch
-from anybatch.losses import Additive, ModelLoss
+from anybatch.losses import Additive, LossLike, ModelLoss
 from anybatch.precision import Precision
 from anybatch.state import ObjectState, rng
 from anybatch.step import BatchLoss, Window
@@ -49,7 +49,7 @@ class WholeBatchTrainer:
         micro_batch: rows per micro-batch. None for the whole batch, or, with `memory`, for what fits.
         memory: budget in bytes, as for `anybatch.Step`. Leave room for the state of the optimizer.
         loss: a loss in place of `compute_loss` in training, as for `anybatch.Step`; None for `compute_loss`.
-        whole_batch: further arguments of `anybatch.BatchLoss`, such as `{"recompute": "all"}`.
+        whole_batch: further arguments of `anybatch.BatchLoss`, such as `{"options": ab.Options(recompute="all")}`.
 
     Raises:
         PlanError: the Trainer runs under DeepSpeed, FSDP or `nn.DataParallel`, or comes before this class.
@@ -75,7 +75,7 @@ class WholeBatchTrainer:
         *args: Any,
         micro_batch: int | None = None,
         memory: str | int | None = None,
-        loss: object = None,
+        loss: LossLike | None = None,
         whole_batch: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -122,7 +122,7 @@ def _refuse_unsupported(trainer: Any) -> None:
 class _Seam:
     """The place of `compute_loss` in a training step."""
 
-    def __init__(self, trainer: Any, loss: object, options: Mapping[str, Any]) -> None:
+    def __init__(self, trainer: Any, loss: LossLike | None, options: Mapping[str, Any]) -> None:
         self._trainer, self._loss, self._options = trainer, loss, options
         self._compute: Any = None  # the trainer's own compute_loss, during a step
         self._items: Any = None  # num_items_in_batch of this update

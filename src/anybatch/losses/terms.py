@@ -1,4 +1,4 @@
-"""A loss written by the user: a function of the model and a micro-batch that returns totals."""
+"""Losses written by the user: functions that return totals, values of rows, or sums that add up."""
 
 import inspect
 import math
@@ -10,15 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import Batch, LossError, Number, Total
-from anybatch.losses.inputs import HOW_TO_WRITE
+from anybatch.losses.cotangents import part
+from anybatch.losses.inputs import call, how_to_write, note, shown, split_batch
 from anybatch.losses.loss import Evaluated, Plain
+from anybatch.losses.reductions import summed
 
-BARE_MEAN = (
-    "Wrap it: ab.PerRow(fn) for fn(outputs, targets) with a value for each row, ab.ModelLoss(call=fn) for "
-    "fn(model, micro) that returns a mean, ab.Additive(fn) for one divided by a total known beforehand. Or "
-    f"return a sum and what divides it, not a mean:\n{HOW_TO_WRITE}"
-)
-HOW = f"Pass a loss of torch, such as nn.CrossEntropyLoss(), or write\n{HOW_TO_WRITE}"
+HOW = f"Pass a loss of torch, such as nn.CrossEntropyLoss(), or write\n{how_to_write()}"
 _CALLED = (
     "anybatch calls a loss of your own as loss(model, micro), not as loss(outputs, targets). If it returns a "
     f"value for each row or entry, pass ab.PerRow(loss). Else p{HOW[1:]}"
@@ -62,10 +59,7 @@ class Terms(Plain):
     counted = False
 
     def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise LossError(
-                f"Expected a function (model, micro) -> ab.Total, got {type(self.function).__name__}. {HOW}"
-            )
+        check_function(self.function, "(model, micro) -> ab.Total")
         for name, value in self.coefficients.items():
             if not math.isfinite(value):
                 raise LossError(
@@ -75,7 +69,7 @@ class Terms(Plain):
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Call the function and check that it returned totals."""
         returned = call_loss(self.function, model, micro)
-        totals = _named(returned)
+        totals = _named(returned, micro)
         missing = [name for name in self.coefficients if name not in totals]
         if missing:
             raise LossError(
@@ -102,17 +96,130 @@ class Terms(Plain):
         return {name: Total(0, weight).weight for name, weight in weights.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class PerRow:
+    """The mean over all rows of a loss that returns a value for each row, or for each entry of a row.
+
+    The function is called as losses of torch are: with the model's output (with each of them, if the model
+    returns a tuple), then with the target, or with each of several. The target is the last part of a tuple,
+    or has one of the keys `target`, `targets`, `label`, `labels`, `y`. Other mappings, `(inputs,)` and a
+    tensor have none.
+
+    Args:
+        function: takes outputs and targets of some rows, returns a floating tensor of shape (rows,) or
+            (rows, ...). The loss is the mean of all values of the batch. Or it returns a tuple
+            `(values, weights)` of one shape, where weights (bool, integer or floating, at least 0, without
+            gradient) may be a mask. The loss is then sum(values * weights) / sum(weights) over the batch. It
+            may be a module with parameters, such as `nn.CrossEntropyLoss(reduction="none")`, in whose mean
+            ignored targets count as 0.
+
+    Raises:
+        LossError: the function cannot be called, or returns something else, such as a mean.
+
+    Example:
+        >>> def masked_error(output, target):
+        ...     return (output - target.nan_to_num()).square(), ~target.isnan()
+        >>> batch = torch.zeros(3, 1), torch.tensor([[2.0], [math.nan], [4.0]])
+        >>> PerRow(masked_error)(nn.Linear(1, 1, bias=False), batch).mean().item()
+        10.0
+    """
+
+    function: Callable[..., Tensor | tuple[Tensor, Tensor]]
+
+    def __post_init__(self) -> None:
+        check_function(self.function, "(outputs, targets) with a value for each row")
+
+    def __call__(self, model: nn.Module, micro: Any) -> Total:
+        """Return the sum of the values of a micro-batch, and their number or summed weights."""
+        inputs, targets = split_batch(micro) if isinstance(micro, tuple | list) else part(model, micro)
+        returned: Any = call(model, inputs)
+        outputs = cast("tuple[Any, ...]", returned) if isinstance(returned, tuple | list) else (returned,)
+        arguments = (*[output for output in outputs if output is not None], *targets)
+        values: Any = self.function(*arguments)
+        values, *weights = cast("tuple[Any, ...]", values) if isinstance(values, tuple) else (values,)
+        rows = {len(one) for one in arguments if isinstance(one, Tensor) and one.dim()}
+        if not isinstance(values, Tensor) or not values.dim() or (rows and len(values) not in rows):
+            raise LossError(
+                "Expected a value for each row from the function in ab.PerRow, shape (rows,) or (rows, ...), "
+                f'got {_came(values)}. Leave out its mean or sum (reduction="none"), keep rows in the first '
+                "axis, or see ab.ModelLoss(call=...) for a mean and ab.WholeBatch where rows meet."
+            )
+        if not weights:
+            return Total(summed(values * 1), values.numel())  # its backward is that of `mean`, to the bit
+        if len(weights) > 1 or not isinstance(weights[0], Tensor) or weights[0].shape != values.shape:
+            raise LossError(
+                "Expected (values, weights) of one shape from the function in ab.PerRow, got "
+                f"{' and '.join(map(_came, (values, *weights)))}. mask.expand_as(values) is as large."
+            )
+        return Total(summed(values * weights[0]), summed(weights[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class Additive(Plain):
+    """A loss that is divided already by a total of the whole batch, so that micro-batches add up.
+
+    The divisor is a constant, or the number of tokens of the batch, counted outside. The loss of the batch is
+    the sum over micro-batches, also over those of other ranks; evaluation adds up over all rows. Uncut, it
+    is the function's value, to the bit. Before the first cut the step compares splits of a few rows, and
+    refuses a mean; with `Step(check=False)` it takes the caller's word.
+
+    Args:
+        function: takes the model and a micro-batch, returns a real scalar tensor of shape ().
+
+    Raises:
+        LossError: the function cannot be called, or returns something else.
+
+    Example:
+        >>> import anybatch as ab
+        >>> loss = ab.Additive(lambda model, micro: model(micro).square().sum() / 512)  # rows of all batches
+        >>> model = nn.Linear(2, 1)
+        >>> step = ab.Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=128)
+        >>> step(torch.ones(512, 2)).micro_batches
+        4
+    """
+
+    function: Callable[[nn.Module, Any], Tensor]
+
+    divided = False
+
+    def __post_init__(self) -> None:
+        check_function(self.function, "(model, micro) with a scalar that adds up")
+
+    def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
+        """Call the function and check that it returned a scalar."""
+        value: Any = call_loss(self.function, model, micro)
+        if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
+            raise LossError(
+                "Expected a real scalar tensor, of shape (), from the function in ab.Additive, got "
+                f"{_came(value)}. Sum it and divide by the total of the batch; an ab.Total needs no wrapper."
+            )
+        # A Total widens float16. A micro-batch has no weight of its own.
+        return Evaluated({"loss": _as_tensor(Total(value, 0).sum)}, lambda: {"loss": 0})
+
+    def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number]:
+        """Return 1: nothing is left to divide."""
+        return {"loss": 1}
+
+
+def check_function(function: object, wanted: str) -> None:
+    """Raise LossError if a function cannot be called."""
+    if not callable(function):
+        raise LossError(f"Expected a function {wanted}, got {type(function).__name__}. {HOW}")
+
+
 def call_loss(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro: Any) -> Any:
-    """Return the result of a user's loss; add a note to errors of one written for (outputs, targets)."""
+    """Return the result of a user's loss; a note to its errors tells how it was called."""
     try:
         return function(model, micro)
-    except (TypeError, AttributeError) as error:
-        if _CALLED not in getattr(error, "__notes__", ()) and _takes_outputs(function, model, error):
-            error.add_note(_CALLED)
+    except Exception as error:
+        called = f"anybatch called loss(model, micro) with micro = {shown(micro)}. Take its parts from there."
+        note(error, _CALLED if _takes_outputs(function, model, error) else called)
         raise
 
 
 def _takes_outputs(function: object, model: nn.Module, error: Exception) -> bool:
+    if not isinstance(error, TypeError | AttributeError):
+        return False
     frames = error.__traceback__
     if frames is None or frames.tb_next is None or type(model).__name__ in str(error):
         return True  # it does not accept two arguments, or used the model as a tensor
@@ -123,7 +230,16 @@ def _takes_outputs(function: object, model: nn.Module, error: Exception) -> bool
     return not _OUTPUTS.isdisjoint(names[:1]) or not _TARGETS.isdisjoint(names[1:2])
 
 
-def _named(value: object) -> Mapping[str, Total]:
+def bare_mean(micro: object = None) -> str:
+    """Return how to write a loss that is no mean, for batches of the form of this micro-batch."""
+    return (
+        "Wrap it: ab.PerRow(fn) for fn(outputs, targets) with a value for each row, ab.ModelLoss(call=fn) "
+        "for fn(model, micro) that returns a mean, ab.Additive(fn) for one divided by a total known "
+        f"beforehand. Or return a sum and what divides it, not a mean:\n{how_to_write(micro)}"
+    )
+
+
+def _named(value: object, micro: object) -> Mapping[str, Total]:
     if isinstance(value, Total):
         return {"loss": value}
     if isinstance(value, Mapping):
@@ -132,12 +248,17 @@ def _named(value: object) -> Mapping[str, Total]:
         if totals and not wrong:
             return cast("Mapping[str, Total]", totals)
         raise LossError(
-            f"Expected a mapping of named ab.Total values, got {wrong or 'an empty one'}. {BARE_MEAN}"
+            f"Expected a mapping of named ab.Total values, got {wrong or 'an empty one'}. {bare_mean(micro)}"
         )
-    came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise LossError(
-        f"Expected the loss function to return an ab.Total or a mapping of them, got {came}. {BARE_MEAN}"
+        "Expected the loss function to return an ab.Total or a mapping of them, got "
+        f"{_came(value)}. {bare_mean(micro)}"
     )
+
+
+def _came(value: object) -> str:
+    is_tensor = isinstance(value, Tensor)
+    return f"a tensor of shape {tuple(value.shape)}, {value.dtype}" if is_tensor else type(value).__name__
 
 
 def _as_tensor(value: Number) -> Tensor:

@@ -63,8 +63,9 @@ def loss_of(model: nn.Module, output: Any) -> Tensor:
     raise NoLossError(
         f"Expected {type(model).__name__} to return its loss (as .loss, ['loss'], a scalar, or one scalar "
         f"in a tuple), got {came} in a {type(output).__name__}. Put the labels into the batch under the name "
-        "that the model's forward takes, or hand over a loss that compares its outputs with them; a function "
-        "in ab.ModelLoss(call=...) returns a mean."
+        "that the model's forward takes, or pass another loss than ab.ModelLoss(): one of torch, "
+        "ab.ModelLoss(call=...) for a function that returns a mean, or ab.WholeBatch where rows meet, as in "
+        "CLIP."
     )
 
 
@@ -96,7 +97,9 @@ def factors_of(
             f"Expected the loss of {type(model).__name__} to be a sum of means with constant factors, got "
             f"{loss.grad_fn.name() if loss.grad_fn else loss} over {len(values)} of them. {WAYS_OUT}"
         )
-    return {index: float(factor) for index, factor in zip(reached, factors, strict=True)}, divides
+    # A fake has no value.
+    known = [1.0 if isinstance(factor, private.FakeTensor) else float(factor) for factor in factors]
+    return dict(zip(reached, known, strict=True)), divides
 
 
 def found_in(

@@ -18,6 +18,7 @@ from anybatch.losses.model.graph import WAYS_OUT, LossTerms, adds_nothing, call_
 from anybatch.losses.model.intercept import Reduction, Watch, is_equal, is_like_parameters, selects, widened
 from anybatch.losses.model.read import Form, LossReading, reading_of, sum_of
 from anybatch.losses.model.targets import Match, count, find, leaves_of, rows_of
+from anybatch.losses.terms import check_function
 from anybatch.state import rng
 
 _T = TypeVar("_T")
@@ -63,22 +64,16 @@ class ModelLoss:
         >>> step = ab.Step(model, ModelLoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2)
         >>> step({"x": torch.ones(5, 3), "labels": torch.tensor([0, 1, -100, 1, 0])}).weights
         {'loss': 4.0}
-        >>> def training_step(model, batch):
-        ...     return nn.functional.mse_loss(model(batch["x"]), batch["y"])
-        >>> linear = nn.Linear(3, 1)
-        >>> own, sgd = ModelLoss(call=training_step), torch.optim.SGD(linear.parameters(), lr=0.1)
-        >>> ab.Step(linear, own, sgd, micro_batch=2)({"x": torch.ones(5, 3), "y": torch.ones(5, 1)}).weights
-        {'loss': 5.0}
+        >>> loss = ModelLoss(call=lambda model, batch: model.score(batch).square().mean())
+        >>> ab.Step(model, loss, step.optimizers[0], micro_batch=2)(torch.ones(5, 3)).weights
+        {'loss': 10.0}
     """
 
     call: Callable[[nn.Module, Any], Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.call is not None and not callable(self.call):
-            raise LossError(
-                f"Expected call to be a function (model, batch) that returns a mean, got {self.call!r}. "
-                "Leave it out for a model that returns its loss."
-            )
+        if self.call is not None:
+            check_function(self.call, "(model, batch) that returns a mean")
 
     def begin(self) -> "ModelTerms":
         """Return the object that reads the model's loss during one step."""
@@ -91,7 +86,7 @@ class _GraphReader(Plain):
     counted = False
 
     def __init__(self, call: Callable[[nn.Module, Any], Any] | None = None) -> None:
-        self._call = call or call_model
+        self.call = call or call_model
         self._reading = LossReading(learns=False)  # the model's, after a step has begun
         self._form: Form | None = None  # the known form of the loss; None if the model is watched
 
@@ -186,11 +181,7 @@ class ModelTerms(_GraphReader):
 
     def uncut(self) -> Loss:
         """Return the model's own loss, bit-identical."""
-        return OwnLoss(self._call)
-
-    def afresh(self) -> "ModelTerms":
-        """Return another reader of the same loss."""
-        return ModelTerms(self._call)
+        return OwnLoss(self.call)
 
     @contextmanager
     def along(
@@ -250,7 +241,7 @@ class ModelTerms(_GraphReader):
 
     def _read(self, model: nn.Module, micro: Any, form: Form) -> Evaluated:
         micro = _outside_inference(micro)
-        output = self._call(model, micro)
+        output = self.call(model, micro)
         if adds_nothing(output):
             return self._nothing(keep_graph=True)
         loss = loss_of(model, output)
@@ -273,7 +264,7 @@ class ModelTerms(_GraphReader):
         with torch.inference_mode(False), torch.enable_grad():  # in evaluation too, to separate the terms
             micro = _outside_inference(micro)
             with recorded(self._reading.files_of(model)) as routers, Watch() as watch:
-                output = self._call(model, micro)
+                output = self.call(model, micro)
             if adds_nothing(output):
                 return None
             return found_in(model, loss_of(model, output), watch, routers, leaves_of(micro))
@@ -335,11 +326,11 @@ class OwnLoss(_GraphReader):
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model."""
         if self._form is not None:
-            loss = loss_of(model, self._call(model, micro))
+            loss = loss_of(model, self.call(model, micro))
             weight = self._by(self._form.weigh, loss)
             return Evaluated({"loss": loss}, lambda: {"loss": weight})
         with Watch(as_is=True) as watch:
-            output = self._call(model, micro)
+            output = self.call(model, micro)
         loss = loss_of(model, output)
         try:
             found = found_in(model, loss, watch, [], {})

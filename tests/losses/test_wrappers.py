@@ -1,0 +1,216 @@
+"""Losses as public programs write them, in a wrapper: exact in every cut, or refused."""
+
+import math
+import re
+from collections.abc import Iterator
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch import Additive, BatchLoss, ModelLoss, Options, PerRow, Step, Terms, Trainer, check, plan
+from anybatch.check import named_parameters
+from anybatch.core import tree
+from anybatch.core.errors import LossError
+from anybatch.testing import GradientRecorder, reference_step, relative_error
+from tests.snapshots import same_as_before
+from tests.toys import Perceptron
+
+ROWS, TIME, CLASSES = 11, 6, 4
+LIMIT = 1e-12  # relative, float64
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class VAE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(8, 6), nn.Linear(3, 8)
+
+    def forward(self, x: Tensor, eps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mu, logvar = self.encode(x).chunk(2, 1)
+        return self.decode(mu + eps * (0.5 * logvar).exp()).sigmoid(), mu, logvar
+
+
+class Speech(Perceptron):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).log_softmax(-1).transpose(0, 1)  # (time, rows, classes)
+
+
+def beta_vae(model: nn.Module, micro: Any) -> Any:
+    """As in PyTorch-VAE."""
+    recon, mu, log_var = model(*micro)
+    kld = torch.mean(-0.5 * torch.sum(1 + log_var - mu**2 - log_var.exp(), dim=1), dim=0)
+    return {"loss": F.mse_loss(recon, micro[0]) + 0.005 * kld, "KLD": -kld.detach()}
+
+
+def focal(model: nn.Module, micro: Any) -> Tensor:
+    """As in torchvision, with reduction="mean"."""
+    inputs, targets = model(micro["image"]), micro["mask"]
+    p, ce = inputs.sigmoid(), F.binary_cross_entropy_with_logits(inputs, targets, reduction="none")
+    p_t = p * targets + (1 - p) * (1 - targets)
+    return ((0.25 * targets + 0.75 * (1 - targets)) * ce * (1 - p_t) ** 2).mean()
+
+
+def dice(logits: Tensor, target: Tensor) -> Tensor:
+    p, target = logits.sigmoid().flatten(1), target.flatten(1)
+    return 1 - (2 * (p * target).sum(1) + 1) / (p.sum(1) + target.sum(1) + 1)
+
+
+def smoothed(model: nn.Module, micro: Any, tokens: int, eps: float = 0.1) -> Tensor:
+    """As in fairseq: summed over valid tokens, and divided by their number in the batch."""
+    lprobs, target = model(micro[0]).log_softmax(-1), micro[1][..., None]
+    nll = -lprobs.gather(-1, target.clamp(min=0)).masked_fill(target.eq(-100), 0.0).sum()
+    smooth = -lprobs.sum(-1, keepdim=True).masked_fill(target.eq(-100), 0.0).sum()
+    return ((1 - eps) * nll + eps / CLASSES * smooth) / tokens
+
+
+def pairwise(scores: Tensor, relevance: Tensor) -> Tensor:
+    """RankNet, over the pairs of candidates of a row."""
+    better = relevance[:, :, None] > relevance[:, None, :]
+    margins = F.logsigmoid(scores - scores.transpose(1, 2)) * better
+    return -margins.sum((1, 2)) / better.sum((1, 2)).clamp(min=1)
+
+
+def masked_regression(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return (output - target.nan_to_num()).square(), ~target.isnan()
+
+
+def quantile(model: nn.Module, micro: Any) -> Tensor:
+    """As in darts: the mean over rows of the sum over quantiles."""
+    errors, q = micro[1][:, None] - model(micro[0]), torch.tensor([0.1, 0.4, 0.6, 0.9])
+    return torch.max((q - 1) * errors, q * errors).sum(-1).mean()
+
+
+def triplet(model: nn.Module, micro: Any) -> Tensor:
+    return F.triplet_margin_loss(*map(model, micro), margin=0.5)
+
+
+def distilled(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The KL divergence of each token at temperature 2."""
+    losses = F.kl_div((student / 2).log_softmax(-1), (teacher / 2).softmax(-1), reduction="none")
+    return 4 * losses.sum(-1), mask
+
+
+def case(name: str) -> tuple[Any, nn.Module, Any]:
+    x, places, net = torch.rand(ROWS, 8), torch.randn(ROWS, TIME, 3), Perceptron(3, CLASSES)
+    labels = torch.randint(CLASSES, (ROWS, TIME)).where(torch.rand(ROWS, TIME) < 0.6, -100)
+    labels[0] = -100
+    valid, maps = labels != -100, (torch.rand(ROWS, TIME, CLASSES) < 0.3).double()
+    spoken = torch.randint(1, CLASSES, (ROWS, 3)), torch.full((ROWS,), TIME), torch.randint(2, 4, (ROWS,))
+    return {
+        "beta-vae": (ModelLoss(call=beta_vae), VAE(), (x, torch.randn(ROWS, 3))),
+        "focal": (ModelLoss(call=focal), net, {"image": places, "mask": maps}),
+        "dice": (PerRow(dice), net, (places, maps)),
+        "smoothed": (Additive(partial(smoothed, tokens=int(valid.sum()))), net, (places, labels)),
+        "pairwise": (PerRow(pairwise), Perceptron(3, 1), (places, torch.randint(3, (ROWS, TIME)))),
+        "masked": (PerRow(masked_regression), net, (places, maps.where(maps > 0, math.nan))),
+        "quantile": (ModelLoss(call=quantile), net, (places[:, 0], x[:, 0])),
+        "ctc": (PerRow(nn.CTCLoss(reduction="none")), Speech(3, CLASSES), (places, spoken)),
+        "triplet": (ModelLoss(call=triplet), net, places.unbind(1)[:3]),
+        "distilled": (PerRow(distilled), net, (places, (torch.randn(ROWS, TIME, CLASSES), valid))),
+        "learned": (PerRow(nn.Bilinear(CLASSES, CLASSES, 1)), net, (places, maps)),
+    }[name]
+
+
+NAMES = "beta-vae focal dice smoothed pairwise masked quantile ctc triplet distilled learned"
+
+
+def plain(loss: Any, model: nn.Module, batch: Any) -> Tensor:
+    """The loss of the whole batch, as a program without anybatch computes it."""
+    if isinstance(loss, PerRow):
+        inputs, targets = batch
+        values = loss.function(model(inputs), *([targets] if isinstance(targets, Tensor) else targets))
+        return (values[0] * values[1]).sum() / values[1].sum() if isinstance(values, tuple) else values.mean()
+    value = loss.call(model, batch) if isinstance(loss, ModelLoss) else loss.function(model, batch)
+    return value["loss"] if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_any_cut_and_window_is_the_plain_loop_and_uncut_it_is_so_to_the_bit(name: str) -> None:
+    loss, model, batch = case(name)
+    recorder, named = GradientRecorder(model, loss), named_parameters(model, loss)
+    value = plain(loss, model, batch)
+    expected = dict(zip(named, torch.autograd.grad(value, [*named.values()]), strict=True))
+    for micro_batch in (1, 3, 7):
+        report = Step(model, loss, recorder, micro_batch=micro_batch)(batch)
+        assert report.checked
+        assert report.micro_batches == -(-ROWS // micro_batch)
+        assert relative_error(recorder.gradients, expected) <= LIMIT
+        assert relative_error(report.loss, value.item()) <= LIMIT
+    step = Step(model, loss, recorder)
+    step(batch)
+    assert recorder.gradients.keys() == expected.keys()
+    assert all(torch.equal(recorder.gradients[key], expected[key]) for key in expected)
+    window = step.window()
+    for rows in (slice(0, 1), slice(1, 8), slice(8, ROWS)):
+        window.add(tree.map_leaves(itemgetter(rows), batch))
+    assert relative_error(window.close().loss, value.item()) <= LIMIT
+    assert relative_error(recorder.gradients, expected) <= LIMIT
+    BatchLoss(model, loss, micro_batch=3)(batch).backward()
+    assert relative_error({key: one.grad for key, one in named.items()}, expected) <= LIMIT
+
+
+@pytest.mark.parametrize("name", ["smoothed", "beta-vae", "masked", "learned"])
+def test_check_plan_reference_validation_and_terms_take_them(name: str) -> None:
+    loss, model, batch = case(name)
+    optimizer = torch.optim.SGD(named_parameters(model, loss).values(), lr=0.0)
+    assert check(model, loss, batch).exact
+    assert plan(model, loss, optimizer, batch, micro_batch=4).plan.micro_batches == 3
+    value = plain(loss, model, batch).item()
+    assert relative_error(reference_step(model, loss, batch).loss, value) <= LIMIT
+    trainer = Trainer(Step(model, loss, optimizer, micro_batch=3), batch, batch_size=ROWS, progress=False)
+    assert relative_error(trainer.evaluate(batch)["loss"], value) <= LIMIT
+    if isinstance(loss, PerRow):
+        half = Step(model, Terms(loss, {"loss": 0.5}), optimizer, micro_batch=3)
+        assert relative_error(half(batch).loss, value / 2) <= LIMIT
+
+
+def mean(model: nn.Module, micro: Any) -> Tensor:
+    return F.cross_entropy(model(micro[0]), micro[1])
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a mean": (PerRow(nn.CrossEntropyLoss()), "a value for each row .* got a tensor of shape ()"),
+    "no rows": (PerRow(lambda out, y: out.mean(0)), "a value for each row .* got a tensor of shape (4,)"),
+    "rows that meet": (PerRow(lambda out, y: (out - out.mean(0)).square()), "from <lambda> for every split"),
+    "another mask": (PerRow(lambda out, y: (out, y > 0)), "of one shape .*(3,), torch.bool. mask.expand_as"),
+    "a statistic": (ModelLoss(call=lambda m, b: m(b[0]).mean(0).square().mean()), "rows have met before it"),
+    "own division": (ModelLoss(call=lambda m, b: m(b[0]).sum() / len(b[0])), "divided afterwards.*ab.PerRow"),
+    "no scalar": (ModelLoss(call=lambda m, b: m(b[0])), "in a Tensor.*ab.ModelLoss(call=...) returns a mean"),
+    "a mean that adds up": (Additive(mean), "from mean for every split, .*ab.Additive got a mean"),
+    "values that add up": (Additive(lambda m, b: m(b[0])), "real scalar .* got a tensor of shape (3, 4)"),
+    "a bare mean": (mean, "shape (), torch.float64. Wrap it: ab.PerRow.*ab.ModelLoss(call=fn).*ab.Additive"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_uses_are_refused_and_nothing_is_left(name: str) -> None:
+    (loss, message), model = REFUSED[name], nn.Linear(3, CLASSES)
+    x, optimizer = torch.randn(ROWS, 3), torch.optim.SGD(model.parameters(), lr=0.1)
+    step, pattern = (
+        Step(model, loss, optimizer, micro_batch=3),
+        ".*".join(map(re.escape, message.split(".*"))),
+    )
+    with same_as_before(step), pytest.raises(LossError, match=pattern):
+        step((x, x.argmax(1)))
+    for make in (PerRow, Additive, lambda one: ModelLoss(call=one)):
+        with pytest.raises(LossError, match=r"Expected a function .* got int"):
+            make(3)
+
+
+def test_without_the_look_additive_is_the_users_word() -> None:
+    model, x = nn.Linear(3, CLASSES), torch.randn(ROWS, 3)
+    step = Step(model, Additive(mean), GradientRecorder(model), micro_batch=3, options=Options(check=False))
+    means = [mean(model, (rows, rows.argmax(1))).item() for rows in x.split(3)]
+    assert relative_error(step((x, x.argmax(1))).loss, math.fsum(means)) <= LIMIT
