@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from anybatch.core import PlanError
-from anybatch.data import hold_out, load
+from anybatch.data import hold_out_rows, load
 from anybatch.observe.figure import checked, new_figure, save
 from anybatch.parallel import make_rule
 from benchmarks.memory_report import Raw, Record, Study
@@ -45,8 +45,12 @@ SPREAD, JITTER = 0.5, 0.1  # standard deviation of the logarithm: slowness of wo
 def digits() -> list[tuple[Tensor, Tensor]]:
     """Training rows, rows that choose the learning rate, test rows: 64 pixels each."""
     split = load("digits")
-    parts = *hold_out(split.train, 0.2, seed=0), split.test
-    return [(F.avg_pool2d(part.inputs, 4).flatten(1), part.targets) for part in parts]
+    train, name = split.train, split.train.name
+    parts = [
+        (train.inputs[rows], train.targets[rows]) for rows in hold_out_rows(len(train), 0.2, 0, name=name)
+    ]
+    parts.append((split.test.inputs, split.test.targets))
+    return [(F.avg_pool2d(inputs, 4).flatten(1), targets) for inputs, targets in parts]
 
 
 class World:

@@ -72,7 +72,7 @@ def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, size: int) -> Up
 
 def by_length(model: nn.Module, optimizer: torch.optim.Optimizer, size: int) -> Update:
     """Ours."""
-    return ab.Step(model, ab.ModelLoss(), optimizer, micro_batch=size, order="length")
+    return ab.Step(model, ab.ModelLoss(), optimizer, micro_batch=size, options=ab.Options(order="length"))
 
 
 CONTESTANTS = {

@@ -86,7 +86,7 @@ class Subject:
             self.optimizer,
             self.batch(rows),
             memory=memory,
-            batch_norm=batch_norm,
+            options=ab.Options(batch_norm=batch_norm),
             **options,
         )
 

@@ -127,7 +127,7 @@ def surviving(job: Job) -> None:
 
 def _steps(job: Job, **options: Any) -> None:
     model, optimizer = job.prepare()
-    step = ab.Step(model, ab.ModelLoss(), optimizer, check=False, **options)
+    step = ab.Step(model, ab.ModelLoss(), optimizer, options=ab.Options(check=False), **options)
     for batch in job.batches(ROWS):
         report = step(batch)
         job.tally.made[-1] = report.rows  # without those that went through the model twice

@@ -71,7 +71,7 @@ def train(precision: str, split: DataSplit, lessons: Lessons, *, seed: int) -> R
         nn.CrossEntropyLoss(),
         optimizer,
         micro_batch=lessons.micro_batch,
-        scheduler=decay,
+        options=ab.Options(scheduler=decay),
         precision=precision,
     )
     accuracy: list[float] = []

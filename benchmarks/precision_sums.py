@@ -50,7 +50,14 @@ def by_anybatch(rows: Tensor, precision: str, *, compensated: bool = False) -> T
     """The gradient that the optimizer is given."""
     model = nn.Linear(WIDTH, 1, bias=False)
     recorder = GradientRecorder(model)
-    ab.Step(model, output, recorder, micro_batch=1, precision=precision, compensated=compensated)(rows)
+    ab.Step(
+        model,
+        output,
+        recorder,
+        micro_batch=1,
+        precision=precision,
+        options=ab.Options(compensated=compensated),
+    )(rows)
     return recorder.gradients["weight"]
 
 

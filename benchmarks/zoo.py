@@ -55,7 +55,13 @@ class Entry:
 
     def step(self, made: Made, optimizer: Optimizer, **options: Any) -> ab.Step:
         """A step with what this model needs; no look at the loss beforehand, which takes memory too."""
-        return ab.Step(made.model, made.loss, optimizer, batch_norm=self.batch_norm, check=False, **options)
+        return ab.Step(
+            made.model,
+            made.loss,
+            optimizer,
+            options=ab.Options(batch_norm=self.batch_norm, check=False),
+            **options,
+        )
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {

@@ -55,7 +55,9 @@ def make(precision: str, non_finite: str = "raise") -> ab.Step:
     model = find_recipe("lenet5").prepare("digits").model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     loss = nn.CrossEntropyLoss()
-    return ab.Step(model, loss, optimizer, micro_batch=64, precision=precision, non_finite=non_finite)
+    return ab.Step(
+        model, loss, optimizer, micro_batch=64, precision=precision, options=ab.Options(non_finite=non_finite)
+    )
 
 
 def train(step: ab.Step, rows: tuple[torch.Tensor, torch.Tensor], epochs: int) -> None:

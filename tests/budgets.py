@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch import Plan, Step
+from anybatch import Step
 from anybatch.core.batch import TensorBatch
-from anybatch.engine import admit, carry_out
+from anybatch.engine import Plan, admit, carry_out
 from anybatch.memory.meter import Meter
 from anybatch.planner.candidates import Request
 from anybatch.recompute.blocks import find_blocks
+from tests.options import flat
 from tests.snapshots import changes, snapshot
 
 WIDTH, CLASSES, ROWS = 8, 4, 24
@@ -106,7 +107,9 @@ def make(
     """A step on a model that is the same each time."""
     torch.manual_seed(0)
     built = model().to(dtype)
-    return Step(built, nn.CrossEntropyLoss(), optimizer(built.parameters()), **{"check": False} | options)
+    return Step(
+        built, nn.CrossEntropyLoss(), optimizer(built.parameters()), **flat({"check": False} | options)
+    )
 
 
 def rows_of(rows: int = ROWS, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

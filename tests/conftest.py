@@ -110,6 +110,24 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture(scope="session")
+def two() -> Iterator[Any]:
+    """Two ranks for all tests of a process: to load torch for each file would take a minute."""
+    from tests.parallel.spawned import spawned
+
+    with spawned(2) as group:
+        yield group
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Any]:
+    """Four ranks, likewise."""
+    from tests.parallel.spawned import spawned
+
+    with spawned(4) as group:
+        yield group
+
+
+@pytest.fixture(scope="session")
 def ray() -> None:
     """Skip where Ray is not there, or where this machine cannot start it: tried once, without anybatch."""
     if find_spec("ray") is None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from anybatch import Step, StepReport, Terms, Total, Window
 from anybatch.state import rng
 from anybatch.train import checkpoint
+from tests.options import flat
 
 
 def terms(model: nn.Module, micro: Any) -> dict[str, Total]:
@@ -47,7 +48,7 @@ def build(loss: object = None, **options: Any) -> Step:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
     settings = {"batch_norm": "micro", "clip_norm": 0.5, "scheduler": scheduler}
-    return Step(model, nn.CrossEntropyLoss() if loss is None else loss, optimizer, **settings | options)
+    return Step(model, nn.CrossEntropyLoss() if loss is None else loss, optimizer, **flat(settings | options))
 
 
 def rows(seed: int) -> tuple[Tensor, Tensor]:

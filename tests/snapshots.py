@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anybatch import Step
+from anybatch import Options, Step
+from tests.options import flat
 
 ROWS, FEATURES, CLASSES = 8, 3, 4
 PLAIN = (bool, int, float, str, Tensor, list, tuple, dict, set, type(None))  # attributes that are compared
@@ -118,10 +119,15 @@ def make_step(loss: object = None, model: nn.Module | None = None, **options: An
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     loss = nn.CrossEntropyLoss() if loss is None else loss
     step = Step(
-        model, loss, optimizer, **{"scheduler": scheduler, "batch_norm": "micro", "check": False} | options
+        model,
+        loss,
+        optimizer,
+        **flat({"scheduler": scheduler, "batch_norm": "micro", "check": False} | options),
     )
     precision = options.get("precision", "float32")
-    warm = Step(model, nn.CrossEntropyLoss(), optimizer, scheduler=scheduler, precision=precision)
+    warm = Step(
+        model, nn.CrossEntropyLoss(), optimizer, options=Options(scheduler=scheduler), precision=precision
+    )
     warm(make_batch(seed=7))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.25)

@@ -42,7 +42,7 @@ HOMES = {
 FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "sentence_transformers", "transformers")
 HEAVY = (*FRAMEWORKS, "matplotlib", "ray", "sklearn")  # not to be loaded by an import of ours
 
-MOST_FILES = 174
+MOST_FILES = 181
 
 # No docstring opens with one of these: "Return True if ...", not "Whether ..."; "The weight", not "What".
 DOUBTS = ("What", "Whether", "Whose", "Of", "As", "Where", "Let", "Nobody")
@@ -116,15 +116,16 @@ def test_no_circle_inside_a_package(house: House) -> Iterable[str]:
 )
 def test_frameworks_stay_in_their_packages(house: House) -> Iterable[str]:
     homes = HOMES | dict.fromkeys(FRAMEWORKS, "integrations")
-    hosts = tuple(f"{SRC}homes/{name}." for name in FRAMEWORKS)  # a file for each
     also = f"{SRC}recipes/", "transformers"  # models are built from it, when asked for
+    loops = f"{SRC}homes/"  # each file is for one of them
     for path, tree in python(house):
         attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         for name, home in homes.items():
             used = any(f"{use}.".startswith(f"{name}.") for use in imports(path, tree) | attributes)
             if (
                 used
-                and not path.startswith((f"{SRC}{home}/", *hosts))
+                and not path.startswith(f"{SRC}{home}/")
+                and not (name in FRAMEWORKS and path.startswith(loops))
                 and not (path.startswith(also[0]) and name == also[1])
             ):
                 yield f"{path} uses {name}, which belongs in {home}/"
@@ -155,7 +156,8 @@ def test_exports_are_one_sorted_screen_and_the_version_is_that_of_the_project() 
     found = vars(anybatch)
     submodules = {name for name in (*FLOOR, *TOP) if isinstance(found.get(name), ModuleType)}
     assert sorted(anybatch.__all__) == sorted({name for name in found if name[0] != "_"} - submodules)
-    assert len(anybatch.__all__) <= 30
+    assert dir(anybatch) == sorted(anybatch.__all__)
+    assert len(anybatch.__all__) <= 32
     assert f'\nversion = "{anybatch.__version__}"\n' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
@@ -294,7 +296,6 @@ def test_functions_are_short(house: House) -> Iterable[str]:
 @rule(
     only("class Long:\n" + "    pass\n" * 380),
     only("class Many:\n" + "    def f(self): ...\n" * 26),
-    {SRC + "engine/a.py": "class Wide:\n" + "".join(f"    a{index}: int\n" for index in range(16))},
 )
 def test_classes_are_small(house: House) -> Iterable[str]:
     for path, tree in python(house):
@@ -302,23 +303,27 @@ def test_classes_are_small(house: House) -> Iterable[str]:
             methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
             if lines(node) > 380 or methods > 25:
                 yield f"{path}: {node.name} has {lines(node)} lines and {methods} methods, at most 380 and 25"
-            if path.startswith(SMALL) and len(names := attributes(node)) > 15:
-                yield f"{path}: {node.name} has the attributes {sorted(names)}, at most 15"
 
 
-SMALL = SRC + "engine/", SRC + "step/"
-
-
-def attributes(node: ast.ClassDef) -> set[str]:
-    fields = {
-        one.target.id
-        for one in node.body
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
-    }
-    held = (
-        one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
-    )
-    return fields | {one.attr for one in held if isinstance(one.value, ast.Name) and one.value.id == "self"}
+@rule(
+    only(
+        "class Many:\n    def f(self):\n" + "".join(f"        self.a{n} = 0\n" for n in range(16)),
+        "step/a.py",
+    ),
+    only("class Many:\n" + "".join(f"    a{n}: int\n" for n in range(16)), "step/a.py"),
+)
+def test_classes_of_engine_and_step_have_few_attributes(house: House) -> Iterable[str]:
+    for path, tree in (*python(house, SRC + "engine/"), *python(house, SRC + "step/")):
+        for node in classes(tree):
+            names = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
+            for one in ast.walk(node):
+                match one:
+                    case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                        names.add(name)
+                    case _:
+                        pass
+            if len(names) > 15:
+                yield f"{path}: {node.name} has {len(names)} attributes, at most 15"
 
 
 @rule({SRC + "core/a.py": "class Cut: ...", SRC + "check/b.py": "class _Cut: ..."})

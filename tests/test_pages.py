@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 NEEDS = {
     "transformers": "from transformers import",
+    "accelerate": "anybatch.homes",
     "matplotlib": "anybatch[plot]",
     "tensorboard": "import TensorBoard",
     "wandb": "import wandb",
@@ -39,10 +40,10 @@ NEEDS = {
     "trackio": "import trackio",
     "ray": "ab.ParameterServer(",
     "lightning": "import lightning",
-    "accelerate": "from accelerate import",
+    "accelerate.utils": "from accelerate import",
     "sentence_transformers": "from sentence_transformers",
 }  # and what shows it in a block
-HOSTS = ("lightning", "accelerate", "sentence_transformers")
+HOSTS = ("lightning", "accelerate", "accelerate.utils", "sentence_transformers")
 ALONE = {"wandb", "mlflow", "trackio", "ray", *HOSTS}  # leave threads, variables and warnings behind
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

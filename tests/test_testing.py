@@ -13,7 +13,6 @@ from torch import nn
 from anybatch import Terms, Total
 from anybatch.testing import reference_step, relative_error, tolerance
 from tests.snapshots import changes
-from tests.toys import Transformer
 
 X = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 Y = torch.tensor([[1.0], [0.0], [2.0]])
@@ -124,10 +123,3 @@ def test_parameters_of_the_loss_stand_under_its_name() -> None:
         loss = nn.LinearCrossEntropyLoss(1, 4)
         whole = reference_step(line(), loss, (X, torch.tensor([0, 1, 2])))
         assert set(whole.gradients) == {"weight", "bias", "loss.linear.weight"}
-
-
-def test_padding_is_seen_by_no_token() -> None:
-    model = Transformer(7).double()
-    short, padded = torch.tensor([[3, 1, 2]]), torch.tensor([[3, 1, 2, 0, 0]])
-    assert relative_error(model(padded)[:, :, :3], model(short)) <= tolerance(torch.float64, 1)
-    assert model(torch.zeros(2, 4, dtype=torch.long)).isfinite().all()

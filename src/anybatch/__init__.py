@@ -2,15 +2,14 @@
 
 from anybatch.batchnorm import batch_norm_to_group_norm
 from anybatch.check import CheckReport, check
-from anybatch.core import AnybatchError, BudgetError, Fold, StepReport, Total
-from anybatch.engine import Plan
+from anybatch.core import AnybatchError, BudgetError, Callback, StepReport, Total, errors
 from anybatch.losses import Additive, ModelLoss, PerRow, Terms, WholeBatch, linear_cross_entropy
 from anybatch.observe import GradientFlow, gradient_flow
 from anybatch.parallel import ParameterServer
 from anybatch.planner import PlanReport
 from anybatch.precision import Precision
-from anybatch.step import BatchLoss, Step, Window, plan
-from anybatch.train import EMA, Callback, EarlyStopping, LossMonitor, Trainer, accuracy
+from anybatch.step import BatchLoss, Options, Step, Window, plan
+from anybatch.train import EMA, EarlyStopping, LossMonitor, Metrics, Trainer, accuracy
 
 __version__ = "0.1.0"
 
@@ -23,13 +22,13 @@ __all__ = [
     "Callback",
     "CheckReport",
     "EarlyStopping",
-    "Fold",
     "GradientFlow",
     "LossMonitor",
+    "Metrics",
     "ModelLoss",
+    "Options",
     "ParameterServer",
     "PerRow",
-    "Plan",
     "PlanReport",
     "Precision",
     "Step",
@@ -42,7 +41,12 @@ __all__ = [
     "accuracy",
     "batch_norm_to_group_norm",
     "check",
+    "errors",
     "gradient_flow",
     "linear_cross_entropy",
     "plan",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.batchnorm import (
     batch_norm_to_group_norm,
-    check_batch_norm,
     find_batch_norms,
     frozen_batch_norms,
     names_of_batch_norms,
@@ -55,7 +54,9 @@ def cut_error(model: nn.Module) -> float:
     batch = torch.randn(11, 2, 6, 5, dtype=torch.float64), torch.randint(3, (11,))
     recorder = GradientRecorder(model)
     expected = reference_step(model, nn.CrossEntropyLoss(), batch)
-    ab.Step(model, nn.CrossEntropyLoss(), recorder, micro_batch=4, batch_norm="micro")(batch)
+    ab.Step(model, nn.CrossEntropyLoss(), recorder, micro_batch=4, options=ab.Options(batch_norm="micro"))(
+        batch
+    )
     return relative_error(recorder.gradients, expected.gradients)
 
 
@@ -118,21 +119,6 @@ def test_without_running_statistics_nothing_can_be_frozen() -> None:
     ):
         pytest.fail("not reached")
     assert norms[0].training
-
-
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        ("exact", "'exact', which is not available yet"),
-        ("Micro", "'micro', 'frozen'.*got 'Micro'"),
-        (True, "got True"),
-    ],
-)
-def test_other_choices_are_refused(choice: object, message: str) -> None:
-    for sound in (None, "micro", "frozen"):
-        check_batch_norm(sound)
-    with pytest.raises(PlanError, match=message):
-        check_batch_norm(choice)
 
 
 def test_a_cut_is_exact_after_it_and_was_not_before() -> None:

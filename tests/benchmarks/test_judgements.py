@@ -132,20 +132,3 @@ def test_one_breach_fails_one_threshold(
 def test_medians_have_limits_of_their_own() -> None:
     assert failed(memory_predicted, [CARD] * 3) == ["traced, median", "away, median"]
     assert failed(memory_planner, [DUEL | raced(1.05)] * 3) == ["time over the best plan's, median"]
-
-
-def test_time_rises_as_budgets_shrink() -> None:
-    rising = [within(1.0, 1.0), within(0.5, 1.1), within(0.25, 1.2)]
-    assert failed(memory_gpt2, rising) == []
-    falling = [within(1.0, 1.0), within(0.5, 1.2), within(0.25, 1.1)]
-    assert failed(memory_gpt2, falling) == ["time at 50% over that at 25%"]
-
-
-def test_peers_are_not_judged() -> None:
-    peer = DONE | {"model": "accelerate", "lost": 12, "made": [8] * 24, "failed": "RuntimeError: no"}
-    assert failed(memory_peers, [*PEERS, peer]) == []
-
-
-def test_who_learns_nothing_agrees_with_everybody_and_fails() -> None:
-    who = [record | {"accuracy": [0.1, 0.1]} for record in LENET5]
-    assert failed(precision, who) == ["lenet5 in float32: test error in percent"]

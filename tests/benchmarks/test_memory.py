@@ -1,6 +1,5 @@
 """The benchmarks of memory: a peak that grows is found, each update counts, and a child may end early."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,12 +7,10 @@ from torch import Tensor, nn
 from benchmarks.config import MemoryCase
 from benchmarks.contestants import Entry, Update, hand
 from benchmarks.memory import memory
-from benchmarks.memory_bench import POLICIES, Subject
 from benchmarks.memory_contestants import IGNORE, ROWS, UPDATES, Job, Tally, planned, rows_of, surviving
 from benchmarks.memory_report import child
 from benchmarks.tasks import Batch
 from benchmarks.thresholds import growth
-from benchmarks.zoo import OPTIMIZERS, ZOO
 
 CASE = MemoryCase(task="mlp", rows=8, few=2, many=8)
 
@@ -37,16 +34,6 @@ def test_growth_is_found_where_it_is() -> None:
     peaks = memory(CASE, {"hand": hand, "graphs": keeping_graphs}, seed=0)
     assert growth(peaks, "hand") <= CASE.tolerance
     assert growth(peaks, "graphs") > 1
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_predicted_peak_is_the_measured_one(policy: str, optimizer: str) -> None:
-    small = Subject(ZOO["unet"], ZOO["unet"].build("small"), optimizer)
-    small.warm_up()
-    plan = small.plan(4, 2, small.blocks(policy))
-    peak = small.measure(plan)
-    assert small.predict(plan).peak == peak.bytes == sum(peak.by_owner.values())
 
 
 class Words(nn.Module):

@@ -47,14 +47,3 @@ def test_a_run_writes_what_it_could_measure(
     path.unlink()
     assert precision.main(["--raw", str(path.with_suffix(".json")), "--folder", str(tmp_path)]) == 0
     assert path.read_text() == text
-
-
-def test_a_part_that_broke_fails_and_leaves_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without_child(monkeypatch, broken=["overflow"])
-    assert precision.main(["--only", "overflow", "sums", "--folder", str(tmp_path)]) == 1
-    assert "FAILED: overflow: exit code 9" in capsys.readouterr().out
-    (path,) = tmp_path.glob("*.md")
-    assert "that each add about 0.001" in path.read_text()
-    assert "An overflow" not in path.read_text()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from anybatch import Terms, Total, WholeBatch, check
 from anybatch.check import prepare as prepare_module
-from anybatch.check.splits import cut_sizes_to_try
 from anybatch.core import BatchError, LossError, PlanError
+from tests.options import flat
 from tests.toys import Perceptron
 
 ROWS = 12
@@ -89,17 +89,6 @@ def test_without_time_it_says_so_and_names_batch_norms_all_the_same(monkeypatch:
 
 
 # ---- cuts, rows and dtypes
-
-
-@pytest.mark.parametrize("own", [None, 1, 4, 100])
-def test_cuts_are_ragged_where_they_can_be(own: int | None) -> None:
-    for count in range(2, 40):
-        sizes = cut_sizes_to_try(count, own)
-        assert sizes[-1] == 1 or own == 1
-        assert len(set(sizes)) == len(sizes)
-        assert all(size < count for size in sizes)
-        assert any(count % size for size in sizes) or count == 2
-        assert own is None or own >= count or sizes[0] == own
 
 
 def test_cut_of_the_caller_is_tried() -> None:
@@ -185,7 +174,7 @@ def test_what_no_step_takes_is_refused(
 ) -> None:
     given = {"model": Perceptron(5, 2), "loss": nn.MSELoss(), "batch": rows()} | arguments
     with pytest.raises(error, match=message):
-        check(**given)
+        check(**flat(given))
 
 
 @pytest.mark.parametrize("batch_there", [True, False])
@@ -336,9 +325,3 @@ def test_functions_are_copied_with_what_they_hold(wrap: Any) -> None:
     assert report.limit < 1e-10
     assert log == []
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_report_is_one_short_line_in_a_list() -> None:
-    report = check(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), nn.MSELoss(), rows())
-    assert len(repr([report])) < 120
-    assert "meeting in 1 (BatchNorm1d)" in repr(report)

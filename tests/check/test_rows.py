@@ -1,17 +1,13 @@
 """Tables: on which axis rows lie, which rows are chosen, where padding is, what may be a denominator."""
 
 import math
-from functools import partial
-from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.check.denominators import candidates, held_weights
-from anybatch.check.rows import RowCut, RowPart, find_padding, is_close, refilled
+from anybatch.check.rows import find_padding, is_close
 from anybatch.compare import choose_rows
 from anybatch.core import TensorBatch, TrimmedBatch
 
@@ -90,70 +86,3 @@ def test_padding_is_told_by_a_mask_or_a_token(batch: Any, model: nn.Module, vali
     if found is not None and valid is not None:
         assert (found.length, found.valid) == (5, tuple(valid.tolist()))
         assert model is WORDS or "mask" in found.source or "[1]" in found.source
-
-
-def test_refilled_rows_differ_in_padded_places_alone() -> None:
-    batch = {"tokens": TOKENS, "x": torch.randn(8, 5, 2), "labels": TOKENS, "mask": MASK}
-    padding = find_padding(batch, nn.Identity())
-    assert padding is not None
-    other = refilled(RowCut(data=batch, micro_batch=8, part=RowPart.whole(8)), padding, 1).data
-    for name in ("tokens", "x"):
-        assert other[name][MASK].equal(batch[name][MASK])
-        assert not (other[name][~MASK] == batch[name][~MASK]).any()
-    assert other["labels"].equal(TOKENS)
-    assert other["mask"].equal(MASK)
-
-
-LABELS = torch.tensor([[3, 1, -100], [2, -100, -100], [0, 1, 2]])
-BATCH = {
-    "x": torch.randn(3, 3, 2),
-    "labels": LABELS,
-    "mask": LABELS != -100,
-    "picked": torch.tensor([[1, 0, 1], [1, 1, 1], [0, 1, 1]]),
-}
-
-
-@pytest.mark.parametrize(
-    ("code", "count"),
-    [
-        ("len(micro['x'])", 3),
-        ("micro['x'].numel()", 18),
-        ("(micro['labels'] != -100).sum()", 6),
-        ("(micro['labels'][:, 1:] != -100).sum()", 3),
-        ("micro['mask'].sum()", 6),
-        ("balance[micro['labels'][micro['labels'] >= 0]].sum()", 4 + 2 + 3 + 1 + 2 + 3),
-        ("balance[micro['picked']].sum()", 7 * 2 + 2 * 1),
-    ],
-)
-def test_candidates_count_what_their_code_says(code: str, count: float) -> None:
-    balance = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    found = {one.code: one for one in candidates(BATCH, {"balance": balance})}
-    assert found[code].count(BATCH) == count
-    assert float(eval(code, {"micro": BATCH, "balance": balance})) == count
-
-
-class Weighted(nn.Module):
-    """Holds class weights in a buffer."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("balance", weight)
-
-
-def test_class_weights_are_found_wherever_they_are_held() -> None:
-    weight = torch.ones(3)
-
-    def default(model: nn.Module, micro: Tensor, balance: Tensor = weight) -> Tensor:
-        return balance[micro]
-
-    holder = SimpleNamespace(balance=weight)  # cannot be called
-    for one, name in (
-        (lambda model, micro: weight[micro], "weight"),
-        (default, "weight"),
-        (partial(F.cross_entropy, weight=weight), "weight"),
-        (Weighted(weight), "balance"),
-        (MethodType(lambda self, model, micro: micro, holder), "balance"),
-    ):
-        assert list(held_weights(one)) == [name]
-        assert held_weights(one)[name] is weight
-    assert held_weights(F.mse_loss, lambda model, micro: LABELS) == {}

@@ -116,11 +116,6 @@ def seeded(model: nn.Module, micro: Any) -> Total:
     return Total((each * torch.rand(len(each))).sum(), len(each))
 
 
-def detached(model: nn.Module, micro: Any) -> Total:
-    each = squares(model, micro)
-    return Total(each[0].detach() + each[1:].sum(), len(each))
-
-
 def one_wrong(model: nn.Module, micro: Any) -> dict[str, Any]:
     return {"main": right(model, micro), "mean": Total(losses(model, micro), 1)}
 
@@ -138,9 +133,8 @@ def bare(model: nn.Module, micro: Any) -> Tensor:
     [
         (Fading(), "state", "", ""),
         (unlisted_mean, "meeting", "", ""),  # no candidate divides it
-        (but_the_last, "dropped rows", "", ""),
+        (but_the_last, "position", "", ""),
         (seeded, "position", "", ""),
-        (detached, "detached", "", ""),
         (bare, "denominator", "", r"bare mean.*the rows"),  # even where it adds up
         (one_wrong, "denominator", "term 'mean' of one_wrong", ""),
         (one_bare, "denominator", "term 'mean' of one_bare", ""),

@@ -211,54 +211,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"anybatch {metadata.version('anybatch')}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["train", "lenet6"], "lenet5"),
-        (["train"], "Expected a recipe, got none"),
-        (["train", "lenet5", "--data", "no/such/folder"], "no/such/folder"),
-        (["train", "lenet5", "--data", "{mnist}", "--micro-batch", "0"], "to be at least 1, got 0"),
-        (["train", "lenet5", "--data", "{mnist}", "--memory", "100kB"], "The smallest budget"),
-        (["train", "lenet5", "--data", "{mnist}", "--epochs", "0"], "--epochs"),
-        (["train", "lenet5", "--data", "{mnist}", "--validation", "1.5"], "1.5"),
-        (["train", "lenet5", "--data", "{mnist}", "--lr", "-1"], "--lr"),
-        (["train", "lenet5", "--data", "{mnist}", "--warm-up", "-1"], "warm-up"),
-        (["train", "lenet5", "--lr-scale", "linear", "--base-batch-size", "0"], "base_batch"),
-        (["train", "lenet5", "--data", "{mnist}", "--resume", "{mnist}"], "no file"),
-        (["train", "lenet5", "--data", "{mnist}", "--seed", "9" * 30], "--seed"),
-        (["train", "lenet5", "--data", "{mnist}", "--device", "meta"], "meta"),
-        (["train", "lenet5", "--patience", "0"], "--patience to be at least 1, got 0"),
-        (["train", "lenet5", "--patience", "2"], "--patience to be given with --validation above 0, got 2"),
-        (["train", "lenet5", "--ema", "nan"], "--ema to be from 0 to below 1, got nan"),
-        (["train", "lenet5", "--keep", "-1"], "--keep to be at least 0, got -1"),
-        (["train", "lenet5", "--save-minutes", "-1"], "--save-minutes to be at least 0, got -1.0"),
-        (["export", "nowhere.pt", "--out", "weights.pt"], "nowhere.pt: expected a checkpoint"),
-        (["check", "lenet5", "--rows", "1"], "--rows to be at least 2, got 1. See anybatch check --help"),
-        (["plan", "lenet5", "--batch-size", "-3"], "--batch-size to be at least 1, got -3. See"),
-        (["plan", "lenet6"], "Expected a target, got 'lenet6'"),
-        (["eval", "nowhere.safetensors"], "nowhere.safetensors"),
-        (["eval", "{mnist}/t10k-labels-idx1-ubyte"], "safetensors"),
-    ],
-)
-def test_refusals_are_one_message_and_leave_nothing(
-    mnist: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    words: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, printed, error = run(capsys, *[argument.format(mnist=mnist) for argument in arguments])
-    assert code == (2 if arguments[0] == "check" else 1)
-    assert printed == ""
-    assert error.splitlines()[-1].startswith(f"anybatch {arguments[0]}: ")
-    assert words in error
-    assert len(error.replace(str(mnist), "")) <= 300 or words == "The smallest budget"
-    assert "Traceback" not in error
-    assert list(tmp_path.iterdir()) == []  # not even an empty folder of a run
-
-
 def test_json_has_null_for_what_it_cannot_say(
     mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

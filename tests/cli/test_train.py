@@ -11,8 +11,7 @@ import sklearn  # noqa: F401  (here, because its first import sets environment v
 import torch
 
 from anybatch.cli.main import main
-from anybatch.core import parse_bytes, torch_private as private
-from anybatch.engine import Observer
+from anybatch.core import parse_bytes
 from anybatch.testing import relative_error, tolerance
 from anybatch.train import checkpoint
 from tests.cli.test_main import run
@@ -137,7 +136,7 @@ def test_a_run_records_its_gradient_flow_within_the_budget_and_shows_it(
     for memory, has_ratio in (("2MB", False), ("4MB", True)):  # weights of 363 kB
         run(capsys, "train", f"{here}:wide", *FAST, "--memory", memory, "--epochs", 1, "--out", memory)
         assert (flows(memory)[1]["ratio"][1] is not None) is has_ratio
-    monkeypatch.setattr("anybatch.cli.train.GradientFlow", lambda model, ratio: Observer())
+    monkeypatch.setattr("anybatch.cli.train.GradientFlow", lambda model, ratio: [].append)
     run(capsys, *command, "--epochs", 8, "--out", "without")
     ends = [checkpoint.load(Path(name, "last.safetensors")).model for name in ("whole", "parts", "without")]
     assert same(ends[0], ends[1])
@@ -190,7 +189,6 @@ def test_a_served_run_tells_what_servers_did(
         (["{}:nothing"], "'nothing'"),
         (["{}:loader", "--validation", "0.2"], "counted to hold some out, got DataLoader"),
         (["{}:without_parameters"], "got Tanh with none"),
-        (["no.such:function"], "no.such"),
         (["{}:make", "--data", "digits"], "no options of recipes"),
         (["{}:make", "--width", "3"], "got width"),
         (["{}:own_optimizer", "--lr", "0.1"], "which makes its own, got lr"),
@@ -198,7 +196,6 @@ def test_a_served_run_tells_what_servers_did(
         (["gpt", "--data", "{}.py", "--block-size", "300"], "ten blocks of 300"),
         (["bert", "--data", "{}.py"], "label<TAB>text"),
         (["resnet18", "--norm", "whole", "--micro-batch", "9"], "BatchNorm"),
-        (["clip", "--norm", "whole"], "options of clip (--image-size), got --norm"),
     ],
 )
 def test_refusals_are_one_message(
@@ -282,12 +279,7 @@ def test_within_half_of_its_peak_a_recipe_learns_as_without_a_budget(
     assert "budget of a step" in Path("within", "report.html").read_text()
 
 
-def test_compile_without_a_compiler_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(private, "has_cpp_compiler", lambda: False)
-    assert main(["train", "lenet5", "--compile", "--out", str(tmp_path / "run")]) == 1
-    assert "Expected a C++ compiler for --compile" in capsys.readouterr().err
+def test_compile_with_a_loss_inside_the_model_is_refused(tmp_path: Path) -> None:
     assert main(["train", "bert", "--compile", "--out", str(tmp_path / "run")]) == 1
     assert not (tmp_path / "run").exists()
 

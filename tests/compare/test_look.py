@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core.errors import LossError
 from anybatch.memory.meter import Meter
+from tests.options import flat
 from tests.snapshots import assert_same, same_as_before, snapshot
 from tests.toys import Perceptron
 
@@ -28,7 +29,7 @@ def make_batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 def make(model: nn.Module, loss: Any, micro_batch: int | None = 4, **options: Any) -> ab.Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ab.Step(model, loss, optimizer, micro_batch=micro_batch, **options)
+    return ab.Step(model, loss, optimizer, micro_batch=micro_batch, **flat(options))
 
 
 def step_on(model: nn.Module, loss: Any, batch: Any, micro_batch: int = 4, **options: Any) -> Any:
@@ -88,8 +89,10 @@ MEETINGS = {
 LOSSES = {"torch": nn.CrossEntropyLoss(), "own": by_labels, "function": partial(F.cross_entropy)}
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 3, 5, 12])
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "micro_batch"),
+    [*[(LOSSES["own"], size) for size in (1, 2, 5, 12)], (LOSSES["torch"], 3), (LOSSES["function"], 3)],
+)
 @pytest.mark.parametrize("meeting", MEETINGS.values(), ids=MEETINGS)
 def test_rows_that_meet_in_the_model_are_refused(meeting: Any, loss: Any, micro_batch: int) -> None:
     with pytest.raises(LossError, match="Rows affect"):
@@ -153,14 +156,6 @@ def test_a_wrong_term_is_named() -> None:
         look(loss)
 
 
-def test_the_cuts_that_are_compared_differ(capsys: pytest.CaptureFixture[str]) -> None:
-    model = Meeting(lambda x: print(len(x)) or x)
-    look(by_labels, model=model, micro_batch=6)
-    assert capsys.readouterr().out.split()[:7] == [*"6232353"]  # the last in another order
-    look(ab.WholeBatch(lambda out: out.square().mean()), model=model, batch=(make_batch()[0],), micro_batch=6)
-    assert capsys.readouterr().out.split()[:14] == [*"62" * 2, *"323" * 2, *"53" * 2]  # two passes each
-
-
 def test_samples_whole_batch_losses_and_windows_are_looked_at_too() -> None:
     loss = ab.WholeBatch(lambda out: (out @ out.T).logsumexp(1).mean())
     look(loss, batch=(make_batch()[0],))
@@ -211,35 +206,6 @@ class OwnLoss(nn.Module):
         return {"loss": self.loss(self.body(x), x, y)}
 
 
-def weighted_by_hand(scores: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    y = y.clamp(min=0)
-    weights = 1 / (torch.bincount(y, minlength=3) + 1.0)
-    return (F.cross_entropy(scores, y, reduction="none") * weights[y]).mean()
-
-
-UNSOUND = {
-    "contrastive": lambda scores, x, y: F.cross_entropy(scores @ x[:, :3].T, torch.arange(len(x))),
-    "weighted by hand": weighted_by_hand,
-    "over the largest": lambda scores, x, y: F.cross_entropy(scores / (1 + scores.detach().abs().max()), y),
-    "divided twice": lambda scores, x, y: F.cross_entropy(scores, y) / len(y),
-}
-
-
-@pytest.mark.parametrize("micro_batch", [1, 2, 3])
-@pytest.mark.parametrize(
-    "labels", [[0, 1, 1, 0, 0, 1], [0, 1, 2, 0, 1, 1, 2], [-100, -100, 2, 0, 0, -100, 2]]
-)
-@pytest.mark.parametrize("loss", UNSOUND.values(), ids=UNSOUND)
-def test_a_model_with_an_unsound_loss_of_its_own_is_refused(
-    loss: Any, labels: list[int], micro_batch: int
-) -> None:
-    """Small micro-batches show no fault of their own."""
-    y = torch.tensor(labels)
-    batch = {"x": torch.randn(len(y), 4), "y": y}
-    with pytest.raises(LossError):
-        look(ab.ModelLoss(), model=OwnLoss(loss), batch=batch, micro_batch=micro_batch)
-
-
 def distance(model: nn.Module, micro: Any) -> ab.Total:
     """Of a distribution to itself: nothing but rounding."""
     likely = model(micro[0]).log_softmax(1)
@@ -288,7 +254,7 @@ SOUND = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", SOUND)
 def test_what_is_sound_passes(name: str, seed: int) -> None:
     torch.manual_seed(seed)
@@ -307,7 +273,9 @@ def test_what_is_sound_passes(name: str, seed: int) -> None:
 def test_it_adds_nothing_to_gradients_of_the_batch(options: Any) -> None:
     model = nn.Linear(3, 2)
     x, target = torch.randn(16, 3, requires_grad=True), torch.randint(2, (16,))
-    ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.0), **options)((x, target))
+    ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.0), **flat(options))(
+        (x, target)
+    )
     (expected,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), target), [x])
     assert x.grad is not None
     assert torch.allclose(x.grad, expected)
@@ -364,27 +332,6 @@ def test_a_hook_on_a_parameter_is_named_as_a_cause() -> None:
     weight.register_hook(lambda gradient: gradient / gradient.norm())
     with pytest.raises(LossError, match=rf"a hook on '{name}' changes the gradient of each micro-batch"):
         look(by_labels, model=model)
-
-
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        ("Expected all rows, got 8. Pass a function:\n    f", "Expected all rows, got 8"),
-        ("Return it from a function:\n    f", "Return it from a function"),
-        (20 * "word or two ", r"two word or \(\.\.\.\)"),
-    ],
-)
-def test_an_error_in_the_warning_ends_with_its_sentence(said: str, shown: str) -> None:
-    def of_many_rows(model: nn.Module, micro: Any) -> ab.Total:
-        if len(micro[1]) < 10:
-            raise ValueError(said)
-        return by_labels(model, micro)
-
-    step = make(Perceptron(4, 3), of_many_rows, 10)
-    step(make_batch(20))
-    step(make_batch(20))
-    with pytest.warns(UserWarning, match=rf"{shown}\. The step goes on"):
-        step(make_batch(20))
 
 
 def by_all(model: nn.Module, micro: Tensor) -> ab.Total:

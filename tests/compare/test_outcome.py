@@ -19,7 +19,7 @@ def outcome(gradient: float, loss: float = 1.0, **more: Any) -> Any:
     size = math.hypot(*[one.norm().item() for one in gradients.values()])
     report = SimpleNamespace(loss=loss, terms={"loss": loss})
     return SimpleNamespace(
-        gradients=gradients, size=size, scale=abs(loss), report=report, rows=8, dtypes={torch.float32}
+        gradient=gradients, size=size, scale=abs(loss), report=report, rows=8, dtypes={torch.float32}
     )
 
 

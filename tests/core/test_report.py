@@ -1,18 +1,19 @@
-"""Events: a listener hears each of them once and in order, the report after the update."""
+"""Events: a callback hears each of them once and in order, the report after the update."""
 
 import torch
 from torch import Tensor, nn
 
 from anybatch import Step
-from anybatch.core.report import Event, MicroBatchDone
+from anybatch.core import MicroBatchDone
+from tests.train.runs import listening
 
 
-def test_listener_hears_every_micro_batch_then_the_report() -> None:
-    heard: list[tuple[Event, Tensor]] = []
+def test_a_callback_hears_every_micro_batch_then_the_report() -> None:
+    heard: list[tuple[object, Tensor]] = []
     model = nn.Linear(2, 1)
-    listeners = [lambda event: heard.append((event, model.weight.detach().clone()))]
+    listen = listening(lambda event: heard.append((event, model.weight.detach().clone())))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = Step(model, nn.MSELoss(), optimizer, micro_batch=3, listeners=listeners)
+    step = Step(model, nn.MSELoss(), optimizer, micro_batch=3, callbacks=[listen])
     start = model.weight.detach().clone()
     report = step((torch.randn(7, 2), torch.randn(7, 1)))
     events, weights = zip(*heard, strict=True)

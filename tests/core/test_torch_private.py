@@ -73,18 +73,6 @@ def test_backward_of_subclasses_and_with_a_log_is_the_public_one(
     assert len(public) == (0 if case == "plain" else 1)
 
 
-def test_backward_on_a_device_leaves_its_context_to_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    public: list[object] = []
-    monkeypatch.setattr(private, "run_backward_publicly", lambda values, *_, **__: public.append(values))
-    values = (torch.ones(2, requires_grad=True, device="meta").sum(),)
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
-    private.run_backward(values, (torch.ones((), device="meta"),), retain_graph=True)
-    assert not public
-    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
-    private.run_backward(values, (torch.ones((), device="meta"),))
-    assert public == [values]
-
-
 def test_backward_is_the_public_one(names: Any) -> None:
     for found, expected in zip(
         gradients(names.run_backward), gradients(torch.autograd.backward), strict=True

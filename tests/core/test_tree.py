@@ -139,13 +139,13 @@ def test_what_a_mapping_carries_besides_its_items_is_kept() -> None:
     [
         (3, "got a int at the top"),
         (Frozen(X, ["a"]), "got a str at .y[0]"),
-        ((X, np.zeros(4)), "got a ndarray (torch.from_numpy makes it a tensor) at [1]"),
+        ((X, np.zeros(4)), "got a ndarray at [1]. Make it a tensor with torch.from_numpy"),
         ({"x": {1, 2}}, "got a set at ['x']"),
         (iter([X]), "got a list_iterator at the top"),
     ],
 )
 def test_other_leaves_are_refused_by_place(nest: Any, got: str) -> None:
-    with pytest.raises(BatchError, match=f"{re.escape(got)}. Turn it into a tensor"):
+    with pytest.raises(BatchError, match=re.escape(got)):
         tree.flatten(nest)
 
 

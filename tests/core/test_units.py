@@ -13,6 +13,7 @@ import anybatch as ab
 from anybatch.core.errors import PlanError
 from anybatch.core.units import format_bytes, format_seconds, parse_bytes
 from tests.check.conftest import unhurried as unhurried
+from tests.options import flat
 
 SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 
@@ -58,9 +59,9 @@ def test_the_table_says_what_the_text_says(kind: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         memory = "2KB" if "budget" in kind else None
         options: Any = {"memory": memory, "batch_norm": "frozen"}
-        found: Any = ab.plan(model, rest[0], optimizer, rest[1], **options)
+        found: Any = ab.plan(model, rest[0], optimizer, rest[1], **flat(options))
     else:
-        found = ab.check(model, *rest, batch_norm="frozen" if kind == "exact" else None)
+        found = ab.check(model, *rest, options=ab.Options(batch_norm="frozen" if kind == "exact" else None))
     tags, texts = zip(*cells(found._repr_html_()), strict=True)
     assert {*tags} == {"th", "td"}
     assert tags[0] == "th"

@@ -18,8 +18,7 @@ from anybatch.data.load import load
 from anybatch.data.mnist import read_idx, read_mnist
 from anybatch.testing import relative_error, tolerance
 
-NUMBERS = {8: "uint8", 9: "int8", 11: "int16", 12: "int32", 13: "float32", 14: "float64"}
-CODES = {getattr(torch, name): code for code, name in NUMBERS.items()}
+CODES = {torch.uint8: 8, torch.float32: 13}
 TRAIN_ROWS, TEST_ROWS = 12, 5
 
 
@@ -29,7 +28,7 @@ def idx_header(code: int, shape: Sequence[int]) -> bytes:
 
 def idx_bytes(values: Tensor) -> bytes:
     body = values.contiguous().numpy()
-    return idx_header(CODES[values.dtype], values.shape) + body.astype(body.dtype.newbyteorder(">")).tobytes()
+    return idx_header(CODES[values.dtype], values.shape) + body.tobytes()
 
 
 def images(rows: int, *shape: int) -> Tensor:
@@ -79,15 +78,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("idx")
 
 
-@given(shape=SHAPES, dtype=st.sampled_from(list(CODES)), gzipped=st.booleans(), seed=st.integers(0, 99))
-def test_what_was_written_is_read(
-    folder: Path, shape: list[int], dtype: torch.dtype, gzipped: bool, seed: int
-) -> None:
+@given(shape=SHAPES, gzipped=st.booleans(), seed=st.integers(0, 99))
+def test_what_was_written_is_read(folder: Path, shape: list[int], gzipped: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(-(2**30), 2**30, shape, generator=generator).to(dtype)
+    values = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
     data = idx_bytes(values)
     found = read(folder, gzip.compress(data) if gzipped else data)
-    assert found.dtype == dtype
     assert torch.equal(found, values)
     found.zero_()  # it may be written to
 
@@ -97,7 +93,7 @@ def test_what_was_written_is_read(
     [
         (b"", "expected an IDX file .* got an empty file"),
         (b"\0\0\x08", "expected an IDX file .* got 00 00 08"),
-        (b"\0\0\x0a\x01", "a dtype code among 0x08, .* got 00 00 0a 01"),
+        (b"\0\0\x0a\x01", "unsigned bytes .* got 00 00 0a 01"),
         (
             idx_header(8, (2, 3)) + bytes(5),
             r"expected 6 bytes after the header, .* shape \(2, 3\), got 5: .* truncated",
@@ -186,9 +182,8 @@ def change_mnist(folder: Path, stem: str, values: Tensor) -> None:
 @pytest.mark.parametrize(
     ("stem", "values", "message"),
     [
-        ("train-images", labels(TRAIN_ROWS), r"shape \(rows, 28, 28\), got torch\.uint8 of shape \(12,\)"),
-        ("t10k-images", images(TEST_ROWS, 28, 28).float(), r"unsigned bytes .* got torch\.float32"),
-        ("t10k-labels", labels(TEST_ROWS).int(), r"unsigned bytes .* got torch\.int32"),
+        ("train-images", labels(TRAIN_ROWS), r"shape \(rows, 28, 28\), got shape \(12,\)"),
+        ("t10k-images", images(TEST_ROWS, 28, 28).float(), "unsigned bytes .* got 00 00 0d 03"),
         ("train-labels", labels(TRAIN_ROWS - 1), "each image of train-images.*, .* got 11 labels and 12"),
         ("t10k-labels", labels(0), "got 0 labels and 5"),
         ("train-labels", labels(TRAIN_ROWS) + 1, "classes 0 to 9, got 10 in row 9"),
@@ -247,20 +242,6 @@ def test_damaged_records_are_refused_by_name(tmp_path: Path, name: str, data: by
     write_cifar10(tmp_path)
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=f"{name}: expected .*{message}"):
-        read_cifar10(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("gone", "pattern"), [("data_batch_*", r"data_batch_\*\.bin"), ("test_*", "test_batch")]
-)
-def test_missing_files_are_named(tmp_path: Path, gone: str, pattern: str) -> None:
-    write_cifar10(tmp_path)
-    for path in tmp_path.glob(gone):
-        path.unlink()
-    with pytest.raises(DataError, match=f"expected files named {pattern}"):
-        read_cifar10(tmp_path)
-    (tmp_path / f"{gone.rstrip('*')}3.bin".replace("test_", "test_batch")).mkdir()
-    with pytest.raises(DataError, match=r"3\.bin: expected a readable file, got: Is a directory"):
         read_cifar10(tmp_path)
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Step, Total
-from anybatch.core import NonFinite
 from anybatch.engine import Apart
-from anybatch.engine.gradients import InPlace
+from anybatch.engine.gradients import InPlace, finish
 from anybatch.testing import relative_error, tolerance
+from tests.options import flat
 
 Ways = InPlace | Apart
 
@@ -39,7 +39,7 @@ def add(gradients: Ways, value: Tensor) -> None:
 
 
 def found(gradients: Ways, factors: Mapping[str, float] | None = None) -> dict[nn.Parameter, Tensor]:
-    return gradients.gradients().finish(factors or {})
+    return finish(gradients.parted(), factors or {})
 
 
 # ---- dtypes of sums
@@ -59,7 +59,7 @@ def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[
     batch = (torch.randn(4, 3), torch.randn(4, 2))
 
     def make_step() -> Step:
-        return Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), **mode)
+        return Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), **flat(mode))
 
     window = make_step().window()
     window.add(batch)
@@ -79,51 +79,6 @@ def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[
 # ---- what was accepted, and what is looked at
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("way", ["in place", "apart, one by one", "apart, as a whole"])
-def test_whether_a_failed_backward_has_reached_the_sums_is_known(way: str, is_first: bool) -> None:
-    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    gradients = WAYS[way]([first, second])
-    if not is_first:
-        add(gradients, (first * second).sum())
-        gradients.begin()
-        assert not gradients.has_accepted
-    hidden = first * 1
-
-    def fail(_: Tensor) -> None:
-        raise RuntimeError("half-way")
-
-    hidden.register_hook(fail)  # backward reaches `second` before this
-    with pytest.raises(RuntimeError, match="half-way"):
-        add(gradients, (hidden * second).sum())
-    assert gradients.has_accepted == (way != "apart, as a whole")
-    if not gradients.has_accepted:  # what waited is let go
-        add(gradients, (first * second).sum())
-        times = 1.0 if is_first else 2.0
-        assert [found(gradients)[one].tolist() for one in (first, second)] == [[times] * 2] * 2
-
-
-@pytest.mark.parametrize("options", [{}, {"compensated": True}], ids=str)
-def test_what_is_not_finite_never_gets_into_the_sums(options: dict[str, Any]) -> None:
-    """Of two parameters the second one overflows: neither is added before both are finite."""
-    first, second = (nn.Parameter(torch.zeros(1, dtype=torch.float16)) for _ in range(2))
-    gradients = apart([first, second], is_looked_at=True, **options)
-
-    def send(scale: float) -> None:
-        parts = [(first * 1).sum(), (second * 1000).sum()]
-        gradients.begin()
-        gradients.add(parts, [torch.full_like(part, scale) for part in parts], unscale=1 / scale)
-
-    send(1.0)
-    for scale in (512.0, 256.0):
-        with pytest.raises(NonFinite, match="gradient"):
-            send(scale)
-        assert not gradients.has_accepted
-    send(16.0)
-    total = found(gradients)
-    assert (total[first].item(), total[second].item()) == (2.0, 2000.0)
-
-
 class Conjugated(nn.Module):
     """Its gradient carries torch's conjugate bit."""
 
@@ -141,7 +96,7 @@ class Conjugated(nn.Module):
 def test_conjugated_gradients(options: dict[str, Any]) -> None:
     model, plain_model = Conjugated(), Conjugated()
     loss = lambda model, rows: Total(model(rows), len(rows))  # noqa: E731
-    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), check=False, **options)
+    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), **flat(options, check=False))
     step(torch.ones(8, 3))
     (plain_model(torch.ones(8, 3)) / 8).backward()
     torch.optim.SGD(plain_model.parameters(), lr=0.1).step()
@@ -187,13 +142,3 @@ def test_gradients_with_the_negative_bit(way: str) -> None:
     total = found(gradients)
     assert [total[one].item() for one in numbers] == [6.0, 12.0]
     assert not any(one.is_neg() for one in total.values())
-
-
-@pytest.mark.parametrize("is_large_first", [True, False])
-def test_of_those_that_share_memory_the_largest_keeps_it(is_large_first: bool) -> None:
-    large, small = nn.Parameter(torch.ones(100, 3)), nn.Parameter(torch.ones(1, 3))
-    weights = [large, small] if is_large_first else [small, large]
-    gradients = InPlace(weights, "loss")
-    add(gradients, torch.cat(weights).square().sum())
-    total = found(gradients)
-    assert [total[one].untyped_storage().nbytes() for one in (large, small)] == [4 * 303, 4 * 3]

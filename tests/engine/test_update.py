@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from anybatch import Step, Total
+from anybatch import Options, Step, Total
 from anybatch.core.errors import NonFiniteLossError, OptimizerError, OutOfMemoryError
 from anybatch.engine import TornUpdateError, owned, step_optimizers
 from anybatch.engine.update import check_optimizers, check_schedulers
@@ -164,6 +164,19 @@ def test_inside_of_a_callers_autocast_no_step_goes_on_with_old_weights(
         inside = losses(outer=True)
     assert inside == losses(outer=False)
     assert len(set(inside)) == 4
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_entries_are_clamped_where_all_of_the_gradient_is_there(sparse: bool) -> None:
+    """Mutation: rows of a sparse gradient, or gradients found before, are clamped apart."""
+    model = nn.Embedding(3, 2, sparse=sparse)
+    before = model.weight.detach().clone()
+    model(torch.tensor([0, 1])).sum().backward()  # found: 1 in the rows 0 and 1
+    loss = lambda model, micro: Total(model(micro[0]).sum(), len(micro[0]) / 2)  # noqa: E731
+    step = Step(model, loss, SGD(model.parameters(), lr=1.0), options=Options(clip_value=1.25))
+    report = step((torch.tensor([0, 2, 2, 2]),))  # adds 1/2 in row 0 and three times 1/2 in row 2
+    assert torch.allclose(before - model.weight, torch.tensor([[1.25], [1.0], [1.25]]).expand(3, 2))
+    assert report.grad_norm == pytest.approx(math.sqrt(2 * (1.5**2 + 1 + 1.5**2)))
 
 
 @pytest.mark.parametrize("clip_norm", [math.inf, 1.0])

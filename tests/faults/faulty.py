@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.core.report import Event
 from anybatch.engine import admit, carry_out
 from anybatch.testing import relative_error, tolerance
+from tests.options import flat
 from tests.snapshots import assert_same, snapshot
+from tests.train.runs import listening
 
 FEATURES, CLASSES, SIZE, ROWS = 8, 4, 4, 16  # powers of two, so that early and late division agree to the bit
 BEGIN = 100  # of the random streams
@@ -31,7 +32,7 @@ class Fault:
         self.spoil = 1.0  # what it is multiplied by for good
         self.largest = 0.0  # of marked rows so far
         self.ran: list[int] = []  # rows of each forward
-        self.told: list[Event] = []
+        self.told: list[object] = []
         self.arm("")
 
     def arm(self, place: str, at: int = 0, what: BaseException | float = 1.0, times: float = 1) -> None:
@@ -39,7 +40,7 @@ class Fault:
 
         Args:
             place: "collate", "forward", "loss", "mid" (in backward, when later layers have their gradients),
-                "end" (before any), or "listener".
+                "end" (before any), or a class of events.
             at: how often the place is passed before.
             what: an error to raise, or what gradients are multiplied by.
             times: how often it goes wrong.
@@ -200,18 +201,18 @@ def build(
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     loss = options.pop("loss", nn.CrossEntropyLoss())
 
-    def listen(event: Event) -> None:
+    def listen(event: object) -> None:
         model.fault.told.append(event)
         model.fault(type(event).__name__)
 
-    defaults = {"micro_batch": SIZE, "check": False, "listeners": [listen]}
+    defaults = {"micro_batch": SIZE, "check": False, "callbacks": [listening(listen)]}
     options = defaults | ZOO.get(kind, {}) | options
     if "collate" in options:
         inner = options["collate"]
         options["collate"] = lambda samples: (model.fault("collate"), inner(samples))[1]
     if "scheduler" in options:
         options["scheduler"] = options["scheduler"](optimizer)
-    step = ab.Step(model, loss, optimizer, **options)
+    step = ab.Step(model, loss, optimizer, **flat(options))
     for index in range(warm):
         seed(index)
         step(of_form(step, make_batch(index, dtype=dtype)))

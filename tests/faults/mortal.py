@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from anybatch import EMA, EarlyStopping
-from anybatch.core.report import Event, MicroBatchDone
+from anybatch.core import MicroBatchDone
 from anybatch.train.folder import LAST
 from anybatch.train.trainer import Trainer
 from tests.train.runs import EPOCHS, TRAIN, make_rows, make_trainer
@@ -76,13 +76,13 @@ def train(folder: Path, death: Death) -> None:
         REPLACE(source, target)
         reap("after " + name)
 
-    def listen(event: Event) -> None:
+    def listen(event: object) -> None:
         reap("micro-batch" if isinstance(event, MicroBatchDone) else "update")
 
     os.replace = replace_or_die
     # Syncing takes most of the time, and saves from power cuts, not from kills.
     os.fsync = lambda descriptor: None
-    trainer = make(folder, listeners=[listen])
+    trainer = make(folder, listen=listen)
     trainer.step.model.register_forward_pre_hook(lambda module, inputs: reap("forward"))
     for parameter in trainer.step.model.parameters():
         parameter.register_hook(lambda gradient: reap("backward"))

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core import OutOfMemoryError, WindowError
-from anybatch.testing import tolerance
-from tests.faults.faulty import NO_MEMORY, ROWS, assert_as_unfaulted, build, make_batch, parts, take
+from tests.faults.faulty import NO_MEMORY
+from tests.options import flat
 
 BATCH = torch.ones(4, 3), torch.ones(4, 1)
 
@@ -36,7 +36,7 @@ class Counting(nn.Module):
 
 def make(model: nn.Module, **options: object) -> ab.Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ab.Step(model, nn.MSELoss(), optimizer, **options)  # type: ignore[arg-type]
+    return ab.Step(model, nn.MSELoss(), optimizer, **flat(options))  # type: ignore[arg-type]
 
 
 def test_unfreezing_between_two_adds_is_refused() -> None:
@@ -76,27 +76,6 @@ def test_gradients_found_come_back_unclipped_where_the_update_fails() -> None:
     with pytest.raises(RuntimeError, match="sparse"):
         step((torch.tensor([0, 1, 2, 3]), torch.ones(4, 1)))
     assert model.extra.grad.tolist() == [5.0, 5.0, 5.0]
-
-
-@pytest.mark.parametrize("at", [[0], [2], [0, 5], [0, 6], [1, 3]], ids=str)
-def test_memory_that_runs_out_half_way_through_the_backward_of_a_later_add(at: list[int]) -> None:
-    """The last layer has its gradient by then. After the first failure each add comes in halves."""
-    step, twin = (build("plain", dtype=torch.float64) for _ in range(2))
-    batch = make_batch(dtype=torch.float64)
-    step.model.fault.planted = [("mid", one, NO_MEMORY, 1) for one in at]
-    report = take(step, "window", batch)
-    assert report.redone == len(at)
-    assert_as_unfaulted(step, report, twin, batch, way="window", bound=tolerance(torch.float64, ROWS))
-
-
-def test_an_add_that_was_done_again_counts_once() -> None:
-    step = build("plain")
-    step.model.fault.arm("forward", 1, NO_MEMORY)
-    with step.window() as window:
-        for micro in parts(make_batch(rows=3), 1):
-            window.add(micro)
-        report = window.update()
-    assert (report.redone, report.rows) == (1, 3)
 
 
 def test_a_window_lets_the_rows_of_an_add_go() -> None:

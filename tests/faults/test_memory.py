@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anybatch import Step, StepReport, Total
+from anybatch import Options, Step, StepReport, Total
 from anybatch.core.errors import OutOfMemoryError
 from anybatch.engine import admit
 from tests.faults.faulty import CLASSES, FEATURES, ROWS, build, make_batch, windowed
@@ -33,7 +33,7 @@ def whole_only(batch_norm: str | None = None, micro_batch: int | None = None, lo
     norm = nn.Identity() if loss else nn.BatchNorm1d(5)
     model = nn.Sequential(nn.Linear(FEATURES + 1, 5), norm, nn.Linear(5, CLASSES))
     optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss or nn.CrossEntropyLoss()
-    return Step(model, loss, optimizer, batch_norm=batch_norm, micro_batch=micro_batch)
+    return Step(model, loss, optimizer, options=Options(batch_norm=batch_norm), micro_batch=micro_batch)
 
 
 def at_once(step: Step) -> StepReport:

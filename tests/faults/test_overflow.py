@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Precision, Step, Terms, Total
+from anybatch import Options, Precision, Step, Terms, Total
 from anybatch.core.errors import NonFiniteLossError
 from anybatch.core.report import MicroBatchDone, MicroBatchRedone
 from anybatch.testing import relative_error, tolerance
 from tests.faults import faulty
 from tests.faults.faulty import BEGIN, ROWS, SIZE, VARIANTS, build, make_batch, parts, seed, take, windowed
+from tests.options import flat
 from tests.snapshots import changes, same_as_before, snapshot
 
 FIRST = 2.0**10  # a gradient that is not divided yet overflows at the 2^16 where scales begin
@@ -58,10 +59,12 @@ def twins(
     return step, twin, batch
 
 
-@pytest.mark.parametrize(("halvings", "index"), [(1, 2), (4, 0)])
+CASES = [(name, precision, 1, 2) for name in KINDS for precision in ("mixed", "true")]
+CASES += [(name, precision, 4, 0) for name in ("dropout", "several terms") for precision in PRECISIONS]
+
+
 @pytest.mark.parametrize("way", ["step", "window"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "precision", "halvings", "index"), CASES)
 def test_the_update_is_the_one_without_overflow(
     name: str, precision: str, way: str, halvings: int, index: int
 ) -> None:
@@ -105,8 +108,8 @@ def test_a_scale_that_gave_way_is_put_back_with_all_else(way: str) -> None:
             assert step.scale.value == FIRST / 2**3
             window.discard()
         else:
-            step.model.fault.arm(MicroBatchDone.__name__, 2, RuntimeError("listener"))
-            with pytest.raises(RuntimeError, match="listener"):
+            step.model.fault.arm(MicroBatchDone.__name__, 2, RuntimeError("callback"))
+            with pytest.raises(RuntimeError, match="callback"):
                 step(batch)
             assert len(step.model.fault.ran) == 3 + 3
 
@@ -134,7 +137,7 @@ SHORT: dict[str, Any] = {"precision": Precision(compute="float16", accumulate="f
 def test_a_sum_that_overflows_makes_no_update(value: float, options: dict[str, Any], way: str) -> None:
     """Four gradients that float32 can hold, or float16."""
     model = Slope()
-    step = Step(model, nn.SoftMarginLoss(reduction="sum"), sgd(model), micro_batch=1, **options)
+    step = Step(model, nn.SoftMarginLoss(reduction="sum"), sgd(model), micro_batch=1, **flat(options))
     batch = torch.full((4, 1), value), -torch.ones(4, 1)
     is_skipped = options.get("non_finite") == "skip"
     with same_as_before(step), nullcontext() if is_skipped else pytest.raises(NonFiniteLossError):
@@ -146,7 +149,9 @@ def test_sums_in_float16_hold_gradients_that_their_scale_would_drive_out() -> No
     precision = Precision(compute="bfloat16", accumulate="float16", loss_scale=2.0**16)
     for compensated in (False, True):
         model = nn.Linear(1, 1, bias=False)
-        step = Step(model, nn.MSELoss(), sgd(model), precision=precision, compensated=compensated)
+        step = Step(
+            model, nn.MSELoss(), sgd(model), precision=precision, options=Options(compensated=compensated)
+        )
         assert step((torch.ones(4, 1), 10 * torch.ones(4, 1))).redone == 0
 
 
@@ -156,7 +161,7 @@ def test_a_scale_of_one_sends_no_more_than_a_scale_of_two() -> None:
     for policy in ("raise", "drop"):
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
-        step = Step(model, nn.MSELoss(), sgd(model), non_finite=policy, **options)
+        step = Step(model, nn.MSELoss(), sgd(model), **flat(options, non_finite=policy))
         report = step((torch.ones(4096, 4), 30 * torch.ones(4096, 1)))
         assert (report.updated, report.dropped) == (True, 0)
 
@@ -170,5 +175,5 @@ def test_a_term_that_counts_in_whole_numbers_is_no_gradient(options: dict[str, A
 
     model = nn.Linear(3, 2)
     loss = Terms(counted, coefficients={"right": 0.0})
-    step = Step(model, loss, sgd(model), micro_batch=2, check=False, **options)
+    step = Step(model, loss, sgd(model), micro_batch=2, **flat(options, check=False))
     assert step((torch.randn(8, 3), torch.randint(2, (8,)))).updated

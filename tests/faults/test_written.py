@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch import AnybatchError, Precision, Step
+from anybatch import AnybatchError, Options, Precision, Step
 from anybatch.core.errors import OutOfMemoryError, PlanError
 from anybatch.engine import admit, carry_out
 from tests.faults.scarce import scarce_in_passes
+from tests.options import flat
 from tests.snapshots import assert_same, same_as_before, snapshot
 
 ROWS = 16
@@ -66,7 +67,7 @@ def batch_for(model: nn.Module) -> Any:
 def make(make_model: Any, steps: int = 0) -> Step:
     """A step after some updates."""
     model = make_model()
-    step = Step(model, nn.CrossEntropyLoss(), sgd(model), micro_batch=4, check=False)
+    step = Step(model, nn.CrossEntropyLoss(), sgd(model), micro_batch=4, options=Options(check=False))
     for _ in range(steps):
         step(batch_for(model))
     return step
@@ -112,7 +113,7 @@ def test_planning_changes_no_parameter(make_model: Any) -> None:
     step = make(make_model)
     batch, options = batch_for(step.model), {"memory": "1GiB"}
     with same_as_before(step), suppress(PlanError):  # a count cannot be traced
-        ab.plan(step.model, nn.CrossEntropyLoss(), step.optimizers, batch, **options)
+        ab.plan(step.model, nn.CrossEntropyLoss(), step.optimizers, batch, **flat(options))
 
 
 # ---- rows
@@ -132,7 +133,14 @@ class InPlace(nn.Linear):
 def test_rows_that_are_not_as_before_are_told_and_no_update_is_made(fault: str, steps: int) -> None:
     model = InPlace(4, 1)
     precision = SCALED if fault == "overflow" else "float32"
-    step = Step(model, nn.MSELoss(), sgd(model, 1e-4), micro_batch=4, precision=precision, check=False)
+    step = Step(
+        model,
+        nn.MSELoss(),
+        sgd(model, 1e-4),
+        micro_batch=4,
+        precision=precision,
+        options=Options(check=False),
+    )
     rows = lambda: (torch.zeros(8, 4), torch.full((8, 1), 40.0))  # noqa: E731
     for _ in range(steps):
         step(rows())
@@ -165,6 +173,6 @@ def test_rows_that_cannot_be_written_to_are_left_alone(kind: str, policy: str, t
     model = nn.Linear(4, 1)
     options: dict[str, Any] = {"precision": SCALED} if policy == "raise" else {"non_finite": policy}
     size = None if kind == "sparse" else 4
-    report = Step(model, nn.MSELoss(), sgd(model, 1e-4), micro_batch=size, **options)((x, y))
+    report = Step(model, nn.MSELoss(), sgd(model, 1e-4), micro_batch=size, **flat(options))((x, y))
     assert (report.redone > 0, report.updated) == (policy == "raise", policy == "raise")
     assert report.dropped == 8 * (policy == "drop")

@@ -149,7 +149,12 @@ def test_step_takes_prepared_parts() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
     prepared = host.prepare(plain, optimizer, scheduler)
     step = ab.Step(
-        prepared[0], OURS["tokens"], prepared[1], scheduler=prepared[2], micro_batch=7, clip_norm=0.1
+        prepared[0],
+        OURS["tokens"],
+        prepared[1],
+        options=ab.Options(scheduler=prepared[2]),
+        micro_batch=7,
+        clip_norm=0.1,
     )
     whole = Loop("tokens", accelerator(), is_ours=False).run(batches("tokens"))
     for batch in batches("tokens"):
@@ -168,7 +173,7 @@ def test_a_scheduler_that_steps_once_per_rank_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
     monkeypatch.setitem(type(host.state)._shared_state, "num_processes", 2)
     with pytest.raises(OptimizerError, match="steps 2 times"):
-        ab.Step(net, nn.MSELoss(), optimizer, scheduler=prepared[2])
+        ab.Step(net, nn.MSELoss(), optimizer, options=ab.Options(scheduler=prepared[2]))
 
 
 def test_accumulation_of_the_host_divides_once_more() -> None:

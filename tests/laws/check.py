@@ -13,6 +13,7 @@ from anybatch import Step, StepReport
 from anybatch.core import tree
 from anybatch.testing import GradientRecorder, Reference, reference_step, relative_error, tolerance
 from tests.laws.cases import Problem
+from tests.options import flat
 
 # Torch advises against its own KLDivLoss(reduction="mean"), where it is called uncut.
 ADVICE = "ignore:reduction. 'mean' divides:UserWarning"
@@ -24,14 +25,14 @@ Take = Callable[..., Taken]
 def cut(problem: Problem, micro_batch: int | None, **options: Any) -> Taken:
     """One step on the whole batch, `micro_batch` rows at a time."""
     recorder = GradientRecorder(problem.model, problem.loss)
-    step = Step(problem.model, problem.loss, recorder, micro_batch=micro_batch, **options)
+    step = Step(problem.model, problem.loss, recorder, micro_batch=micro_batch, **flat(options))
     return step(problem.batch), recorder.gradients
 
 
 def windowed(problem: Problem, sizes: Sequence[int], **options: Any) -> Taken:
     """A window of micro-batches of any sizes, brought one by one: divided late."""
     recorder = GradientRecorder(problem.model, problem.loss)
-    window = Step(problem.model, problem.loss, recorder, **options).window()
+    window = Step(problem.model, problem.loss, recorder, **flat(options)).window()
     for micro in parts(problem.batch, sizes):
         window.add(micro)
     return window.close(), recorder.gradients
@@ -40,7 +41,9 @@ def windowed(problem: Problem, sizes: Sequence[int], **options: Any) -> Taken:
 def collated(problem: Problem, micro_batch: int, **options: Any) -> Taken:
     """One step on a list of samples, collated micro-batch by micro-batch."""
     recorder = GradientRecorder(problem.model, problem.loss)
-    step = Step(problem.model, problem.loss, recorder, micro_batch=micro_batch, collate=stack, **options)
+    step = Step(
+        problem.model, problem.loss, recorder, micro_batch=micro_batch, collate=stack, **flat(options)
+    )
     return step(samples(problem.batch)), recorder.gradients
 
 

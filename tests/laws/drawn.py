@@ -216,11 +216,11 @@ def a_training_stopped_and_resumed_is_not_interrupted(stops: list[int], kind: st
                 if left[0] == 0:
                     raise KeyboardInterrupt
 
-            trainer = make_trainer(folder, kind, listeners=[listen], save_every=1)
+            trainer = make_trainer(folder, kind, listen=listen, save_every=1)
             if (folder / "last.safetensors").exists():
                 trainer.resume(folder)
             elif any(folder.iterdir()):
-                trainer = make_trainer(None, kind, listeners=[listen])
+                trainer = make_trainer(None, kind, listen=listen)
             try:
                 trainer.fit(epochs=EPOCHS)
             except KeyboardInterrupt:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from anybatch.core import Cut, TensorBatch
-from anybatch.engine import Accumulation, Apart, Gradients, Sums, gradients, window
+from anybatch.engine import Accumulation, Apart, Sums, gradients, window
+from anybatch.engine.division import Division
 from anybatch.engine.gradients import InPlace
 from anybatch.engine.part import Part
 from anybatch.losses import reductions as kinds
@@ -109,10 +110,11 @@ def ctc_without_target_lengths(patch: Patch) -> None:
     patch.setitem(kinds.FUNCTIONS, torch.nn.functional.ctc_loss, plain)
 
 
-@_in_place_of(Gradients, "finish")
-def late_divisor_of_another_term(finish: Any, sums: Gradients, factors: Mapping[str, float]) -> Any:
+@_in_place_of(Division, "factors")
+def late_divisor_of_another_term(right: Any, division: Division, weights: Mapping[str, float]) -> Any:
+    factors = right(division, weights)
     values = list(factors.values())
-    return finish(sums, dict(zip(factors, values[1:] + values[:1], strict=True)))
+    return dict(zip(factors, values[1:] + values[:1], strict=True))
 
 
 @_in_place_of(Apart, "add_each")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core.errors import LossError
 from anybatch.testing import relative_error
+from tests.options import flat
 from tests.toys import Transformer
 
 FAULTS = ("none", "penalty", "constant weight", "mean of means", "batch mean", "pairs", "order", "padding")
@@ -91,8 +92,7 @@ def outcome(seed: int) -> tuple[str, str, str]:
                 planted(fault, size),
                 torch.optim.SGD(one.parameters(), lr=1.0),
                 micro_batch=rows,
-                check=check,
-                **options if check else {},
+                **flat(options if check else {}, check=check),
             )
             try:
                 step(batch)

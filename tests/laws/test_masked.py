@@ -11,6 +11,7 @@ from tests.laws.cases import Case
 from tests.laws.check import parts
 from tests.laws.losses import CASES
 from tests.laws.totals import TOTALS
+from tests.options import flat
 from tests.snapshots import same_as_before
 
 ROWS = 5
@@ -31,7 +32,7 @@ def test_nothing_changes(case: Case) -> None:
         optimizer = torch.optim.AdamW(parameters, weight_decay=0.1, amsgrad=True)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         options = {"micro_batch": micro_batch, "clip_norm": clip_norm, "scheduler": scheduler}
-        step = Step(problem.model, problem.loss, optimizer, **options)
+        step = Step(problem.model, problem.loss, optimizer, **flat(options))
         assert step(problem.batch).updated
         own = [p.detach().clone() for p in parameters]
         with same_as_before(step):

@@ -1,5 +1,6 @@
 """The law in lower precision: against the float64 reference, within the one table of tolerances."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ def assert_exact(case: Case, dtype: torch.dtype) -> None:
     for seed, form in enumerate(case.forms):
         problem = case.problem(form, ROWS, seed=seed, dtype=dtype)
         whole = reference(problem)
-        for micro_batch, options in ((1, {}), (4, {}), (4, EXACT), (None, {})):
+        for micro_batch, options in ((1, {}), (4, EXACT)) if not seed else ((4, {}),):
             check(cut(problem, micro_batch, **options), whole, dtype=dtype, terms=ROWS)
         if not case.is_per_row:
             check(windowed(problem, [3, 1, 2]), whole, dtype=dtype, terms=ROWS)
@@ -40,8 +41,18 @@ def test_float32(case: Case) -> None:
     assert_exact(case, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", [*HALF, *TOTALS], ids=lambda case: case.name)
+def in_turn(choices: Sequence[Any]) -> list[Any]:
+    """Each case with every other choice; of its mean and its sum each with the others."""
+    cases = enumerate([*HALF, *TOTALS])
+    return [
+        pytest.param(case, one, id=f"{case.name}-{one}")
+        for at, case in cases
+        for number, one in enumerate(choices)
+        if (at + at // 2 + number) % 2 == 0
+    ]
+
+
+@pytest.mark.parametrize(("case", "dtype"), in_turn([torch.bfloat16, torch.float16]))
 def test_half(case: Case, dtype: torch.dtype) -> None:
     if case.name.startswith("smooth_l1") and dtype == torch.float16 and torch.__version__ < "2.7":
         pytest.skip("torch 2.6 has no smooth_l1_loss in float16 on the CPU")
@@ -116,8 +127,7 @@ def test_compensation_keeps_what_one_addition_rounds_away(compensated: bool) -> 
             assert (error <= torch.finfo(torch.float32).eps) == compensated
 
 
-@pytest.mark.parametrize("name", ["fp16-mixed", "fp16-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("case", [*HALF, *TOTALS], ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "name"), in_turn(["fp16-mixed", "fp16-true", "bf16-true", "bf16-mixed"]))
 def test_by_name(case: Case, name: str) -> None:
     """Each precision gives the gradient of float64 as well as its dtype can."""
     dtype = torch.float16 if name.startswith("fp16") else torch.bfloat16
@@ -129,7 +139,8 @@ def test_by_name(case: Case, name: str) -> None:
         whole = reference(problem)
         options: dict[str, Any] = {"precision": name}
         check(cut(problem, 4, **options), whole, dtype=dtype, terms=ROWS)
-        check(cut(problem, 4, **options, non_finite="drop"), whole, dtype=dtype, terms=ROWS)
+        if not seed:
+            check(cut(problem, 4, **options, non_finite="drop"), whole, dtype=dtype, terms=ROWS)
         if not case.is_per_row:
             check(windowed(problem, [3, 1, 2], **options), whole, dtype=dtype, terms=ROWS)
 

@@ -38,7 +38,7 @@ def test_uncut_is_torch_to_the_bit(case: Case) -> None:
     for form in case.forms:
         problem = case.problem(form, ROWS, dtype=torch.float32)
         loss, gradients = own(problem)
-        for micro_batch in (None, ROWS):
+        for micro_batch in (None, ROWS) if form == next(iter(case.forms)) else (None,):
             report, ours = cut(problem, micro_batch)
             assert torch.equal(torch.tensor(report.loss, dtype=torch.float32), loss)
             assert ours.keys() == gradients.keys()
@@ -49,7 +49,6 @@ def test_uncut_is_torch_to_the_bit(case: Case) -> None:
 def test_weights_do_not_depend_on_the_cut(case: Case) -> None:
     problem = case.problem(next(iter(case.forms)), ROWS)
     uncut, _ = cut(problem, None)
-    for micro_batch in (1, 3):
-        report, _ = cut(problem, micro_batch)
-        assert relative_error(report.weights, uncut.weights) <= tolerance(torch.float64, ROWS)
-        assert report.terms.keys() == uncut.terms.keys() == {"loss"}
+    report, _ = cut(problem, 3)
+    assert relative_error(report.weights, uncut.weights) <= tolerance(torch.float64, ROWS)
+    assert report.terms.keys() == uncut.terms.keys() == {"loss"}

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import ModelLoss, Step, Terms, WholeBatch
+from anybatch import ModelLoss, Options, Step, Terms, WholeBatch
 from anybatch.core import tree
 from anybatch.core.errors import LossError
 from anybatch.losses import call_model, split_batch, summed_loss
@@ -28,6 +28,7 @@ from tests.laws.cases import Problem
 from tests.laws.losses import CASES as TORCH
 from tests.losses.own_losses import BATCH, EXACT, WITH_PARAMETERS, Layer, Own, whole_of
 from tests.losses.whole_losses import CASES, Towers, clip, images_and_texts
+from tests.options import flat
 from tests.toys import Perceptron
 
 LIMIT = 1e-12  # relative, float64
@@ -108,7 +109,7 @@ def stepped(variant: Variant, **options: Any) -> tuple[Step, GradientRecorder, f
     torch.manual_seed(0)
     model = variant.model()
     recorder = GradientRecorder(model, variant.loss)
-    step = Step(model, variant.loss, recorder, **options)
+    step = Step(model, variant.loss, recorder, **flat(options))
     if isinstance(variant.loss, ModelLoss):
         return step, recorder, *whole_of(model, variant.batch)
     whole = reference_step(model, variant.loss, variant.batch)
@@ -184,5 +185,5 @@ def test_short_class_weights_are_summed_in_float32(dtype: torch.dtype) -> None:
     for rows in (1001, 70_001):
         target, loss = torch.zeros(rows, dtype=torch.long), nn.CrossEntropyLoss(torch.ones(1, dtype=dtype))
         model = nn.Linear(1, 1, dtype=dtype)
-        step = Step(model, loss, GradientRecorder(model), micro_batch=rows - 1, check=False)
+        step = Step(model, loss, GradientRecorder(model), micro_batch=rows - 1, options=Options(check=False))
         assert step((torch.ones(rows, 1, dtype=dtype), target)).weights == {"loss": rows}

@@ -13,6 +13,7 @@ from anybatch.check.check import check
 from anybatch.core.errors import LossError
 from anybatch.testing import GradientRecorder, relative_error, tolerance
 from tests.check.conftest import unhurried as unhurried
+from tests.options import flat
 
 ROWS = 5
 X = torch.randn(ROWS, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -29,7 +30,7 @@ def rows(model: nn.Module, micro: Tensor) -> Total:
 def take(loss: Any, batch: Any = X, **options: Any) -> tuple[Any, dict[str, Tensor]]:
     model = nn.Linear(2, 1).double()
     recorder = GradientRecorder(model)
-    step = Step(model, loss, recorder, **{"micro_batch": 2} | options)
+    step = Step(model, loss, recorder, **flat({"micro_batch": 2} | options))
     return step(batch), recorder.gradients
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from anybatch import Step
 from anybatch.core.errors import LossError
 from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
+from tests.options import flat
 from tests.toys import Perceptron
 
 ROWS, CLASSES = 6, 4
@@ -27,7 +28,7 @@ class Trial:
         self.loss, self.batch = loss, batch
         self.model = (Perceptron(3, CLASSES) if model is None else model).double()
         self.recorder = GradientRecorder(self.model, loss)
-        self.step = Step(self.model, loss, self.recorder, **{"micro_batch": 4} | options)
+        self.step = Step(self.model, loss, self.recorder, **flat({"micro_batch": 4} | options))
 
     def error(self) -> float:
         report = self.step(self.batch)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from anybatch import Step, Total
 from anybatch.testing import GradientRecorder
+from tests.options import flat
 
 FEATURES, WIDTH = 5, 6
 
@@ -132,5 +133,5 @@ CASES = {
 
 def take(model: nn.Module, loss: Any, batch: Any, micro_batch: int | None, **options: Any) -> Any:
     recorder = GradientRecorder(model, loss)
-    report = Step(model, loss, recorder, micro_batch=micro_batch, **options)(batch)
+    report = Step(model, loss, recorder, micro_batch=micro_batch, **flat(options))(batch)
     return report, recorder.gradients

@@ -1,4 +1,4 @@
-"""Fake tensors in place of real ones, and counts of elements."""
+"""Fake tensors in place of real ones, and what a trace leaves."""
 
 import gc
 import random
@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from anybatch.core.errors import TraceError
-from anybatch.memory.fake import (
-    FakeMode,
-    Fakes,
-    count_of,
-    drop_left_fakes,
-    replaced_by_fakes,
-    undisturbed,
-)
+from anybatch.memory.fake import FakeMode, Fakes, drop_left_fakes, replaced_by_fakes, undisturbed
 from tests.recompute.models import streams
 from tests.snapshots import same
 
@@ -114,23 +107,6 @@ def test_fakes_that_are_left_are_taken_out_or_named() -> None:
         with pytest.raises(TraceError, match="got a tensor that a tuple keeps"):
             drop_left_fakes()
         del for_good
-
-
-# ---- counts
-
-
-def test_counts_add_up_until_a_tensor_is_written_to() -> None:
-    with FakeMode():
-        valid = (torch.ones(3, 4) > 0).sum()
-        assert int(valid) == float(valid.float().clamp(min=1)) == 12
-        assert int(valid + torch.ones(2).bool().sum()) == 14
-        total = torch.zeros(())
-        total += torch.ones(3).sum()
-        assert count_of(total + torch.ones(2).sum()) == count_of(total) + 2
-        written = torch.ones(2).sum()
-        written.view(1)[0] = 5
-        assert count_of(written) is None
-        assert torch.rand(3).max().item() == 1.0
 
 
 def test_a_bool_is_refused_but_for_code_of_torch() -> None:

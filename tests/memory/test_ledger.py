@@ -1,8 +1,5 @@
 """Tests of the ledger: its figures, its table and its JSON."""
 
-import pytest
-
-from anybatch.core.errors import PlanError
 from anybatch.memory.ledger import OWNERS, PHASES, Holding, Ledger, Moment
 
 
@@ -35,17 +32,3 @@ def test_the_peak_and_each_phase_are_those_of_their_highest_moment() -> None:
     assert found.phases()["forward"] is MOMENTS[2]
     assert "loss" not in found.phases()
     assert found.by_module == HELD
-
-
-def test_json_round_trip() -> None:
-    found = ledger()
-    assert Ledger.from_json(found.to_json()) == found
-    assert Ledger.from_json(found.to_json()).by_module[0].owner == "parameters"
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"moments": 3}', ledger().to_json().replace("device", "d")]
-)
-def test_other_json_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match=r"Expected a ledger as Ledger.to_json writes it"):
-        Ledger.from_json(text)

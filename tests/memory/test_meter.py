@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
-from anybatch import Step
+from anybatch import Options, Step
 from anybatch.memory.ledger import OWNERS
 from anybatch.memory.meter import Meter
+from tests.options import flat
 
 KIB = 1024
 NOTHING = nn.Identity()
@@ -112,7 +113,11 @@ def test_every_byte_has_its_owner() -> None:
 def test_sums_of_ours_are_gradients(options: dict[str, Any]) -> None:
     model = mlp()
     step = Step(
-        model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=4, **options
+        model,
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        micro_batch=4,
+        **flat(options),
     )
     batch = torch.randn(12, 4), torch.randint(2, (12,))
     with Meter(model, step.optimizers, batch_leaves=batch) as meter:
@@ -134,7 +139,7 @@ def test_first_state_is_the_optimizers_from_its_birth() -> None:
 def test_phases_micro_batches_and_modules() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=2, check=False)
+    step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=2, options=Options(check=False))
     batch = torch.randn(4, 4), torch.randint(2, (4,))
     with Meter(model, [optimizer], batch_leaves=batch) as meter:
         step(batch)

@@ -50,11 +50,12 @@ def test_workspace_of_a_kernel_and_nodes_of_the_graph() -> None:
 
 def test_no_reading_beside_a_profiler_or_another_reading() -> None:
     found: list[object] = []
-    with MemoryReading.begin(["cpu"]) as first:
-        found.append(MemoryReading.begin(["cpu"]))
-        thread = threading.Thread(target=lambda: found.append(MemoryReading.begin(["cpu"])))
-        thread.start()
-        thread.join()
+    first = MemoryReading.begin(["cpu"])
+    found.append(MemoryReading.begin(["cpu"]))
+    thread = threading.Thread(target=lambda: found.append(MemoryReading.begin(["cpu"])))
+    thread.start()
+    thread.join()
+    first.close()
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=1)
     with torch.profiler.profile(schedule=schedule) as profiler:
         for _ in range(3):
@@ -70,13 +71,6 @@ def test_no_reading_beside_a_profiler_or_another_reading() -> None:
     assert lost.end() is None
     assert any(event.name == "aten::add" for event in profiler.events())
     assert MemoryReading.begin(["cuda"]) is None or torch.cuda.is_initialized()
-
-
-def test_an_exception_closes() -> None:
-    with pytest.raises(ZeroDivisionError), MemoryReading.begin(["cpu"]):
-        raise ZeroDivisionError
-    assert not private.is_profiling()
-    assert read(known_pattern)[0] == pytest.approx(8 * MIB, rel=LIMIT)
 
 
 def test_without_events_nothing_is_read_and_without_malloc_s_count_a_quarter_is_added(
@@ -95,10 +89,10 @@ from anybatch.memory import MemoryReading
 before = dict(os.environ)
 for _ in range(3):
     old = [torch.empty(100) for _ in range(2500)]
-    with MemoryReading.begin(["cpu"]) as reading:
-        old.clear()
-        torch.randn(3, requires_grad=True).sum().backward()
-        assert reading.end()[0] > 0
+    reading = MemoryReading.begin(["cpu"])
+    old.clear()
+    torch.randn(3, requires_grad=True).sum().backward()
+    assert reading.end()[0] > 0
 assert before == dict(os.environ)
 """
 

@@ -48,7 +48,7 @@ def of_gradient(gradient: Tensor, **options: Any) -> Exponents:
     """Counted where the gradient is this one: that of a sum of products with the weights."""
     model = nn.Linear(len(gradient), 1, bias=False, dtype=gradient.dtype)
     nn.init.zeros_(model.weight)
-    step = ab.Step(model, total, torch.optim.SGD(model.parameters(), lr=0.1), check=False)
+    step = ab.Step(model, total, torch.optim.SGD(model.parameters(), lr=0.1), options=ab.Options(check=False))
     return gradient_exponents(step, gradient[None], **options)
 
 

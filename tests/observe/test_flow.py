@@ -15,6 +15,7 @@ from anybatch.core.errors import NonFiniteLossError, PlanError
 from anybatch.observe import GradientNoise
 from anybatch.observe.flow_figures import Flow, find_marks
 from anybatch.observe.flow_picture import draw
+from tests.options import flat
 from tests.snapshots import same, same_as_before
 from tests.step.test_dry_run import Busy
 
@@ -58,7 +59,7 @@ def make_net(dtype: torch.dtype = torch.float64) -> Net:
 
 def make_step(model: nn.Module, loss: object = None, **options: Any) -> ab.Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return ab.Step(model, nn.MSELoss() if loss is None else loss, optimizer, **options)
+    return ab.Step(model, nn.MSELoss() if loss is None else loss, optimizer, **flat(options))
 
 
 def plain_figures(model: nn.Module, batch: tuple[Tensor, Tensor], update: Callable[[], object]) -> list[Any]:
@@ -111,7 +112,7 @@ def test_figures_equal_those_of_a_plain_loop_on_the_whole_batch(cut: int | str |
         model.register_forward_pre_hook(partial(runs_out, 2))
     flow = ab.GradientFlow(model)
     step = make_step(model, micro_batch=5 if cut == "scarce" else cut if isinstance(cut, int) else None)
-    step = make_step(model, micro_batch=step.micro_batch, observers=[flow], check=False)
+    step = make_step(model, micro_batch=step.micro_batch, callbacks=[flow], check=False)
     if cut == "window":
         window = step.window()
         for start in (0, 3, 5):
@@ -134,13 +135,13 @@ def test_figures_equal_those_of_a_plain_loop_on_the_whole_batch(cut: int | str |
 
 @pytest.mark.parametrize("cut", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parameters_are_the_same_to_the_bit_with_and_without_observers(
+def test_parameters_are_the_same_to_the_bit_with_and_without_callbacks(
     cut: int | None, dtype: torch.dtype
 ) -> None:
     def train(*, is_watched: bool) -> list[Tensor]:
         model = make_net(dtype)
-        observers = [ab.GradientFlow(model, every=2), GradientNoise(every=2)] if is_watched else []
-        step = make_step(model, micro_batch=cut, observers=observers)
+        callbacks = [ab.GradientFlow(model, every=2), GradientNoise(every=2)] if is_watched else []
+        step = make_step(model, micro_batch=cut, callbacks=callbacks)
         for _ in range(5):
             step(rows_of(7, dtype))
         return [p.detach() for p in model.parameters()]
@@ -160,7 +161,7 @@ def test_one_call_shows_the_whole_gradient_and_touches_nothing(
         parameter.grad = torch.ones_like(parameter)
     with same_as_before(step):
         flow = ab.gradient_flow(
-            model, nn.MSELoss(), batch, path=tmp_path / "a.png", batch_norm="micro", **options
+            model, nn.MSELoss(), batch, path=tmp_path / "a.png", **flat(options, batch_norm="micro")
         )
     assert same(untouched, [*batch])
     assert (flow.layers, flow.ratio, flow.update) == (("linear", "norm", "out"), (None,) * 3, 0)
@@ -214,7 +215,7 @@ def test_sparse_complex_and_empty_parameters_have_figures() -> None:
         found.append(ab.gradient_flow(model, nn.MSELoss(), batch, micro_batch=2))
         flow = ab.GradientFlow(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ab.Step(model, nn.MSELoss(), optimizer, micro_batch=1, observers=[flow])(batch)
+        ab.Step(model, nn.MSELoss(), optimizer, micro_batch=1, callbacks=[flow])(batch)
         assert all(ratio for ratio in flow.history[0].ratio[:2])
     dense, sparse = found
     assert dense.layers == ("words", "turn", "nothing")
@@ -228,7 +229,7 @@ def test_sparse_complex_and_empty_parameters_have_figures() -> None:
 def test_nan_is_marked_and_what_is_undone_is_not_kept() -> None:
     model, (inputs, targets) = make_net(), rows_of(6)
     flow = ab.GradientFlow(model, every=1)
-    step = make_step(model, micro_batch=3, observers=[flow], check=False)
+    step = make_step(model, micro_batch=3, callbacks=[flow], check=False)
     assert flow.last is None
     assert flow.record() == {}
     with pytest.raises(NonFiniteLossError):
@@ -245,7 +246,7 @@ def test_nan_is_marked_and_what_is_undone_is_not_kept() -> None:
 def test_history_covers_the_whole_training_in_bounded_memory() -> None:
     model = nn.Linear(3, 2)
     flow = ab.GradientFlow(model, every=2, limit=4)
-    step, batch = make_step(model, observers=[flow]), rows_of(2, torch.float32)
+    step, batch = make_step(model, callbacks=[flow]), rows_of(2, torch.float32)
     told: list[bool] = []
     for _ in range(30):
         step(batch)
@@ -294,6 +295,6 @@ def test_pictures_say_the_figures_too_and_what_cannot_be_drawn_is_refused(tmp_pa
 
 def test_flow_of_another_model_is_refused_and_no_update_made() -> None:
     model = nn.Linear(3, 2)
-    step = make_step(model, observers=[ab.GradientFlow(make_net())])
+    step = make_step(model, callbacks=[ab.GradientFlow(make_net())])
     with same_as_before(step), pytest.raises(PlanError, match="that it does not have"):
         step(rows_of(2, torch.float32))

@@ -12,6 +12,7 @@ import anybatch as ab
 from anybatch.core.errors import PlanError
 from anybatch.observe import GradientNoise
 from tests.observe.test_flow import runs_out
+from tests.options import flat
 
 
 def rows_of(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -24,7 +25,7 @@ def make(noise: GradientNoise, loss: object = None, **options: Any) -> ab.Step:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = nn.MSELoss() if loss is None else loss
-    return ab.Step(model, loss, optimizer, observers=[noise], check=False, **options)
+    return ab.Step(model, loss, optimizer, callbacks=[noise], **flat(options, check=False))
 
 
 def slow(model: nn.Module, batch: tuple[Tensor, Tensor], cut: list[int]) -> tuple[float, float]:
@@ -94,8 +95,8 @@ def test_estimate_is_unbiased_in_a_cut_into_unequal_parts() -> None:
         loss,
         torch.optim.SGD(model.parameters(), lr=0.0),
         micro_batch=5,
-        observers=[noise],
-        check=False,
+        callbacks=[noise],
+        options=ab.Options(check=False),
     )
     generator = torch.Generator().manual_seed(3)
     for _ in range(400):

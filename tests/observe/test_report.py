@@ -16,7 +16,7 @@ from anybatch.observe import report_page
 from tests.observe.logs import NAMES, START, lines, step, write
 
 ALL = (
-    "loss terms metric-0 learning-rate gradient-norm noise observer-1 throughput micro-batch micro-batches "
+    "loss terms metric-0 learning-rate gradient-norm noise callback-1 throughput micro-batch micro-batches "
     "memory scale flow layer layer-zeros"
 )
 EMPTY = ("input", "meta", "link", "rect", "br")

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
 from anybatch.core import tree
-from anybatch.engine import Agreed, Observer
+from anybatch.engine import Agreed
 from anybatch.parallel import DeepGradientCompression, Replicate
 from anybatch.testing import GradientRecorder
 from tests.faults import faulty
@@ -27,6 +27,7 @@ from tests.laws.check import check, reference, samples, stack
 from tests.laws.draw import CLASSES, FEATURES, MASKS
 from tests.laws.losses import CASES
 from tests.laws.totals import TOTALS
+from tests.options import flat
 from tests.toys import Perceptron
 
 MOST_ROWS = 9
@@ -134,7 +135,7 @@ def train(
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(options.pop("dtype", torch.float64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     strategy = options.pop("strategy", "auto")
-    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, strategy=strategy, **options)
+    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options, strategy=strategy))
     x, y = torch.randn(sum(sizes), 4, dtype=next(model.parameters()).dtype), torch.randint(3, (sum(sizes),))
     reports, mine = [], (x, y) if strategy == "local" else share((x, y), sizes, rank)
     with mutated(mutation), counted_collectives() as count:
@@ -148,19 +149,19 @@ def train(
     }
 
 
-class Refusing(Observer):
+class Refusing(ab.Callback):
     """Fails after gradients were sent, and before the update."""
 
     refuses = False
 
-    def update(self, gradients: Any) -> None:
+    def gradients(self, gradients: Any) -> None:
         if self.refuses:
             raise ValueError("no")
 
 
 def compressed(rank: int, size: int, make: Any, fails: bool) -> dict[str, Any]:
     """Updates whose gradient is sent through a codec; the third may fail before and after it was sent."""
-    observer = Refusing()
+    refusing = Refusing()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     codec = make()
@@ -168,7 +169,12 @@ def compressed(rank: int, size: int, make: Any, fails: bool) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     strategy = Replicate(compression=codec)
     step = ab.Step(
-        model, nn.CrossEntropyLoss(), optimizer, micro_batch=2, strategy=strategy, observers=[observer]
+        model,
+        nn.CrossEntropyLoss(),
+        optimizer,
+        micro_batch=2,
+        options=ab.Options(strategy=strategy),
+        callbacks=[refusing],
     )
     x, y = torch.randn(10, 4, dtype=torch.float64), torch.randint(3, (10,))
     mine = share((x, y), [7, 3] + [0] * (size - 2), rank)
@@ -176,10 +182,10 @@ def compressed(rank: int, size: int, make: Any, fails: bool) -> dict[str, Any]:
         if fails and number == 2:
             with contextlib.suppress(RuntimeError):  # shapes that do not fit; on the others a RankError
                 step((x[:, :3], y) if rank == 1 else share((x, y), [10] + [0] * (size - 1), rank))
-            observer.refuses = True
+            refusing.refuses = True
             with contextlib.suppress(ValueError):
                 step(mine)
-            observer.refuses = False
+            refusing.refuses = False
         step(mine)
     bytes_sent = step.strategy.bytes_sent
     return {"parameters": [p.detach() for p in model.parameters()], "bytes": bytes_sent, "rank": rank}
@@ -256,7 +262,7 @@ class OwnLoss(Replicate):
 
     def close(self, sums: Any) -> Any:
         weights, agreed = super().close(sums), sums.agreed
-        sums.agreed = Agreed(sums.tally().totals or agreed.totals, agreed.rows, agreed.dropped)
+        sums.agreed = Agreed(sums.totals or agreed.totals, agreed.rows, agreed.dropped)
         return weights
 
 

@@ -81,7 +81,7 @@ def noticed(rank: int, size: int, name: str, at: int = AT) -> tuple[int, str]:
     """After how many steps a drift is noticed, and by which error; -1 for never."""
     model, loss = Shifted(), nn.CrossEntropyLoss(weight=torch.ones(3).double())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step = ab.Step(model, loss, optimizer, micro_batch=2, check=False)
+    step = ab.Step(model, loss, optimizer, micro_batch=2, options=ab.Options(check=False))
     for index in range(at + TURNS + 1):
         if index == at and rank == 1 and name:
             DRIFTS[name][0](model, optimizer, loss)
@@ -105,7 +105,12 @@ def collectives(rank: int, size: int) -> list[int]:
 
 def same_rows(rank: int, size: int) -> str:
     model = Shifted()
-    step = ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
+    step = ab.Step(
+        model,
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        options=ab.Options(check=False),
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for index in range(4):

@@ -195,7 +195,7 @@ def whole_batch_in_a_budget(rank: int, size: int) -> tuple[float, int]:
     loss, sgd = ab.WholeBatch(contrast), torch.optim.SGD
     mine = slice(40 * rank, 40 * rank + 40)
     report = ab.Step(model, loss, sgd(model.parameters(), lr=1.0), memory="300KB")((x[mine], y[mine]))
-    ab.Step(same, loss, sgd(same.parameters(), lr=1.0), strategy="local")((x, y))
+    ab.Step(same, loss, sgd(same.parameters(), lr=1.0), options=ab.Options(strategy="local"))((x, y))
     pairs = zip(model.parameters(), same.parameters(), strict=True)
     return max(float((a - b).detach().abs().max()) for a, b in pairs), report.micro_batches
 

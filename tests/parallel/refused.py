@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import anybatch as ab
+from tests.options import flat
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
 
@@ -68,7 +69,7 @@ def others(rank: int, size: int) -> dict[str, str]:
     def step_of(model: nn.Module, **options: Any) -> Callable[[], object]:
         def call() -> object:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            return ab.Step(model, nn.CrossEntropyLoss(), optimizer, **options)((X, Y))
+            return ab.Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options))((X, Y))
 
         return call
 
@@ -106,14 +107,14 @@ def others(rank: int, size: int) -> dict[str, str]:
         ab.plan(wrapped, nn.CrossEntropyLoss(), optimizer, (X, Y), memory="64MB")
 
     class Fails(ab.GradientFlow):
-        def update(self, gradients: Any) -> None:
+        def gradients(self, gradients: Any) -> None:
             raise OSError
 
     def missed() -> object:
         model = linear()  # rank 1 makes no update, and the others do
-        observers = [Fails(model)] if rank == 1 else []
+        callbacks = [Fails(model)] if rank == 1 else []
         step = ab.Step(
-            model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), observers=observers
+            model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=callbacks
         )
         with suppress(OSError):
             step((X, Y))

@@ -13,6 +13,7 @@ from torch.distributed.nn.functional import all_reduce
 import anybatch as ab
 from anybatch.parallel import Replicate
 from tests.faults import faulty
+from tests.options import flat
 from tests.parallel.cases import share
 from tests.parallel.refused import told
 
@@ -65,7 +66,7 @@ def train(rank: int, size: int, sizes: Sequence[int], loss: str, options: dict[s
     model = build(Synced if size > 1 else nn.BatchNorm1d)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     targets = torch.arange(8) if loss == "whole batch" else Y
-    step = ab.Step(model, LOSSES[loss](), optimizer, **options)
+    step = ab.Step(model, LOSSES[loss](), optimizer, **flat(options))
     reports = [step(share((X, targets), sizes, rank)) for _ in range(3)]
     return {
         "parameters": [p.detach() for p in model.parameters()],
@@ -80,7 +81,7 @@ def refused(rank: int, size: int) -> dict[str, str]:
 
     def step_of(model: nn.Module, rows: Sequence[int] = (5, 3), loss: Any = None, **options: Any) -> Any:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = ab.Step(model, loss or nn.CrossEntropyLoss(), optimizer, **options)
+        step = ab.Step(model, loss or nn.CrossEntropyLoss(), optimizer, **flat(options))
         return lambda: step(share((X, Y), rows, rank))
 
     def windowed(norm: Callable[[int], nn.Module]) -> None:
@@ -121,7 +122,9 @@ def interrupted(rank: int, size: int, error: BaseException) -> list[str]:
 
     model = build(lambda width: Fails(width, process_group=group))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, strategy=Replicate(group=group))
+    step = ab.Step(
+        model, nn.CrossEntropyLoss(), optimizer, options=ab.Options(strategy=Replicate(group=group))
+    )
     before = [p.detach().clone() for p in [*model.parameters(), *model.buffers()]]
     said: list[str] = []
     for _ in range(2):

@@ -85,7 +85,7 @@ def test_bytes_are_counted_and_decode_to_the_same_bits_everywhere(make: Any) -> 
         payloads = [codec.encode(drawn(update + rank), LIKE) for rank, codec in enumerate(codecs)]
         for codec, payload in zip(codecs, payloads, strict=True):
             assert payload.dtype == torch.uint8
-            assert (codec.sent, codec.dense) == (payload.numel(), 4 * sum(map(Tensor.numel, LIKE.values())))
+            assert codec.sent == payload.numel()
         before = codecs[0].state()
         sums = [codec.decode(payloads, LIKE) for codec in (*codecs, make())]
         assert all(same(sums[0], one) for one in sums)
@@ -155,28 +155,10 @@ def test_a_cast_rounds_each_share_once_and_adds_up_wide(
     codecs = [Cast(name) for _ in shares]
     wanted = added([{key: one.to(dtype).to(wide) for key, one in share.items()} for share in shares])
     assert same(exchanged(codecs, shares, like), wanted)
-    assert codecs[0].sent == codecs[0].dense // 2 + 4 * len(like)
-
-
-def test_beyond_its_range_fp16_is_infinite_and_bf16_is_not() -> None:
-    like = {"weight": torch.zeros(2)}
-    share = {"weight": torch.tensor([1e5, 1.0])}
-    assert exchanged([Cast("fp16")], [share], like)["weight"].isinf().tolist() == [True, False]
-    assert exchanged([Cast("bf16")], [share], like)["weight"].isfinite().all()
+    assert codecs[0].sent == 2 * sum(map(Tensor.numel, like.values())) + 4 * len(like)
 
 
 # ---- deep gradient compression
-
-
-def test_without_sparsity_and_momentum_the_sum_is_the_plain_sum_to_the_bit() -> None:
-    codecs = [dgc(0.0, 0.0) for _ in range(RANKS)]
-    for update in range(3):
-        shares = [drawn(10 * update + rank) for rank in range(RANKS)]
-        assert same(exchanged(codecs, shares), added(shares))
-    for seed in range(3):
-        share = drawn(seed, {name: one.float() for name, one in LIKE.items()})
-        sparse = {name: one.to_sparse() if one.ndim == 2 else one for name, one in share.items()}
-        assert same(exchanged([dgc(0.0, 0.0)], [sparse], share), share)
 
 
 def test_without_sparsity_the_updates_are_those_of_sgd_with_momentum() -> None:

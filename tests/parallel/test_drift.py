@@ -1,18 +1,10 @@
 """Ranks stay alike: drifts are noticed, process groups used, and what else a wrapper was told refused."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from anybatch.testing import tolerance
 from tests.parallel import drifting
-from tests.parallel.spawned import Ranks, spawned
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with spawned(2) as group:
-        yield group
+from tests.parallel.spawned import Ranks
 
 
 @pytest.mark.parametrize("name", drifting.DRIFTS)
@@ -39,10 +31,9 @@ def test_the_same_rows_on_all_ranks_are_warned_of(two: Ranks) -> None:
     assert all("made of copies" in said for said in two.run(drifting.same_rows))
 
 
-def test_what_a_wrapper_was_told_is_obeyed_or_refused(two: Ranks) -> None:
+def test_what_a_wrapper_was_told_is_obeyed_or_refused(two: Ranks, four: Ranks) -> None:
     for found in two.run(drifting.told):
         assert "ignored parameters" in found["ignoring"]
         assert "buffer hook" in found["with_buffer_hook"]
         assert "hooks of its own" in found["with_hook"]
-    with spawned(4) as four:
-        assert max(four.run(drifting.in_a_half)) < tolerance(drifting.torch.float64, 10)
+    assert max(four.run(drifting.in_a_half)) < tolerance(drifting.torch.float64, 10)

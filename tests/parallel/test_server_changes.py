@@ -49,7 +49,7 @@ def trained(edit: Edit, make_loss: Callable[[], Any], strategy: Any) -> tuple[li
     made = loss
     if isinstance(loss, Weighted):
         made, loss.groups = ab.Terms(loss), adam.param_groups
-    step = ab.Step(model, made, adam, micro_batch=4, strategy=strategy)
+    step = ab.Step(model, made, adam, micro_batch=4, options=ab.Options(strategy=strategy))
     for number in range(4):
         if number:
             edit(model, loss)
@@ -105,7 +105,7 @@ def test_modes_of_modules_reach_workers() -> None:
     def losses(strategy: Any) -> list[float]:
         model = network(0.5).eval()
         sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-        step = ab.Step(model, nn.CrossEntropyLoss(), sgd, strategy=strategy)
+        step = ab.Step(model, nn.CrossEntropyLoss(), sgd, options=ab.Options(strategy=strategy))
         found = [step(batch(0)).loss]
         model.train()
         return [*found, step(batch(0)).loss]
@@ -132,8 +132,10 @@ def test_two_networks_that_train_each_other() -> None:
         generator, critic = nn.Linear(4, 4).double(), network()
         loss = nn.CrossEntropyLoss()
         adams = [torch.optim.Adam(one.parameters(), lr=0.01) for one in (critic, generator)]
-        judge = ab.Step(critic, loss, adams[0], micro_batch=5, strategy=strategies[0])
-        make = ab.Step(Both(generator, critic), loss, adams[1], micro_batch=5, strategy=strategies[1])
+        judge = ab.Step(critic, loss, adams[0], micro_batch=5, options=ab.Options(strategy=strategies[0]))
+        make = ab.Step(
+            Both(generator, critic), loss, adams[1], micro_batch=5, options=ab.Options(strategy=strategies[1])
+        )
         for number in range(4):
             x, y = batch(number)
             x = x + torch.randn_like(x)
@@ -183,7 +185,7 @@ def test_what_a_loss_reads_elsewhere_must_not_change(where: str, monkeypatch: py
     model = network()
     server = served()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ab.Step(model, loss, sgd, strategy=server)
+    step = ab.Step(model, loss, sgd, options=ab.Options(strategy=server))
     step(batch(0))
     program.steps += 1  # nothing reads it
     step(batch(1))
@@ -212,7 +214,7 @@ def test_forwards_that_write_to_buffers_or_parameters_are_refused(layer: nn.Modu
     with torch.no_grad():
         model(x)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, check=False, strategy=served())
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, options=ab.Options(check=False, strategy=served()))
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(PlanError, match="writes to no buffer or parameter"):
         step((x, y))
@@ -222,7 +224,7 @@ def test_forwards_that_write_to_buffers_or_parameters_are_refused(layer: nn.Modu
 def test_a_worker_names_rows_of_the_batch() -> None:
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, micro_batch=1, strategy=served())
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, micro_batch=1, options=ab.Options(strategy=served()))
     x, y = batch(0)
     with pytest.raises(NonFiniteLossError, match=rf"within rows {ROWS - 5} to {ROWS - 1} of the batch"):
         step((torch.where(torch.arange(ROWS)[:, None] == ROWS - 1, torch.nan, x), y))
@@ -244,7 +246,9 @@ def test_an_error_in_a_loss_says_where(error: Exception, kind: type[Exception]) 
 
     model = network()
     server = served()
-    step = ab.Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), strategy=server)
+    step = ab.Step(
+        model, loss, torch.optim.SGD(model.parameters(), lr=0.1), options=ab.Options(strategy=server)
+    )
     with pytest.raises(kind, match=r"label|OddError: this and that") as found:
         step(batch(0))
     assert "in loss\n    raise error" in "".join(found.value.__notes__)

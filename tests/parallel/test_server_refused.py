@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.engine import Observer
+from anybatch.observe import GradientNoise
 from anybatch.parallel import ParameterServer
+from tests.options import flat
 from tests.parallel.inline import Inline
 from tests.parallel.test_server import batch, network
 
@@ -40,11 +41,12 @@ def test_workers_that_have_nothing_to_do_are_told_of() -> None:
         ({"optimizer": torch.optim.Adafactor}, "updates each element by itself, got Adafactor"),
         ({"model": network().bfloat16()}, "got \\['bfloat16'\\]"),
         ({"non_finite": "skip"}, "non_finite='skip'"),
+        ({"clip_value": 1.0}, "got clip_value=, .* Leave it out"),
         ({"precision": "fp16-mixed"}, "a loss scale"),
-        ({"observers": [Observer()]}, "got observers=, which look at gradients .* Leave it out"),
+        ({"callbacks": [GradientNoise()]}, "got callbacks of gradients .* only workers have. Leave it out"),
         (
             {"model": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()},
-            r"BatchNorm .*Pass Step\(batch",
+            r"BatchNorm .*Pass Options\(batch",
         ),
     ],
 )
@@ -54,7 +56,9 @@ def test_what_workers_cannot_do(change: dict[str, Any], match: str) -> None:
     given |= change
     model = given.pop("model")
     optimizer = given.pop("optimizer")(model.parameters(), lr=0.1)
-    step = ab.Step(model, given.pop("loss"), optimizer, strategy=ParameterServer(cluster=cluster), **given)
+    step = ab.Step(
+        model, given.pop("loss"), optimizer, **flat(given, strategy=ParameterServer(cluster=cluster))
+    )
     with pytest.raises(ab.AnybatchError, match=match):
         step(batch())
 
@@ -62,7 +66,9 @@ def test_what_workers_cannot_do(change: dict[str, Any], match: str) -> None:
 def test_a_window_is_refused() -> None:
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, strategy=ParameterServer(cluster=Inline(0)))
+    step = ab.Step(
+        model, nn.CrossEntropyLoss(), sgd, options=ab.Options(strategy=ParameterServer(cluster=Inline(0)))
+    )
     with pytest.raises(ab.AnybatchError, match="Expected whole batches with a ParameterServer"):
         step.window()
 
@@ -78,6 +84,8 @@ def test_a_worker_with_another_model_is_refused() -> None:
 
     model = Changed(4, 3).double()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, strategy=ParameterServer(cluster=Inline(0)))
+    step = ab.Step(
+        model, nn.CrossEntropyLoss(), sgd, options=ab.Options(strategy=ParameterServer(cluster=Inline(0)))
+    )
     with pytest.raises(ab.AnybatchError, match="same model on all workers"):
         step(batch())

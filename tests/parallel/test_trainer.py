@@ -1,7 +1,6 @@
 """A trainer on several ranks makes the run of one process, and no rank waits for one that failed."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,9 @@ from torch import nn
 from anybatch.testing import tolerance
 from anybatch.train.checkpoint import load
 from tests.parallel import trainings
-from tests.parallel.spawned import Ranks, spawned
+from tests.parallel.spawned import Ranks
 
 FLOAT64 = tolerance(torch.float64, 8)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with spawned(4) as group:
-        yield group
 
 
 def assert_alike(found: Any, expected: Any) -> None:

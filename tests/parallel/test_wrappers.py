@@ -17,13 +17,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from anybatch import Step
 from anybatch.core.errors import PlanError
+from tests.options import flat
 
 BATCH = torch.randn(4, 3), torch.randn(4, 2)
 
 
 def make(model: nn.Module | None = None, **options: Any) -> Step:
     model = nn.Linear(3, 2) if model is None else model
-    return Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2, **options)
+    return Step(
+        model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2, **flat(options)
+    )
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def build(
         micro_batch=2,
         clip_norm=1.0,
         collate=stacked if kind == "samples" else None,
-        strategy=strategy,
+        options=ab.Options(strategy=strategy),
     )
     train, validation, size = data(kind)
     settings = {"train": train, "validation": validation, "progress": False, **size}
@@ -106,8 +106,11 @@ def trained(rank: int, size: int, kind: str, strategy: str = "auto", epochs: int
     trainer = build(
         kind,
         strategy,
-        metrics={"accuracy": ab.accuracy, "counts": COUNTS},
-        callbacks=[ab.EMA(0.9), ab.EarlyStopping("accuracy", patience=2, larger_is_better=True)],
+        callbacks=[
+            ab.Metrics(accuracy=ab.accuracy, counts=COUNTS),
+            ab.EMA(0.9),
+            ab.EarlyStopping("accuracy", patience=2, larger_is_better=True),
+        ],
     )
     return numbers(trainer, trainer.fit(epochs=epochs))
 
@@ -179,7 +182,7 @@ class Draws(ab.Callback):
     def __init__(self) -> None:
         self.values: list[float] = []
 
-    def update(self, trainer: Any, report: Any) -> None:
+    def update(self, report: Any) -> None:
         self.values.append(float(torch.rand(())))
 
 
@@ -189,12 +192,15 @@ class Stop(ab.Callback):
     def __init__(self, at: int, error: BaseException | None = None) -> None:
         self.at, self.error, self.told = at, error, 0
 
-    def update(self, trainer: Any, report: Any) -> None:
+    def start(self, trainer: Any, info: Any) -> None:
+        self.trainer = trainer
+
+    def update(self, report: Any) -> None:
         self.told += 1
         if self.told == self.at:
             if self.error is not None:
                 raise self.error
-            trainer.stop("enough")
+            self.trainer.stop("enough")
 
 
 class Shorter(IterableDataset[Any]):
@@ -224,7 +230,8 @@ def refused(rank: int, size: int, case: str, folder: str) -> tuple[str, str, int
     elif case == "interrupted":
         options = {"callbacks": [Stop(3, KeyboardInterrupt())] if odd else []}
     elif case == "metric fails":
-        options = {"metrics": {"wrong": lambda outputs, targets: 1 if odd else ab.accuracy(outputs, targets)}}
+        wrong = ab.Metrics(wrong=lambda outputs, targets: 1 if odd else ab.accuracy(outputs, targets))
+        options = {"callbacks": [wrong]}
     elif case == "cannot write":
         options = {"out": folder, "save_every": 3}
     trainer = build(**options)

@@ -32,24 +32,6 @@ def test_sizes_that_were_not_read_follow_from_those_that_were(form: str) -> None
         assert true < law.bound(size) < 1.25 * true
 
 
-def test_two_readings_of_one_length_give_a_line_and_longer_rows_the_square() -> None:
-    law = law_of([(2, 10), (4, 10)], lambda m, n: 1_000 + 500 * m)
-    assert law((8, 10)) == pytest.approx(5_000)
-    assert law((8, 20)) >= 4 * 5_000 - 8_000
-
-
-def test_fewer_rows_than_were_read_are_not_promised_less() -> None:
-    law = law_of([(2, 10)], lambda m, n: 1_000 + m)
-    assert law((1, 10)) == law((2, 10))
-
-
-def test_a_buffer_that_is_made_once_does_not_count_for_ever() -> None:
-    law = Law()
-    for found in (900.0, 500.0, 510.0):
-        law.add((2, 10), found)
-    assert law((2, 10)) == 510
-
-
 def test_one_odd_reading_does_not_bend_the_law() -> None:
     law = law_of([(m, n) for m in (2, 3, 5, 8) for n in (20, 40)], lambda m, n: 1_000.0 * m * n)
     law.add((6, 30), 1.5 * 180_000)

@@ -12,6 +12,7 @@ from anybatch.core.errors import PlanError
 from anybatch.precision.apply import lower
 from anybatch.precision.policy import find_precision
 from anybatch.testing import relative_error, tolerance
+from tests.options import flat
 from tests.snapshots import changes
 
 TRUE = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}
@@ -45,7 +46,7 @@ class Net(nn.Module):
 
 def stepped(model: nn.Module, precision: Any, **options: Any) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Step(model, nn.MSELoss(), optimizer, precision=precision, **options)
+    return Step(model, nn.MSELoss(), optimizer, precision=precision, **flat(options))
 
 
 def dtypes(model: nn.Module) -> set[torch.dtype]:

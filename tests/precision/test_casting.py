@@ -17,7 +17,7 @@ from anybatch.core import tree
 from anybatch.precision.apply import lower
 from anybatch.precision.policy import find_precision
 from anybatch.recompute.blocks import POLICIES
-from anybatch.testing import tolerance
+from tests.options import flat
 from tests.snapshots import changes
 
 BF16 = find_precision("bf16-true")
@@ -138,7 +138,7 @@ def after_steps(kind: bool | None = None, **options: Any) -> Any:
     model = Blocks(kind)
     precision = Precision(store="bfloat16", keep_float32=("blocks.*.0",))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = Step(model, nn.MSELoss(), optimizer, precision=precision, micro_batch=2, **options)
+    step = Step(model, nn.MSELoss(), optimizer, precision=precision, micro_batch=2, **flat(options))
     for _ in range(4):
         step((YEARS, torch.ones(4, 3)))
     return dict(model.state_dict())
@@ -176,14 +176,3 @@ def test_no_byte_is_held_afterwards() -> None:
     del rows, output
     gc.enable()
     assert [one() for one in gone] == [None, None]
-
-
-@pytest.mark.parametrize("is_training", [True, False])
-def test_many_models_may_be_called_as_one(is_training: bool) -> None:
-    model, full = lowered()
-    model.train(is_training).register_buffer("seen", torch.zeros(1, dtype=torch.bfloat16))
-    named = (*model.named_parameters(), *model.named_buffers())
-    state = {name: torch.stack([one, one]) for name, one in named}
-    both = torch.func.vmap(lambda one: torch.func.functional_call(model, one, (YEARS,)))(state)
-    assert torch.equal(both[0], both[1])
-    assert torch.allclose(both[0], full(YEARS), atol=tolerance(torch.bfloat16, 8))

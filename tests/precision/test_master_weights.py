@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Step, Total
+from anybatch import Options, Step, Total
+from tests.options import flat
 from tests.snapshots import changes, snapshot
 
 SHORT = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}
@@ -52,7 +53,7 @@ def steps(
 ) -> tuple[Step, Step]:
     models = [(one, Line()) for one in (precision, "float32")]
     options: Any = {"micro_batch": 4, "check": False}
-    short, full = (Step(m, mean, optimizer(of(m)), precision=one, **options) for one, m in models)
+    short, full = (Step(m, mean, optimizer(of(m)), precision=one, **flat(options)) for one, m in models)
     return short, full
 
 
@@ -89,7 +90,13 @@ def test_a_thousand_small_updates_arrive() -> None:
     model = nn.Linear(4, 1, bias=False)
     nn.init.ones_(model.weight)
     plain = copy.deepcopy(model).half()
-    step = Step(model, mean, torch.optim.SGD(model.parameters(), lr=1e-4), precision="fp16-true", check=False)
+    step = Step(
+        model,
+        mean,
+        torch.optim.SGD(model.parameters(), lr=1e-4),
+        precision="fp16-true",
+        options=Options(check=False),
+    )
     theirs = torch.optim.SGD(plain.parameters(), lr=1e-4)
     x = torch.ones(2, 4)
     for _ in range(1000):

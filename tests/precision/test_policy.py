@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from anybatch import Precision, Step
 from anybatch.core.errors import NonFiniteLossError, PlanError
 from anybatch.precision.policy import NAMED, find_precision
+from tests.options import flat
 
 MATMUL: Any = torch.backends.cuda.matmul
 SHORT_SUMS = (
@@ -70,7 +71,7 @@ class Looking(nn.Module):
 def looking(precision: Any, **options: Any) -> tuple[Step, Looking]:
     model = Looking()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Step(model, nn.MSELoss(), optimizer, precision=precision, **options), model
+    return Step(model, nn.MSELoss(), optimizer, precision=precision, **flat(options)), model
 
 
 BATCH = torch.ones(4, 2), torch.zeros(4, 1)

@@ -12,7 +12,6 @@ import anybatch as ab
 from tests.probe_corpus.case import (
     CLASSES,
     WIDTH,
-    WORDS,
     Batch,
     Case,
     Corpus,
@@ -44,17 +43,12 @@ FAULTS = Corpus()
 class Series(nn.Module):
     """Reads (rows, time, features) with a layer that takes the axes for (time, rows, features)."""
 
-    def __init__(self, reader: nn.Module, width: int, *, is_reshaped: bool = False) -> None:
+    def __init__(self, reader: nn.Module, width: int) -> None:
         super().__init__()
-        self.reader, self.head, self.is_reshaped = reader, nn.Linear(width, CLASSES), is_reshaped
+        self.reader, self.head = reader, nn.Linear(width, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_reshaped:  # a view in place of a transposition
-            rows, time, features = x.shape
-            return self.head(self.reader(x.reshape(time, rows, features))[0][-1])
-        is_attention = isinstance(self.reader, nn.MultiheadAttention)
-        out = self.reader(*[x] * 3, need_weights=False) if is_attention else self.reader(x)
-        return self.head((out[0] if isinstance(out, tuple) else out).mean(dim=1))
+        return self.head(self.reader(*[x] * 3, need_weights=False)[0].mean(dim=1))
 
 
 class Router(nn.Module):
@@ -111,25 +105,19 @@ FAULTS.of(
 )
 FAULTS.of(
     "meeting",
-    "Meeting|Gate",
+    "Meeting",
     batch_mean_subtracted=lambda: classifier(
         layer("Meeting", lambda x: x - x.mean(dim=0, keepdim=True)), nn.Linear(6, 6), nn.Tanh()
     ),
-    softmax_over_the_rows=lambda: classifier(
-        layer("Gate", lambda self, x: x * self.scores(x).softmax(dim=0), scores=nn.Linear(6, 6))
-    ),
-    inputs_divided_by_a_quantile=lambda: before("Meeting", lambda x: x / x.abs().flatten().quantile(0.75)),
 )
 FAULTS.of(
     "meeting",
-    r"reader|self_attn",
+    "reader",
     attention_across_rows=lambda: of_series(Series(nn.MultiheadAttention(WIDTH, 2), WIDTH)),
-    batch_first_forgotten_in_a_gru=lambda: of_series(Series(nn.GRU(WIDTH, 6), 6)),
 )
 FAULTS.of(
     "meeting, position",
-    "Series|Router|Mixup",
-    view_in_place_of_transpose=lambda: of_series(Series(nn.GRU(WIDTH, 6), 6, is_reshaped=True)),
+    "Router|Mixup",
     router_with_capacity=lambda: classifier(Router()),
     # Each row is mixed with another, chosen at random.
     rows_mixed_at_random=lambda: regression(
@@ -157,13 +145,9 @@ def reseeded(x: Tensor) -> Tensor:
 
 FAULTS.of(
     "position",
-    "OwnDropout|Layer|MaskTable",
+    "OwnDropout|Layer",
     dropout_from_a_seed_of_its_own=lambda: classifier(
         layer("OwnDropout", masked, generator=torch.Generator())
-    ),
-    # A dropout mask drawn once, one line for each place in the batch.
-    mask_by_place_in_the_batch=lambda: classifier(
-        layer("MaskTable", lambda self, x: x * self.mask[: len(x)], mask=(torch.rand(32, 6) > 0.5).float())
     ),
     global_seed_set_in_forward=lambda: classifier(layer("Layer", reseeded)),
 )
@@ -173,12 +157,6 @@ FAULTS.of(
     noise_from_numpy=lambda: classifier(
         layer("Noise", lambda x: x + torch.as_tensor(np.random.rand(*x.shape), dtype=x.dtype))
     ),
-)
-# As one does for packing; the labels stay where they were.
-FAULTS.of(
-    "position, meeting, unexplained",
-    "Sorted",
-    rows_sorted_and_never_put_back=lambda: before("Sorted", lambda x: x[x[:, 0].argsort(descending=True)]),
 )
 
 # ---- state
@@ -191,18 +169,6 @@ def keeping(rule: Any, **state: Any) -> Case:
 def counting(self: Any, x: Tensor) -> Tensor:
     self.calls += 1
     return x / self.calls
-
-
-def centred(self: Any, x: Tensor) -> Tensor:
-    self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(dim=0)
-    return x - self.mean
-
-
-def carried(self: Any, x: Tensor) -> Tensor:
-    """Goes on from where the last call ended, as a stateful recurrent network does."""
-    out = torch.tanh(x + (self.state[-1] if self.state else 0.0))
-    self.state.append(out.detach().mean(dim=0))
-    return out
 
 
 def fading(self: Any, x: Tensor) -> Tensor:
@@ -219,31 +185,14 @@ def spectral_norm_in_training() -> Case:
     return classifier(norm, nn.Tanh())
 
 
-def instance_norm() -> Case:
-    """In training nothing reads the running statistics; `eval()` does."""
-    norm = nn.InstanceNorm1d(2, track_running_stats=True)
-    return classifier(nn.Sequential(nn.Unflatten(1, (2, 3)), norm, nn.Flatten()))
-
-
 FAULTS.of(
     "state",
     "Keeping|pectral|parametriz|Linear",
     scaled_by_a_counter_in_a_buffer=lambda: keeping(counting, calls=torch.zeros(())),
     scaled_by_a_counter_in_python=lambda: keeping(counting, calls=0),
-    memory_of_the_last_call=lambda: classifier(nn.Linear(6, 6), layer("Keeping", carried, state=[])),
     spectral_norm_in_training=spectral_norm_in_training,
 )
-FAULTS.of("state", "buffers", gradient_fades=lambda: keeping(fading, level=torch.ones(())))
-FAULTS.of(
-    "state, meeting",
-    "Keeping",
-    running_mean_subtracted=lambda: keeping(centred, mean=torch.zeros(6)),
-)
-FAULTS.of(
-    "buffer",
-    "running_mean.*running_var",
-    running_statistics_of_instance_norm=instance_norm,
-)
+FAULTS.of("unexplained", "", gradient_fades=lambda: keeping(fading, level=torch.ones(())))
 
 # ---- without gradient, without output
 
@@ -266,20 +215,14 @@ class Balanced(torch.autograd.Function):
         return gradients[0] / (gradients[0].norm() + 1e-8)
 
 
-def confident(self: Any, x: Tensor) -> Vectors:
-    logits = self.body(x)
-    kept = logits.detach().amax(dim=1) >= logits.detach().amax(dim=1).mean()
-    return logits[kept], kept
-
-
 FAULTS.of(
-    "detached",
-    "HalfDetached",
+    "unexplained",
+    "",
     first_half_detached=lambda: classifier(layer("HalfDetached", half_detached), nn.Linear(6, 6), nn.Tanh()),
 )
 FAULTS.of(
-    "detached, meeting, unexplained",
-    "GradientNorm",
+    "unexplained",
+    "",
     gradient_normalised_over_the_rows=lambda: classifier(layer("GradientNorm", Balanced.apply)),
 )
 
@@ -294,17 +237,6 @@ def odd_row_dropped_by_the_model(model: nn.Module, micro: Vectors) -> ab.Total:
     out = model(micro[0])
     losses = F.mse_loss(out, micro[1][: len(out)], reduction="none")
     return ab.Total(losses.sum(), losses.numel())
-
-
-@FAULTS.loss(
-    "dropped rows, meeting",
-    "Confident",
-    model=lambda: layer("Confident", confident, body=mlp()),
-    batch=vectors,
-)
-def rows_filtered_by_the_batch(model: nn.Module, micro: Vectors) -> ab.Total:
-    logits, kept = model(micro[0])
-    return ab.Total(F.cross_entropy(logits, micro[1][kept], reduction="sum"), len(logits))
 
 
 # ---- what fills short rows up is seen by the rest
@@ -325,16 +257,6 @@ def last_state() -> nn.Module:
     return Words(last, CLASSES, width=5, padding_idx=0, lstm=lstm)
 
 
-def convolved() -> nn.Module:
-    """The first layer's bias makes something out of padding, and the second looks at it."""
-
-    def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
-        return model.second(model.first(model.embedding(words).transpose(1, 2)).tanh()).transpose(1, 2)
-
-    first, second = nn.Conv1d(WIDTH, 5, 3, padding=1), nn.Conv1d(5, WORDS, 3, padding=1)
-    return Words(forward, padding_idx=0, first=first, second=second)
-
-
 FAULTS.of(
     "padding",
     "attention",
@@ -345,12 +267,6 @@ FAULTS.of(
     "padding",
     r"LSTM|\Athe model",
     last_state_after_padding=lambda: collated(last_state(), topic_loss),
-    last_state_after_padding_padded_beforehand=lambda: tensors(last_state(), topic_loss),
-)
-FAULTS.of(
-    "padding",
-    "Conv1d",
-    convolution_over_padding=lambda: collated(convolved(), tag_loss),
 )
 
 # ---- losses
@@ -388,11 +304,6 @@ FAULTS.of(
 )
 
 
-@of_classes("denominator", IN_THE_LOSS)
-def sum_counted_as_one(model: nn.Module, micro: Vectors) -> ab.Total:
-    return ab.Total(losses_of(model, micro, "sum"), 1)
-
-
 @FAULTS.loss("denominator", IN_THE_LOSS, model=Tagger, batch=sentences, collate=pad)
 def divided_by_the_longest_row(model: nn.Module, micro: Batch) -> ab.Total:
     logits, labels = model(micro["input_ids"]).flatten(0, 1), micro["labels"]
@@ -420,12 +331,6 @@ def two_means_added(model: nn.Module, micro: Batch) -> Tensor:
     return token_mean(model, micro) + model(micro["input_ids"]).mean(dim=(1, 2)).square().mean()
 
 
-@of_classes("dropped rows", IN_THE_LOSS)
-def short_micro_batch_skipped(model: nn.Module, micro: Vectors) -> ab.Total:
-    losses = losses_of(model, micro)
-    return ab.Total(losses.sum(), len(losses)) if len(losses) >= 3 else ab.Total(0.0 * losses.sum(), 0)
-
-
 @meeting(
     r"\A.*(loss|in_batch)",
     batch=lambda: {"image": torch.randn(8, WIDTH), "text": torch.randn(8, WIDTH)},
@@ -436,28 +341,6 @@ def contrastive_mean_times_rows(model: nn.Module, micro: Batch) -> ab.Total:
     return ab.Total(F.cross_entropy(one @ other.T / 0.2, torch.arange(rows)) * rows, rows)
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2 * CLASSES)
-        nn.init.normal_(self.gate.weight)  # decided enough to send rows to both
-
-    def forward(self, x: Tensor) -> Vectors:
-        shares = self.gate(x).softmax(dim=1)
-        return (self.experts(x).unflatten(1, (2, CLASSES)) * shares[:, :, None]).sum(dim=1), shares
-
-
-@meeting(r"\A.*router", model=Experts, terms={"router": 0.5})
-def router_loss_as_a_term(model: nn.Module, micro: Vectors) -> dict[str, ab.Total]:
-    """Fractions times mean shares (Fedus et al. 2021, section 2.2): a product of two means."""
-    x, y = micro
-    logits, shares = model(x)
-    fractions = F.one_hot(shares.argmax(dim=1), 2).to(shares.dtype).mean(dim=0)
-    balance = 2 * (fractions * shares.mean(dim=0)).sum()
-    losses = F.cross_entropy(logits, y, reduction="sum")
-    return {"main": ab.Total(losses, len(y)), "router": ab.Total(balance * len(y), len(y))}
-
-
 @meeting(IN_THE_LOSS, batch=lambda: (*vectors(), torch.randn(8) + 3))
 def advantages_normalised_in_the_loss(model: nn.Module, micro: tuple[Tensor, ...]) -> ab.Total:
     """Policy gradient as it is mostly written: the returns are standardised where the loss is computed."""
@@ -465,13 +348,6 @@ def advantages_normalised_in_the_loss(model: nn.Module, micro: tuple[Tensor, ...
     advantage = (returns - returns.mean()) / (returns.std() + 1e-8)  # NaN for a single row
     chosen = model(x).log_softmax(dim=1).gather(1, action[:, None])[:, 0]
     return ab.Total(-(chosen * advantage).sum(), len(chosen))
-
-
-@meeting(IN_THE_LOSS)
-def hardest_half_of_the_rows(model: nn.Module, micro: Vectors) -> ab.Total:
-    losses = losses_of(model, micro)
-    hardest = losses.topk((len(losses) + 1) // 2).values
-    return ab.Total(hardest.sum(), len(hardest))
 
 
 @FAULTS.loss(

@@ -19,7 +19,6 @@ from tests.probe_corpus.case import (
     Case,
     Corpus,
     Tagger,
-    Vectors,
     Words,
     classifier,
     collated,
@@ -52,8 +51,6 @@ def convolutional(*middle: nn.Module) -> Case:
 SOUND.of(
     perceptron=regression,
     convolutions_with_group_norm=lambda: convolutional(nn.GroupNorm(2, 4)),
-    convolutions_with_max_pool=convolutional,
-    layer_norm=lambda: classifier(nn.LayerNorm(6), nn.RMSNorm(6)),
     # The rest trains on, as in fine-tuning.
     batch_norm_in_eval=lambda: convolutional(nn.BatchNorm2d(4).eval(), nn.Dropout(0.2)),
     dropout=lambda: classifier(nn.Dropout(0.5)),
@@ -75,10 +72,6 @@ class Drop(nn.Module):
             return x + out * x.new_empty(len(x), 1).bernoulli_(1 - self.p) / (1 - self.p)
         draw = random.random() if self.by == "Python" else float(torch.rand(()))
         return x if self.by != "row" and draw < self.p else x + out
-
-
-def noise(strength: float) -> nn.Module:
-    return layer("Noise", lambda self, x: x + self.noise * torch.randn_like(x), noise=strength)
 
 
 def recomputed() -> nn.Module:
@@ -111,9 +104,6 @@ SOUND.of(
     drop_path_by_row=lambda: classifier(Drop("row"), Drop("row")),
     layers_dropped_by_one_draw=lambda: classifier(*[Drop("torch") for _ in range(3)]),
     layers_dropped_by_python=lambda: classifier(*[Drop("Python") for _ in range(3)]),
-    noise_on_inputs_and_inside=lambda: Case(
-        model=nn.Sequential(noise(0.3), mlp(noise(0.1))), loss=nn.CrossEntropyLoss(), batch=vectors()
-    ),
     gradient_checkpointing=lambda: classifier(recomputed(), recomputed()),
     experts_with_dropout=lambda: classifier(Experts(0.3)),
 )
@@ -126,13 +116,6 @@ def counted(self: Any, x: Tensor) -> Tensor:
     self.total += x.detach().sum(dim=0)
     self.calls, self.rows, self.last = self.calls + 1, self.rows + len(x), [x.detach()]
     return x
-
-
-def frozen_layers() -> Case:
-    case = classifier(nn.Dropout(0.2), nn.Linear(6, 6))
-    case.model[0].requires_grad_(False)
-    case.model[3].bias.requires_grad_(False)
-    return case
 
 
 def bfloat16_parameters() -> Case:
@@ -152,7 +135,6 @@ SOUND.of(
     counters_that_nothing_reads=lambda: classifier(
         layer("Counted", counted, total=torch.zeros(6), calls=0, rows=0, last=[])
     ),
-    frozen_layers=frozen_layers,
     # As many norms and heads do, whatever comes in.
     float32_inside=lambda: replace(
         classifier(layer("Narrow", lambda x: F.rms_norm(x.float(), (6,)).to(x.dtype))), dtype=torch.float32
@@ -160,30 +142,6 @@ SOUND.of(
     bfloat16_parameters=bfloat16_parameters,
     hooks_and_gradients_of_the_users_own=hooks_and_gradients_of_the_users_own,
 )
-
-
-def shared(self: Any, left: Tensor, right: Tensor) -> Batch:
-    """One layer called three times, one never, the branches kept in a dictionary."""
-    x = self.layer(self.layer(left).tanh()) + self.layer(right)
-    return {name: head(F.dropout(x, 0.1, self.training)) for name, head in self.heads.items()}
-
-
-def heads() -> nn.Module:
-    both = nn.ModuleDict({"a": nn.Linear(WIDTH, 1), "b": nn.Linear(WIDTH, 2)})
-    return layer("Shared", shared, layer=nn.Linear(WIDTH, WIDTH), unused=nn.Linear(2, 2), heads=both).eval()
-
-
-@SOUND.loss(
-    model=heads,
-    batch=lambda: {
-        "inputs": {"left": torch.randn(8, WIDTH), "right": torch.randn(8, WIDTH)},
-        "targets": {"a": torch.randn(8, 1), "b": torch.randn(8, 2)},
-    },
-)
-def many_inputs_and_outputs(model: nn.Module, micro: dict[str, Batch]) -> dict[str, ab.Total]:
-    out, targets = model(**micro["inputs"]), micro["targets"]
-    sums = {name: F.huber_loss(out[name], y, reduction="sum") for name, y in targets.items()}
-    return {name: ab.Total(sums[name], y.numel()) for name, y in targets.items()}
 
 
 # ---- sequences of equal length
@@ -202,13 +160,6 @@ class Series(nn.Module):
         return self.head(self.states(x).mean(dim=0 if self.swaps else 1))
 
 
-class Forecast(Series):
-    """Nothing but the loss knows that rows are the second axis of the output."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.states(x))
-
-
 SOUND.of(
     encoder_with_time_first=lambda: of_series(
         Series(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.2), WIDTH, swaps=True)
@@ -217,15 +168,6 @@ SOUND.of(
         Series(nn.LSTM(WIDTH, 5, num_layers=2, dropout=0.3), 5, swaps=True)
     ),
 )
-
-
-@SOUND.loss(
-    model=lambda: Forecast(nn.GRU(WIDTH, 5), 5, 1, swaps=True),
-    batch=lambda: (torch.randn(8, 5, WIDTH), torch.randn(8, 5, 1)),
-)
-def outputs_with_time_first(model: nn.Module, micro: Vectors) -> ab.Total:
-    x, y = micro
-    return ab.Total((model(x).transpose(0, 1) - y).abs().sum(), y.numel())
 
 
 # ---- words
@@ -289,9 +231,7 @@ SOUND.of(
     causal_language_model=lambda: collated(Causal(0.0), tag_loss),
     # Shorter micro-batches draw fewer numbers for each row.
     dropout_in_attention_of_ragged_rows=lambda: collated(Causal(0.3), tag_loss),
-    encoder_of_ragged_rows=lambda: collated(encoder(0.0), topic_loss),
     encoder_of_ragged_rows_with_dropout=lambda: collated(encoder(0.2), topic_loss),
-    packed_lstm=lambda: collated(packed(), topic_loss),
     # What is drawn between the layers has a line for each word, sorted by time, not by row.
     packed_lstm_with_dropout=lambda: tensors(packed(0.3), topic_loss),
     zero_is_a_word_like_any_other=zero_is_a_word_like_any_other,
@@ -299,49 +239,14 @@ SOUND.of(
 
 # ---- losses
 
-BALANCE = torch.tensor([0.2, 1.0, 5.0])
 of_tokens = partial(SOUND.loss, model=Tagger, batch=padded_sentences)
-of_classes = partial(SOUND.loss, model=mlp, batch=vectors)
-
-
-def pixels_with_an_ignored_class() -> Case:
-    x, _ = images()
-    y = torch.randint(CLASSES, (8, 6, 6))
-    y[1], y[5] = 2, 2
-    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, CLASSES, 1))
-    return Case(model=model, loss=nn.CrossEntropyLoss(ignore_index=2), batch=(x, y))
-
-
-def connectionist_temporal_classification() -> Case:
-    listen = layer("Listen", lambda x: x.log_softmax(dim=2).transpose(0, 1))
-    used, said = torch.tensor([9, 7, 8, 9, 6, 9, 7, 8]), torch.tensor([3, 1, 2, 3, 2, 1, 3, 2])
-    batch = torch.randn(8, 9, WIDTH), (torch.randint(1, 5, (8, 3)), used, said)
-    return Case(model=nn.Sequential(nn.Linear(WIDTH, 5), listen), loss=nn.CTCLoss(), batch=batch)
 
 
 SOUND.of(
-    class_weights_and_label_smoothing=lambda: Case(
-        model=mlp(nn.Dropout(0.2)),
-        loss=nn.CrossEntropyLoss(weight=BALANCE, label_smoothing=0.1),
-        batch=vectors(),
-    ),
-    pixels_with_an_ignored_class=pixels_with_an_ignored_class,
-    soft_labels=lambda: Case(
-        model=mlp(), loss=nn.CrossEntropyLoss(), batch=(vectors()[0], torch.rand(8, CLASSES).softmax(dim=1))
-    ),
-    many_labels_with_pos_weight=lambda: Case(
-        model=mlp(),
-        loss=partial(F.binary_cross_entropy_with_logits, pos_weight=torch.full((CLASSES,), 3.0)),
-        batch=(torch.randn(8, WIDTH), torch.rand(8, CLASSES).round()),
-    ),
-    summed_and_never_divided=lambda: Case(
-        model=mlp(), loss=nn.CrossEntropyLoss(reduction="sum"), batch=vectors()
-    ),
     # Outputs have no axis but the rows.
     one_number_for_each_row=lambda: Case(
         model=mlp(outputs=1).append(nn.Flatten(0)), loss=nn.MSELoss(), batch=(vectors()[0], torch.randn(8))
     ),
-    connectionist_temporal_classification=connectionist_temporal_classification,
 )
 
 
@@ -351,49 +256,6 @@ def valid_tokens_counted_after_the_shift(model: nn.Module, micro: Batch) -> ab.T
     labels = micro["labels"][:, 1:]
     losses = token_losses(model(micro["input_ids"])[:, :-1], labels)
     return ab.Total(losses.sum(), (labels != -100).sum())
-
-
-@of_classes(model=lambda: mlp(nn.Dropout(0.3)))
-def mean_times_its_own_denominator(model: nn.Module, micro: Vectors) -> ab.Total:
-    x, y = micro
-    return ab.Total(F.cross_entropy(model(x), y) * len(y), len(y))
-
-
-@of_classes(batch=lambda: (*vectors(), torch.tensor([1.0, 0.0, 3.0, 0.5, 2.0, 1.0, 0.1, 4.0])))
-def rows_with_weights_of_their_own(model: nn.Module, micro: tuple[Tensor, ...]) -> ab.Total:
-    x, y, importance = micro
-    losses = F.cross_entropy(model(x), y, reduction="none")
-    return ab.Total((losses * importance).sum(), importance.sum())
-
-
-@of_classes(
-    model=lambda: mlp(nn.Dropout(0.1)),
-    batch=lambda: (torch.randn(8, WIDTH), torch.tensor([0, 1, 1, 2, 0, 1, 0, 2])),
-    terms={"size": 0.1},
-)
-def two_terms_with_coefficients(model: nn.Module, micro: Vectors) -> dict[str, ab.Total]:
-    """The second counts only the rows of one class, and a third is only reported."""
-    x, y = micro
-    logits, chosen = model(x), (y == 1)
-    size = logits.square().sum(dim=1)
-    return {
-        "main": ab.Total(F.cross_entropy(logits, y, reduction="sum"), len(y)),
-        "size": ab.Total((size * chosen).sum(), chosen.sum()),
-        "right": ab.Total((logits.detach().argmax(dim=1) == y).sum(), len(y)),
-    }
-
-
-class Tempered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, model: nn.Module, micro: Vectors) -> ab.Total:
-        x, y = micro
-        return ab.Total(F.cross_entropy(model(x) / self.temperature, y, reduction="sum"), len(y))
-
-
-SOUND.of(loss_with_a_parameter=lambda: Case(model=mlp(), loss=ab.Terms(Tempered()), batch=vectors()))
 
 
 @SOUND.loss(model=lambda: mlp(outputs=1), batch=features)

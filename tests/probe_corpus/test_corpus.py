@@ -42,7 +42,14 @@ def left_by(make: Make, micro_batch: int | None) -> list[Tensor]:
     recorder = GradientRecorder(held)
     batch = in_dtype(case.batch, case.dtype) if case.collate is None else case.batch
     collate = case.collate and (lambda samples: in_dtype(case.collate(samples), case.dtype))
-    step = ab.Step(case.model, case.loss, recorder, micro_batch=micro_batch, collate=collate, check=False)
+    step = ab.Step(
+        case.model,
+        case.loss,
+        recorder,
+        micro_batch=micro_batch,
+        collate=collate,
+        options=ab.Options(check=False),
+    )
     report = step(batch)
     return [torch.tensor(report.loss), *recorder.gradients.values(), *held.state_dict().values()]
 

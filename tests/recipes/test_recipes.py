@@ -54,8 +54,7 @@ def moved(training: Training, rows: int, micro_batch: int | None, updates: int =
         copy.deepcopy(training.loss),
         torch.optim.SGD(model.parameters(), lr=0.01),
         micro_batch=micro_batch,
-        order=training.order,
-        batch_norm=training.batch_norm,
+        options=training.options,
     )
     batch = training.first(rows)
     leaves = batch.values() if isinstance(batch, dict) else batch

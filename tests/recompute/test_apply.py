@@ -11,11 +11,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache
 
 import anybatch as ab
 from anybatch.core.errors import PlanError
-from anybatch.integrations.transformers import with_empty_cache, with_own_cache
 from anybatch.memory.meter import Meter
 from anybatch.recompute import POLICIES, Choice, apply_policies, find_blocks, offload as offload_module
 from anybatch.testing import GradientRecorder
@@ -24,7 +22,6 @@ from tests.recompute.models import MODELS, every, make, run, seed, streams
 from tests.snapshots import changes, same
 
 policies = pytest.mark.parametrize("policy", POLICIES)
-models = pytest.mark.parametrize("name", MODELS)
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
 
 # What transformers says about configs as tiny as these is about nothing that matters here.
@@ -36,9 +33,11 @@ def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_module, "SMALLEST", 0)
 
 
-@models
 @pytest.mark.parametrize("policy", [*POLICIES, "mixed"])
-@pytest.mark.parametrize("how", ["float32", "two passes", "autocast", *DTYPES])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [*[(name, "float32") for name in MODELS], *[("odd", how) for how in ("two passes", "autocast", *DTYPES)]],
+)
 def test_nothing_changes(name: str, policy: str, how: str) -> None:
     model, x = make(name, DTYPES.get(how, torch.float32))
     choice = every(model, policy)
@@ -57,8 +56,7 @@ def test_a_whole_model_is_a_block(policy: str) -> None:
 
 
 OF_EACH_KIND = (
-    "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "ViTForImageClassification",
-    "MixtralForCausalLM",
+    "GPT2LMHeadModel", "T5ForConditionalGeneration", "MixtralForCausalLM",
 )  # fmt: skip
 
 
@@ -108,21 +106,6 @@ def test_nothing_changes_in_layers_with_a_cache(name: str, chosen: slice, policy
     assert all(map(torch.equal, *found))
 
 
-def test_what_other_layers_have_cached_is_there_by_its_shape_alone() -> None:
-    """Else a layer that is rebuilt would hold the keys and values of all layers before it."""
-    model = next(head for head in HEADS if head.name == "GPT2LMHeadModel").build()
-    block, cache, states = model.get_submodule("transformer.h.0"), DynamicCache(), torch.randn(1, 2, 3, 4)
-    cache.update(states, states, 1)
-    (own,), _ = with_own_cache(*with_empty_cache(block, (cache,), {}))
-    other: Any = own.layers[1]
-    assert other.get_seq_length() == 3
-    for held in (other.keys, other.values):
-        assert held.shape == states.shape
-        assert held.untyped_storage().nbytes() == states.element_size()
-    theirs: Any = cache.layers[1]
-    assert torch.equal(theirs.keys, states)  # and it is as it was
-
-
 def clip(one: Tensor, other: Tensor) -> Tensor:
     return nn.functional.cross_entropy(one.flatten(1) @ other.flatten(1).T, torch.arange(len(one)))
 
@@ -147,7 +130,7 @@ def test_nothing_changes_in_a_step(policy: str, kind: str) -> None:
         model, x = Both(), torch.randn(6, 5, 8)
         recorder = GradientRecorder(model)
         loss = ab.WholeBatch(clip) if kind == "whole batch" else ab.Terms(several)
-        step = ab.Step(model, loss, recorder, micro_batch=2, check=False)
+        step = ab.Step(model, loss, recorder, micro_batch=2, options=ab.Options(check=False))
         with apply_policies(model, () if is_kept else every(model, policy)):
             if kind == "window":
                 with step.window() as window:
@@ -206,7 +189,7 @@ class Failure(TorchDispatchMode):
 @policies
 @pytest.mark.parametrize("name", ["odd", "resnet"])
 def test_running_out_of_memory_anywhere_leaves_no_trace(name: str, policy: str) -> None:
-    for at in itertools.count(17, 17):
+    for at in itertools.count(17, 53):
         broken, x = make(name)
         seed(3)
         with torch.no_grad():

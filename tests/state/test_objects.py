@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Step
+from anybatch import Options, Step
 from anybatch.core.batch import TensorBatch
 from anybatch.planner.trace import trace
-from anybatch.state import Contents, ObjectState, Reachable, rng
+from anybatch.state import ObjectState, Reachable, rng
 
 TABLE: dict[str, Any] = {}
 OTHER = nn.Linear(1, 1)
@@ -175,22 +175,14 @@ def test_nothing_is_left_in_caches() -> None:
     model = Holder()
     model.register_forward_hook(lambda *found: seen.append(found[2]))
     stream = model.generator.get_state()
-    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
+    step = Step(
+        model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), options=Options(check=False)
+    )
     trace(step.plan(8), step.task(), TensorBatch((torch.ones(8, 3), torch.ones(8, 3))))
     assert (seen, TABLE, model.calls) == ([], {}, 0)
     assert model.box.made is None
     assert model.table.cache_info().currsize == 0
     assert torch.equal(model.generator.get_state(), stream)
-
-
-def test_contents_that_have_not_changed_are_forgotten() -> None:
-    one, other = [1], {"a": 1}
-    noted = Contents([one, other])
-    other["a"] = 2
-    noted.keep_what_changed()
-    one.append(2)
-    noted.put_back()
-    assert (one, other) == ([1, 2], {"a": 1})
 
 
 # ---- what can be reached from a block

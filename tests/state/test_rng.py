@@ -65,18 +65,6 @@ def test_replay_repeats_the_streams(capture: Callable[[], Any]) -> None:
     assert [draw_all(), draw_all()] == [first, second]
 
 
-@pytest.mark.parametrize(
-    "draw", [lambda: torch.rand(1), random.random, np.random.rand], ids=["torch", "python", "numpy"]
-)
-def test_whether_a_stream_has_moved(draw: Callable[[], object]) -> None:
-    state = rng.capture(rng.of_process())
-    assert rng.is_same(state, rng.capture(rng.of_process()))
-    draw()
-    assert not rng.is_same(state, rng.capture(rng.of_process()))
-    rng.restore(state)
-    assert rng.is_same(state, rng.capture(rng.of_process()))
-
-
 def test_all_generators_are_captured_and_told_apart() -> None:
     own, other = torch.Generator(), np.random.default_rng(0)
     generators = (*rng.of_process(), own, other)

@@ -101,51 +101,6 @@ def test_a_step_is_put_back(effect: str, make: Callable[[nn.Module], Effects]) -
     assert state(model) == found
 
 
-@pytest.mark.parametrize("effect", ["Python", "NumPy"])
-def test_streams_of_the_process_are_put_back_where_they_were_noted(effect: str) -> None:
-    """In looking steps, after a forward has drawn from them, and where making a micro-batch may."""
-    model = Restless()
-    known = blind(model)
-    known.draws_process = True
-    for effects, draws in ((looking(model), False), (known, False), (blind(model), True)):
-        found = state(model)
-        before = snapshot(model, effects, draws=draws)
-        DRAWS[effect](model)
-        before.put_back()
-        assert state(model) == found
-
-
-def test_gradients_are_put_back_by_reference() -> None:
-    model = Restless()
-    gradient = model.weight.grad = torch.ones(2)
-    before = snapshot(model)
-    assert before.gradients_found() == [(model.weight, gradient)]
-    model.weight.grad, model.frozen.grad = None, torch.ones(2)
-    before.put_back()
-    assert (model.weight.grad, model.frozen.grad) == (gradient, None)
-    model.weight.grad, model.frozen.grad = None, gradient
-    before.put_gradients_back([model.frozen])
-    assert (model.weight.grad, model.frozen.grad) == (None, None)
-
-
-def test_attributes_and_buffers_alone_come_back() -> None:
-    model = Restless()
-    before, found, streams = snapshot(model), state(model), rng.capture(rng.of_process())
-    for name in ("buffer", "buffer in the place of another", "attribute"):
-        EFFECTS[name](model)
-    torch.rand(1)
-    before.put_modules_back()
-    assert not rng.is_same(streams, rng.capture(rng.of_process()))
-    assert state(model) | {"streams": found["streams"]} == found
-
-
-def test_a_buffer_that_cannot_be_written_to_and_lazy_parameters_are_left_alone() -> None:
-    model = nn.LazyLinear(2)
-    model.register_buffer("ones", torch.ones(1).expand(4))
-    Snapshot(ModuleState([model])).put_back()
-    assert model.ones.tolist() == [1.0] * 4
-
-
 # ---- the micro-batch at hand
 
 
@@ -197,46 +152,6 @@ def test_what_was_never_seen_to_change_before_makes_the_step_begin_again(effect:
     ALL[effect](model)
     assert not before.undo_micro_batch()
     assert effects.draws is (effect == "torch")  # and next time it is noted
-
-
-def test_parameters_that_a_forward_writes_to() -> None:
-    model = Restless()
-    effects = looking(model)
-    before = snapshot(model, effects)
-    before.begin()
-    model.frozen.add_(1)
-    assert [id(one) for one in before.written()] == [id(model.frozen)]
-    before.look()
-    assert before.written() == []  # from now on it is known
-    before = snapshot(model, effects)
-    before.begin()
-    for put_back in (before.undo_micro_batch, before.put_back):
-        model.frozen.add_(1)
-        assert put_back() is not False
-        assert model.frozen.tolist() == [2.0, 2.0]
-
-
-def test_rows_and_plain_tensors_that_a_forward_writes_to_are_named() -> None:
-    model, rows = Restless(), torch.zeros(3)
-    before = snapshot(model, rows=[rows])
-    assert (before.written_rows(), before.written_tensors()) == (False, [])
-    model.plain.add_(1)
-    assert (before.written_rows(), before.written_tensors()) == (False, ["Restless.plain"])
-    rows.add_(1)
-    assert before.written_rows()
-    assert before.written() == []
-
-
-# ---- which steps look
-
-
-def test_copied_effects_look_afresh() -> None:
-    """They go with copies of the modules."""
-    effects = blind(nn.Dropout())
-    effects.draws = True
-    copied = copy.deepcopy(effects)
-    assert copied.looks_next
-    assert not copied.draws
 
 
 # ---- evaluation

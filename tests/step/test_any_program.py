@@ -1,9 +1,8 @@
 """Programs of any kind: hooks that update, errors after an update, notes on errors, odd modules."""
 
-import math
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import anybatch as ab
 from anybatch.core import OptimizerError
-from anybatch.engine import Observer
+from tests.options import flat
 
 ROWS = torch.randn(7, 4), torch.randint(3, (7,))
 
@@ -27,7 +26,7 @@ def own(model: nn.Module, micro: Any) -> ab.Total:
 
 
 def step(model: nn.Module, loss: object = own, optimizer: Any = None, **options: Any) -> ab.Step:
-    return ab.Step(model, loss, optimizer or torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    return ab.Step(model, loss, optimizer or torch.optim.SGD(model.parameters(), lr=0.1), **flat(options))
 
 
 def optimizer_in_backward(model: nn.Module) -> None:
@@ -59,16 +58,8 @@ def test_hooks_that_update_are_refused(
     assert all(map(torch.equal, weights, model.parameters()))
 
 
-class Refusing(Observer):
-    wants_updated = True
-
-    def updated(self, parameters: object) -> None:
-        raise ValueError("no")
-
-
-def refuse(event: object) -> None:
-    if isinstance(event, ab.StepReport):
-        raise ValueError("no")
+def refuse(found: object) -> None:
+    raise ValueError("no")
 
 
 def _scheduled(optimizer: Any) -> Any:
@@ -76,13 +67,13 @@ def _scheduled(optimizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("in_window", [False, True])
-@pytest.mark.parametrize("what", ["listener", "observer", "scheduler"])
+@pytest.mark.parametrize("what", ["update", "parameters", "scheduler"])
 def test_an_error_after_the_update_says_that_it_was_made(what: str, in_window: bool) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {
-        "listener": {"listeners": [refuse]},
-        "observer": {"observers": [Refusing()]},
+        "update": {"callbacks": [refuse]},
+        "parameters": {"callbacks": [SimpleNamespace(parameters=refuse)]},
         "scheduler": {"scheduler": _scheduled(optimizer)},
     }[what]
     made, same = step(model, optimizer=optimizer, **options), net()
@@ -98,22 +89,6 @@ def test_an_error_after_the_update_says_that_it_was_made(what: str, in_window: b
     assert all(one.grad is None for one in model.parameters())
     for one, other in zip(model.parameters(), same.parameters(), strict=True):
         torch.testing.assert_close(one, other)
-
-
-class WithoutRate(torch.optim.Optimizer):
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": None})
-
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data.sub_(parameter.grad)
-
-
-def test_a_learning_rate_of_none_is_reported_as_nan() -> None:
-    model = net()
-    report = step(model, optimizer=WithoutRate(model.parameters()))(ROWS)
-    assert report.updated
-    assert math.isnan(report.learning_rate)
 
 
 class NoSingles(nn.Sequential):
@@ -152,15 +127,17 @@ def test_an_error_names_its_micro_batch(kind: type[nn.Sequential]) -> None:
 
 
 @pytest.mark.parametrize(("index", "rows"), [(0, "rows 0 to 2"), (1, "rows 3 to 5")])
-def test_an_error_of_a_listener_names_the_micro_batch_that_was_done(index: int, rows: str) -> None:
+def test_an_error_of_a_callback_names_the_micro_batch_that_was_done(index: int, rows: str) -> None:
     def listen(event: Any) -> None:
         if getattr(event, "index", None) == index:
-            raise ValueError("in a listener")
+            raise ValueError("in a callback")
 
-    with pytest.raises(ValueError, match="in a listener") as caught:
-        step(net(), micro_batch=3, listeners=[listen])((ROWS[0][:6], ROWS[1][:6]))
+    with pytest.raises(ValueError, match="in a callback") as caught:
+        step(net(), micro_batch=3, callbacks=[SimpleNamespace(micro_batch=listen)])(
+            (ROWS[0][:6], ROWS[1][:6])
+        )
     assert caught.value.__notes__ == [
-        f"This error was raised in a listener, after micro-batch {index} ({rows} of the batch)."
+        f"This error was raised in a callback, after micro-batch {index} ({rows} of the batch)."
     ]
 
 

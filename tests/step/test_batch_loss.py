@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
 from anybatch.core.errors import LossError, OptimizerError, PlanError
-from anybatch.engine import Observer
 from anybatch.testing import relative_error, tolerance
 from tests.faults.faulty import spread
-from tests.parallel.spawned import spawned
+from tests.options import flat
 from tests.snapshots import same_as_before
 
 EXACT, ROWS, CROSS, CUT = 1e-12, 37, nn.CrossEntropyLoss(), {"micro_batch": 5}
@@ -72,7 +72,7 @@ def test_gradient_is_that_of_the_whole_batch_times_what_flows_in_and_is_added(wa
     expected = whole(model, lambda one: 4 * F.cross_entropy(one(x), y) + one[0].weight.pow(2).sum())
     if way == "scarce":
         model.register_forward_pre_hook(fail)
-    batch_loss = ab.BatchLoss(model, CROSS, **WAYS[way])
+    batch_loss = ab.BatchLoss(model, CROSS, **flat(WAYS[way]))
     for count in (1, 2, 3):
         before = gradients(model)
         loss = windowed(batch_loss, x, y) if way == "window" else batch_loss((x, y))
@@ -105,9 +105,9 @@ def test_uncut_is_torchs_own_to_the_bit_and_handed_over_without_a_copy() -> None
     model, x, y = make(torch.float32)
     ab.BatchLoss(model, CROSS)((x, y)).backward()
     assert error(model, whole(model, lambda one: F.cross_entropy(one(x), y))) == 0
-    places, watch = dict[str, int](), Observer()
-    watch.update = lambda sums: places.update({name: one.data_ptr() for name, one in sums.items()})
-    batch_loss = ab.BatchLoss(model, CROSS, observers=[watch], micro_batch=9)
+    places, watch = dict[str, int](), SimpleNamespace()
+    watch.gradients = lambda sums: places.update({name: one.data_ptr() for name, one in sums.items()})
+    batch_loss = ab.BatchLoss(model, CROSS, callbacks=[watch], micro_batch=9)
     for batch in ((x, y), None):
         model.zero_grad()
         window = batch_loss.window() if batch is None else None  # held while backward runs
@@ -129,7 +129,7 @@ def test_sum_of_losses_and_grad_of_torch() -> None:
 def test_host_scales_clips_and_steps_also_after_a_skipped_batch() -> None:
     model, x, y = make()
     other, scaler = copy.deepcopy(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    batch_loss = ab.BatchLoss(model, CROSS, micro_batch=5, non_finite="skip")
+    batch_loss = ab.BatchLoss(model, CROSS, micro_batch=5, options=ab.Options(non_finite="skip"))
     mine, theirs = (torch.optim.AdamW(one.parameters(), 1e-2) for one in (model, other))
     for _ in range(4):
         for net, optimizer in ((model, mine), (other, theirs)):
@@ -158,9 +158,8 @@ def on_rank(rank: int, size: int, is_wrapped: bool) -> float:
     return max(off, relative_error(loss.item(), F.cross_entropy(model(x), y).item()))
 
 
-def test_two_ranks_with_unequal_rows_have_the_gradient_of_all() -> None:
-    with spawned(2) as ranks:
-        assert max(ranks.run(on_rank, False) + ranks.run(on_rank, True)) <= EXACT
+def test_two_ranks_with_unequal_rows_have_the_gradient_of_all(two: Any) -> None:
+    assert max(two.run(on_rank, False) + two.run(on_rank, True)) <= EXACT
 
 
 @pytest.mark.parametrize("way", ["step", "window"])
@@ -190,9 +189,10 @@ def test_autocast_of_the_host(dtype: torch.dtype, size: float, way: str) -> None
 
 def test_what_is_refused() -> None:
     model, x, y = make()
-    for option in ({"clip_norm": 1}, {"scheduler": 1}, {"precision": "fp16-true"}, {"strategy": SERVER}):
+    update = ({"clip_norm": 1}, {"clip_value": 1}, {"scheduler": 1}, {"strategy": SERVER})
+    for option in (*update, {"precision": "fp16-true"}):
         with pytest.raises(PlanError, match=r"ab\.Step"):
-            ab.BatchLoss(model, CROSS, **option)
+            ab.BatchLoss(model, CROSS, **flat(option))
     for optimizer in (None, ()):
         with pytest.raises(OptimizerError, match=r"Expected an optimizer, got .*ab\.BatchLoss"):
             ab.Step(model, CROSS, optimizer)
@@ -223,7 +223,9 @@ def test_failed_call_leaves_all_as_before() -> None:
     model.extend([nn.BatchNorm1d(4).double(), nn.Dropout(0.5)])
     model.register_forward_pre_hook(fail)
     model(x[:9]).sum().backward()
-    batch_loss = ab.BatchLoss(model, CROSS, micro_batch=9, batch_norm="micro", check=False)
+    batch_loss = ab.BatchLoss(
+        model, CROSS, micro_batch=9, options=ab.Options(batch_norm="micro", check=False)
+    )
     x[30] = math.nan
     step = ab.Step(model, CROSS, torch.optim.SGD(model.parameters(), lr=1.0))
     with same_as_before(step), pytest.raises(ValueError, match="wrong"):

@@ -14,6 +14,7 @@ from anybatch.core import BudgetError
 from anybatch.engine import window
 from anybatch.planner import trace
 from anybatch.testing import relative_error, tolerance
+from tests.options import flat
 
 STEPS = 12
 
@@ -45,7 +46,7 @@ LOSSES = {"torch's": nn.CrossEntropyLoss(), "own": by_rows, "whole batch": ab.Wh
 
 
 def make(model: nn.Module, loss: Any, **options: Any) -> ab.Step:
-    return ab.Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    return ab.Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), **flat(options))
 
 
 def run(seed: int) -> None:
@@ -65,7 +66,7 @@ def run(seed: int) -> None:
     assert relative_error(*named) <= tolerance(torch.float64, rows * STEPS), seed
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_budget_survives_any_number_of_out_of_memory_errors(seed: int) -> None:
     torch.manual_seed(seed)
     run(seed)

@@ -11,24 +11,22 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core.errors import PlanError
-from anybatch.engine import Observer
 from anybatch.precision.policy import find_precision
 from anybatch.step import dry_run
 from anybatch.testing import relative_error
+from tests.options import flat
 from tests.snapshots import same, same_as_before
 
 FLOAT32 = find_precision("float32")
 
 
-class Seen(Observer):
+class Seen(ab.Callback):
     """Calls a function with each gradient of each micro-batch."""
-
-    wants_micro = True
 
     def __init__(self, see: Callable[[Tensor], object]) -> None:
         self.see = see
 
-    def micro(self, micro: Any, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
+    def micro_gradients(self, micro: Any, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
         for several in gradients.values():
             for gradient in several:
                 self.see(gradient.detach())
@@ -55,7 +53,7 @@ class Busy(nn.Module):
 
 def make(model: nn.Module, loss: object = None, **options: Any) -> ab.Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return ab.Step(model, nn.MSELoss() if loss is None else loss, optimizer, **options)
+    return ab.Step(model, nn.MSELoss() if loss is None else loss, optimizer, **flat(options))
 
 
 def rows_of(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -139,21 +137,6 @@ def test_what_is_shown_adds_up_to_the_gradient(loss: object) -> None:
     late: list[Tensor] = []  # weights that only a forward knows: term by term
     show(make(model, two_terms, micro_batch=2), batch, late.append, precision=FLOAT32)
     assert len(late) == 2 * 3 * len(parameters)
-
-
-def test_samples_are_not_written_to_and_what_is_not_finite_is_shown() -> None:
-    samples = [torch.full((1, 3), float(row)) for row in range(4)]
-    samples[0] *= torch.inf
-    untouched = copy.deepcopy(samples)
-
-    def collate(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        return rows[0], torch.ones(1, 1)
-
-    step = make(Busy(), batch_norm="frozen", micro_batch=1, collate=collate)
-    seen: list[bool] = []
-    show(step, samples, lambda g: seen.append(bool(g.isfinite().all())), precision=FLOAT32)
-    assert [all(seen[start : start + 6]) for start in range(0, 24, 6)] == [False, True, True, True]
-    assert same([one.nan_to_num() for one in samples], [one.nan_to_num() for one in untouched])
 
 
 def test_a_cut_where_rows_meet_and_another_scale_are_refused() -> None:

@@ -12,10 +12,10 @@ from torch.nn.utils.rnn import pad_sequence
 import anybatch as ab
 from anybatch.core import Micro
 from anybatch.core.errors import AnybatchError, BatchError, LossError, NonFiniteLossError, WindowError
-from anybatch.engine import Observer
 from anybatch.losses import find_paddings
 from anybatch.step import ByLength
 from anybatch.testing import GradientRecorder, reference_step, relative_error
+from tests.options import flat
 
 transformers: Any = pytest.importorskip("transformers")
 ROWS, LONGEST, WORDS = 12, 11, 19
@@ -59,7 +59,7 @@ def gradient_error(model: nn.Module, loss: Any, batch: Any, **options: Any) -> t
     """How far a step by length is from all rows at once, padded; models of transformers add in float32."""
     recorder = GradientRecorder(model, loss)
     expected = reference_step(model, loss, batch, collate=options.get("collate"))
-    report = ab.Step(model, loss, recorder, **{"order": "length", **options})(batch)
+    report = ab.Step(model, loss, recorder, **flat({"order": "length", **options}))(batch)
     assert report.loss == pytest.approx(expected.loss, rel=FLOAT32)
     return relative_error(recorder.gradients, expected.gradients), report
 
@@ -119,8 +119,8 @@ def test_a_padding_token_tells_lengths_and_micro_batches_are_cut_by_tokens(optio
     seen: list[tuple[int, int]] = []
     model = Tagger().double()
     model.register_forward_pre_hook(lambda _, given: seen.append(tuple(given[0].shape)))
-    step = ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.0), check=False,
-                   order="length", **options)  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options, check=False, order="length"))
     assert gradient_error(model, nn.CrossEntropyLoss(), WORDS_AND_TAGS, **options)[0] < 1e-12
     seen.clear()
     report = step(WORDS_AND_TAGS)
@@ -154,21 +154,19 @@ def test_samples_are_ordered_before_they_are_collated(keys: str | None) -> None:
     assert len(report.cut) < ROWS // 2
 
 
-class Told(Observer):
-    wants_micro = True
-
+class Told(ab.Callback):
     def __init__(self) -> None:
         self.rows: dict[int, Tensor] = {}
 
-    def micro(self, micro: Micro, gradients: Any, scale: float) -> None:
+    def micro_gradients(self, micro: Micro, gradients: Any, scale: float) -> None:
         self.rows.update(zip(micro.indices, micro.rows[0], strict=True))
 
 
-def test_observers_and_errors_speak_of_the_callers_rows() -> None:
+def test_callbacks_and_errors_speak_of_the_callers_rows() -> None:
     told, model = Told(), Tagger().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: Any = {"order": "length", "micro_batch": 2, "observers": [told]}
-    ab.Step(model, nn.CrossEntropyLoss(), optimizer, **options)(WORDS_AND_TAGS)
+    options: Any = {"order": "length", "micro_batch": 2, "callbacks": [told]}
+    ab.Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options))(WORDS_AND_TAGS)
     assert told.rows.keys() == set(range(ROWS))
     for row, x in told.rows.items():
         assert x.equal(WORDS_AND_TAGS[0][row, : len(x)])
@@ -178,7 +176,13 @@ def test_observers_and_errors_speak_of_the_callers_rows() -> None:
         return ab.Total((model(micro[0]).sum((1, 2)) * (micro[0] != 0).sum(1) * 0 + bad).sum(), len(bad))
 
     for policy in ("raise", "drop"):
-        step = ab.Step(model, loss, optimizer, order="length", micro_batch=1, check=False, non_finite=policy)
+        step = ab.Step(
+            model,
+            loss,
+            optimizer,
+            options=ab.Options(order="length", check=False, non_finite=policy),
+            micro_batch=1,
+        )
         if policy == "raise":
             with pytest.raises(NonFiniteLossError, match=r"rows 1\)"):
                 step(WORDS_AND_TAGS)
@@ -194,7 +198,7 @@ def test_memory_that_runs_out_halves_what_is_left_and_later_steps_know() -> None
     limit, model = 0, Tagger().double()
     recorder = GradientRecorder(model)
     expected = reference_step(model, loss, WORDS_AND_TAGS).gradients
-    step = ab.Step(model, loss, recorder, order="length", check=False)
+    step = ab.Step(model, loss, recorder, options=ab.Options(order="length", check=False))
     limit = 20
     first, second = step(WORDS_AND_TAGS), step(WORDS_AND_TAGS)
     assert first.redone > 0 == second.redone
@@ -237,7 +241,9 @@ def mean_over_places(model: nn.Module, micro: Any) -> ab.Total:
 def test_what_padding_changes_is_refused_by_name(model: nn.Module, loss: Any, batch: Any, match: str) -> None:
     model = model.double()
     before = [p.detach().clone() for p in model.parameters()]
-    step = ab.Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), order="length")
+    step = ab.Step(
+        model, loss, torch.optim.SGD(model.parameters(), lr=0.1), options=ab.Options(order="length")
+    )
     with pytest.raises(AnybatchError, match=match):
         step(batch)
     assert all(map(torch.equal, before, model.parameters()))
@@ -264,7 +270,7 @@ def test_a_column_as_wide_as_the_rows_are_long_is_named_and_may_be_kept(name: An
     batch: Any = tuple(named.values()) if name == 1 else named
     given: Any = (model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(LossError, match=rf"with column {name!r} left whole") as told:
-        ab.Step(*given, micro_batch=2, order="length")(batch)
+        ab.Step(*given, micro_batch=2, options=ab.Options(order="length"))(batch)
     assert f"batch[{name!r}], batch[" in str(told.value)
     assert f"order=anybatch.step.ByLength(keep=({name!r},))" in str(told.value)
     kept = ByLength(keep=(name,))
@@ -273,16 +279,7 @@ def test_a_column_as_wide_as_the_rows_are_long_is_named_and_may_be_kept(name: An
     assert report.micro_batches < ROWS // 2
     assert report.checked
     with pytest.raises(BatchError, match="'tokens'" if name != 1 else "0, 1, 2"):
-        ab.Step(*given, order=ByLength(keep=("feature",)))(batch)
-
-
-def test_an_error_in_a_trimmed_micro_batch_says_what_was_trimmed() -> None:
-    model = WithFeatures().double().eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=2, order="length", check=False)
-    with pytest.raises(RuntimeError) as told:
-        step((WORDS_AND_TAGS[0], FEATURES, TAGS))
-    assert "trimmed to its longest row in batch[0], batch[1], batch[2]" in told.value.__notes__[-1]
+        ab.Step(*given, options=ab.Options(order=ByLength(keep=("feature",))))(batch)
 
 
 def test_what_has_no_order_is_refused() -> None:
@@ -295,13 +292,13 @@ def test_what_has_no_order_is_refused() -> None:
         {"order": kept, "batch_norm": "micro"},
     ):
         with pytest.raises(AnybatchError, match="order"):
-            ab.Step(*given, **wrong)
+            ab.Step(*given, **flat(wrong))
     with pytest.raises(WindowError, match="whole batches"):
-        ab.Step(*given, order="length").window()
+        ab.Step(*given, options=ab.Options(order="length")).window()
     with pytest.raises(AnybatchError, match="samples whose lengths"):
-        ab.Step(*given, order="length", collate=torch.tensor)([1, 2])
+        ab.Step(*given, options=ab.Options(order="length"), collate=torch.tensor)([1, 2])
     with pytest.raises(BatchError, match=r"got 1\. .*with a collate"):
-        ab.Step(*given, order=kept, collate=torch.tensor)([[1, 2], [3]])
+        ab.Step(*given, options=ab.Options(order=kept), collate=torch.tensor)([[1, 2], [3]])
 
 
 @pytest.mark.parametrize(
@@ -331,20 +328,3 @@ def test_a_label_in_padding_is_kept_and_a_row_of_padding_is_not_trimmed() -> Non
     mask[9] = False
     (found,) = find_paddings({"attention_mask": mask, "labels": labels}, nn.Identity())
     assert (found.valid[4], found.valid[9], found.valid[1]) == (8, LONGEST, 9)
-
-
-def test_a_trainer_resumes_by_length_with_the_same_bits(tmp_path: Any) -> None:
-    def run(stop: int, resume: bool, out: Any) -> nn.Module:
-        torch.manual_seed(1)
-        model = Tagger()
-        step = ab.Step(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), micro_batch=2,
-                       order="length")  # fmt: skip
-        trainer = ab.Trainer(step, WORDS_AND_TAGS, WORDS_AND_TAGS, batch_size=5, out=out, progress=False)
-        if resume:
-            trainer.resume(out)
-        trainer.fit(epochs=stop)
-        return model
-
-    run(1, False, tmp_path / "a")
-    ours, theirs = run(3, True, tmp_path / "a"), run(3, False, tmp_path / "b")
-    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))

@@ -13,6 +13,7 @@ from anybatch.core import BudgetError, NonFiniteLossError
 from anybatch.planner import measured
 from anybatch.testing import relative_error
 from tests.budgets import Untraceable, metered
+from tests.options import flat
 from tests.snapshots import same_as_before
 
 ROWS, WIDTH = 24, 64
@@ -41,7 +42,7 @@ def make(memory: str | int | None, *, dropout: float = 0.0, **options: Any) -> S
     torch.manual_seed(0)
     model = options.pop("model", None) or Wide(dropout)
     loss = options.pop("loss", nn.MSELoss())
-    return Step(model, loss, torch.optim.AdamW(model.parameters()), memory=memory, **options)
+    return Step(model, loss, torch.optim.AdamW(model.parameters()), memory=memory, **flat(options))
 
 
 @pytest.mark.parametrize("check", [True, False])

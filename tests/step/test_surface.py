@@ -1,6 +1,9 @@
 """What a step shows and refuses: read-only attributes, warnings, reports, choices, what goes around it."""
 
+import re
 from collections.abc import Callable
+from dataclasses import fields
+from inspect import signature
 from typing import Any, Literal, get_type_hints
 
 import pytest
@@ -9,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from anybatch import AnybatchError, Step, StepReport, Terms, Total
-from anybatch.core.errors import BatchError, LossError, PlanError
+import anybatch as ab
+from anybatch import AnybatchError, Options, Step, StepReport, Terms, Total
+from anybatch.core.errors import BatchError, PlanError
+from tests.options import flat
 from tests.snapshots import make_batch
 
 X, Y = torch.randn(4, 3), torch.randn(4, 2)
@@ -19,14 +24,14 @@ X, Y = torch.randn(4, 3), torch.randn(4, 2)
 def make(loss: Any = F.mse_loss, **options: Any) -> Step:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    return Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), **options)
+    return Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), **flat(options))
 
 
 # ---- attributes
 
 
 @pytest.mark.parametrize(
-    "name", ["clip_norm", "precision", "model", "listeners", "open_window", "microbatch"]
+    "name", ["clip_norm", "precision", "model", "callbacks", "open_window", "microbatch"]
 )
 def test_attributes_of_a_step_and_a_window_are_only_read(name: str) -> None:
     step = make()
@@ -98,7 +103,7 @@ def test_a_scheduler_that_the_caller_steps_too_is_warned_about_once() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedulers = [LambdaLR(optimizer, lambda epoch: 1.0), StepLR(optimizer, 1, gamma=0.5)]
-    step = Step(model, nn.MSELoss(), optimizer, scheduler=schedulers)
+    step = Step(model, nn.MSELoss(), optimizer, options=Options(scheduler=schedulers))
     early = [one.state_dict() for one in schedulers]
     for _ in range(3):
         step((X, Y))
@@ -119,9 +124,9 @@ def test_a_scheduler_that_the_caller_steps_too_is_warned_about_once() -> None:
 def test_a_report_tells_the_update_its_learning_rate_and_its_seconds() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    step = Step(model, nn.MSELoss(), optimizer, scheduler=StepLR(optimizer, 1, gamma=0.1))
+    step = Step(model, nn.MSELoss(), optimizer, options=Options(scheduler=StepLR(optimizer, 1, gamma=0.1)))
     told: list[StepReport] = []
-    again = Step(model, step.loss, optimizer, listeners=[told.append], non_finite="skip")
+    again = Step(model, step.loss, optimizer, callbacks=[told.append], options=Options(non_finite="skip"))
     reports = [step((X, Y)), step((X, Y))]
     with step.window() as window:
         window.add((X, Y))
@@ -157,7 +162,11 @@ CHOICES = ("recompute", "batch_norm", "precision", "non_finite", "strategy")
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_wrong_choice_is_told_all_of_them(name: str) -> None:
     """As the annotations list them: one list each."""
-    known = {str(one) for part in literals(get_type_hints(Step.__init__)[name]) for one in part}
+    known = {
+        str(one)
+        for part in literals((get_type_hints(Step.__init__) | get_type_hints(Options))[name])
+        for one in part
+    }
     assert len(known) >= 2
     with pytest.raises(PlanError) as told:
         make(**{name: "invented"})
@@ -168,6 +177,43 @@ def test_a_wrong_choice_is_told_all_of_them(name: str) -> None:
 def literals(hint: Any) -> list[tuple[object, ...]]:
     inner = [one for part in getattr(hint, "__args__", ()) for one in literals(part)]
     return [hint.__args__] if getattr(hint, "__origin__", None) is Literal else inner
+
+
+MODEL = nn.Linear(3, 2)
+GIVEN: Any = (MODEL, F.mse_loss, torch.optim.SGD(MODEL.parameters(), lr=0.5))
+STEP: Any = ab.Step
+OTHERS: Any = ab  # as an untyped program sees it
+
+
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        (lambda: STEP(*GIVEN, batch_norm="micro"), "Write options=ab.Options(batch_norm=...)."),
+        (lambda: STEP(*GIVEN, batchnorm="micro"), "options=ab.Options(batch_norm=...)."),
+        (lambda: STEP(*GIVEN, micro_bach=4), "Write micro_batch=...."),
+        (lambda: STEP(*GIVEN, gradient_accumulation_steps=4), "Write micro_batch=..., the rows"),
+        (lambda: STEP(*GIVEN, max_grad_norm=1.0), "Write clip_norm=..., the largest 2-norm"),
+        (lambda: STEP(*GIVEN, amp=True), 'Write precision="bf16-mixed"'),
+        (lambda: STEP(*GIVEN, tensorboard=True), "It takes model, loss, optimizer, micro_batch"),
+        (lambda: STEP(*GIVEN, options={"check": False}), "Write options=ab.Options(...)."),
+        (lambda: OTHERS.Options(clip_norm=1.0), "Write Step(..., clip_norm=...)."),
+        (lambda: OTHERS.Options(non_finit="skip"), "Write non_finite=...."),
+        (lambda: OTHERS.BatchLoss(*GIVEN[:2], clip_norm=1.0), "Do it in your loop after backward()"),
+        (lambda: OTHERS.BatchLoss(*GIVEN[:2], check=False), "Write options=ab.Options(check=...)."),
+        (lambda: OTHERS.plan(*GIVEN, (X, Y), recompute="all"), "Write options=ab.Options(recompute=...)."),
+        (lambda: OTHERS.check(*GIVEN[:2], (X, Y), batch_norm="frozen"), "ab.Options(batch_norm=...)."),
+    ],
+)
+def test_a_keyword_of_another_place_or_name_is_told_its_own(call: Callable[[], Any], advice: str) -> None:
+    with pytest.raises(TypeError, match=r"^Expected .*, got .*" + re.escape(advice)) as told:
+        call()
+    assert isinstance(told.value, AnybatchError)
+
+
+def test_a_step_has_few_parameters_and_each_option_is_documented() -> None:
+    assert len(signature(Step).parameters) <= 11
+    told = str(Options.__doc__)
+    assert [one.name for one in fields(Options) if f"\n        {one.name}: " not in told] == []
 
 
 # ---- what goes around it
@@ -220,19 +266,6 @@ def test_samples_with_labels_go_through_a_collate() -> None:
     assert met[-2:] == [3, 1]
 
 
-def test_a_grad_scaler_around_a_window_is_not_silent() -> None:
-    step = make()
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(1))
-    window = step.window()
-    window.add((X, Y))
-    window.close()
-    weight = step.model.weight.detach().clone()
-    with pytest.raises(AssertionError, match="inf checks"):
-        scaler.step(step.optimizers[0])
-    assert torch.equal(step.model.weight, weight)
-
-
 def by_accelerate(model: nn.Module, optimizer: Any) -> Any:
     accelerate = pytest.importorskip("accelerate")
     return accelerate.Accelerator(cpu=True).prepare(optimizer)
@@ -261,8 +294,3 @@ def test_wrapped_optimizers_make_the_same_updates(
         assert [one.update for one in reports] == [1, 2, 3]
         trained.append([p.detach() for p in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
-
-
-def test_a_step_without_gradients_is_refused() -> None:
-    with torch.no_grad(), pytest.raises(LossError, match="no_grad"):
-        make(nn.MSELoss())((X, Y))

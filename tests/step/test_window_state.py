@@ -53,28 +53,13 @@ def test_rows_that_were_not_finite_stay_counted(policy: Any) -> None:
     assert (report.dropped, report.cut) == (3 if policy == "drop" else 0, (3, 4))
 
 
-def test_sparse_sums_keep_their_parts() -> None:
-    def make() -> Step:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 4))
-        optimizers = [
-            torch.optim.SparseAdam(list(model[0].parameters())),
-            torch.optim.SGD(model[2].parameters(), lr=0.1),
-        ]
-        return Step(model, nn.CrossEntropyLoss(), optimizers)
-
-    def batch(seed: int) -> Any:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(5, (3, 2), generator=generator), torch.randint(4, (3,), generator=generator)
-
-    step, other = make(), make()
-    window = step.window()
-    window.add(batch(0))
-    again = other.window(window.state())
-    for one in (window, again):
-        one.add(batch(1))
-        one.close()
-    assert changes(snapshot(step), snapshot(other)) == []
+def test_a_window_with_sparse_sums_is_not_saved() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 4))
+    window = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)).window()
+    window.add((torch.randint(5, (3, 2)), torch.randint(4, (3,))))
+    with pytest.raises(WindowError, match="got sparse ones"):
+        window.state()
+    assert window.close().updated
 
 
 def other_values(step: Step) -> None:
@@ -96,17 +81,17 @@ def reshape(step: Step) -> None:
 
 SUM = nn.CrossEntropyLoss(reduction="sum")
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[Step], object], str]] = {
-    "precision": ({"precision": "bf16-mixed"}, id, "precision float32 there and bf16-mixed here"),
-    "non_finite": ({"non_finite": "drop"}, id, "non_finite raise there and drop here"),
-    "compensated": ({"compensated": True}, id, "compensated False there and True here"),
-    "accumulate": ({"accumulate": torch.float64}, id, "accumulate auto there and float64 here"),
-    "batch_norm": ({"batch_norm": "frozen"}, id, "batch_norm micro there and frozen here"),
-    "loss": ({"loss": own}, id, r"loss CrossEntropyLoss\(.* there and own\(\) here"),
+    "precision": ({"precision": "bf16-mixed"}, id, "precision is float32 there and bf16-mixed here"),
+    "non_finite": ({"non_finite": "drop"}, id, "non_finite is raise there and drop here"),
+    "compensated": ({"compensated": True}, id, "compensated is False there and True here"),
+    "accumulate": ({"accumulate": torch.float64}, id, "accumulate is auto there and float64 here"),
+    "batch_norm": ({"batch_norm": "frozen"}, id, "batch_norm is micro there and frozen here"),
+    "loss": ({"loss": own}, id, r"loss is CrossEntropyLoss\(.* there and own\(\) here"),
     "reduction": ({"loss": SUM}, id, "reduction='mean'.* there and .*reduction='sum'"),
-    "terms": ({"loss": TERMS}, id, r"coefficients {} there and {'size': 0.5} here"),
-    "frozen": ({}, freeze, r"parameters \['0.weight float32 \(5, 3\)', .* there and \['1.weight"),
-    "shape": ({}, reshape, r"4.bias float32 \(4,\) there and 4.bias float32 \(7,\) here"),
-    "values": ({}, other_values, r"others in 1 of 7, the first of them 0.weight float32 \(5, 3\)"),
+    "terms": ({"loss": TERMS}, id, r"loss is CrossEntropyLoss\(.* there and terms\(\) here \(2 differ\)"),
+    "frozen": ({}, freeze, r"0.weight is torch.float32 \(5, 3\) .* there and missing here"),
+    "shape": ({}, reshape, r"4.bias is torch.float32 \(4,\) .* there and torch.float32 \(7,\) .* here"),
+    "values": ({}, other_values, r"0.weight is .* the checksum .* restore first the model"),
 }
 
 

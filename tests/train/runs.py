@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
-from anybatch import Step, StepReport
+from anybatch import Callback, Step, StepReport
+from anybatch.core import EpochReport, RunInfo
 from anybatch.state import rng
-from anybatch.train.callbacks import Callback, EpochReport, RunInfo
-from anybatch.train.metrics import accuracy
+from anybatch.train.metrics import Metrics, accuracy
 from anybatch.train.trainer import Trainer
+from tests.options import flat
 from tests.snapshots import changes, same, snapshot
 
 FEATURES, CLASSES = 3, 4
@@ -57,22 +59,30 @@ def make_step(kind: str = "SGD with momentum", **options: Any) -> Step:
         "batch_norm": "micro",
         "scheduler": make_scheduler(optimizer),
     }
-    return Step(model, optimizer=optimizer, **settings | options)
+    return Step(model, optimizer=optimizer, **flat(settings | options))
+
+
+def listening(tell: Callable[[Any], object]) -> Any:
+    """A callback that tells all events of a step."""
+    return SimpleNamespace(micro_batch=tell, redone=tell, update=tell)
 
 
 def make_trainer(out: Path | None = None, kind: str = "SGD with momentum", **options: Any) -> Trainer:
     """The same run each time, from fresh objects."""
-    of_step = {name: options.pop(name) for name in ("loss", "micro_batch", "listeners") if name in options}
+    of_step = {name: options.pop(name) for name in ("loss", "micro_batch") if name in options}
+    if "listen" in options:
+        of_step["callbacks"] = [listening(options.pop("listen"))]
     step = options.pop("step", None) or make_step(kind, **of_step)
     settings: dict[str, Any] = {
         "train": make_rows(TRAIN),
         "validation": make_rows(VALIDATION, seed=1),
         "batch_size": BATCH,
         "seed": 5,
-        "metrics": {"accuracy": accuracy},
         "out": out,
         "progress": False,
     }
+    metrics = Metrics(**options.pop("metrics", {"accuracy": accuracy}))
+    options["callbacks"] = [metrics, *options.get("callbacks", [])]
     return Trainer(step, **settings | options)
 
 
@@ -129,7 +139,7 @@ class Diary(Callback):
     def start(self, trainer: Trainer, info: RunInfo) -> None:
         self._note("start", info)
 
-    def update(self, trainer: Trainer, report: StepReport) -> None:
+    def update(self, report: StepReport) -> None:
         self._note("update", report)
 
     def epoch(self, trainer: Trainer, report: EpochReport) -> None:

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import anybatch as ab
 from anybatch.core.errors import AnybatchError, CheckpointError, LossError, PlanError, WindowError
-from anybatch.engine import Observer
 from anybatch.train import checkpoint, folder
 from anybatch.train.folder import BEST, LAST, numbered
 from anybatch.train.trainer import Trainer
@@ -150,12 +149,12 @@ def test_checkpoints_of_steps_that_are_made_once_more_are_deleted(tmp_path: Path
         assert [*numbered(tmp_path)] == kept
 
 
-def test_callbacks_and_observers_are_found_by_class_and_order(tmp_path: Path) -> None:
-    class Counting(Observer):
+def test_callbacks_of_trainer_and_step_are_found_by_class_and_order(tmp_path: Path) -> None:
+    class Counting(ab.Callback):
         def __init__(self) -> None:
             self.seen = 0
 
-        def update(self, gradients: Any) -> None:
+        def gradients(self, gradients: Any) -> None:
             self.seen += 1
 
         def state_dict(self) -> dict[str, Any]:
@@ -164,19 +163,19 @@ def test_callbacks_and_observers_are_found_by_class_and_order(tmp_path: Path) ->
         def load_state_dict(self, state: Any) -> None:
             self.seen = state["seen"]
 
-    def make(*callbacks: ab.Callback, observers: Any = ()) -> Trainer:
-        step = make_step(observers=observers)
+    def make(*callbacks: ab.Callback, of_step: Any = ()) -> Trainer:
+        step = make_step(callbacks=of_step)
         return make_trainer(tmp_path, step=step, callbacks=callbacks)
 
-    make(ab.EMA(0.5), ab.EMA(0.9), observers=[Counting()]).fit(epochs=1)
+    make(ab.EMA(0.5), ab.EMA(0.9), of_step=[Counting()]).fit(epochs=1)
     emas, counting = (ab.EMA(0.5), ab.EMA(0.9)), Counting()
-    make(ab.LossMonitor(100), *emas, observers=[counting]).resume(tmp_path)
+    make(ab.LossMonitor(100), *emas, of_step=[counting]).resume(tmp_path)
     assert counting.seen == UPDATES
     assert not torch.equal(emas[0].average["0.bias"], emas[1].average["0.bias"])
-    with pytest.warns(UserWarning, match="of the run's callbacks and observers") as told:
+    with pytest.warns(UserWarning, match="of the run's callbacks") as told:
         make(ab.EMA(0.5), ab.EarlyStopping()).resume(tmp_path)
     texts = sorted(str(one.message) for one in told)
-    assert [text.partition("observers, ")[2] for text in texts] == [
+    assert [text.partition("callbacks, ")[2] for text in texts] == [
         "these are gone: EMA (1), Counting (1)",
         "these begin anew: EarlyStopping (1)",
     ]
@@ -229,14 +228,13 @@ def test_average_is_that_of_a_slow_reference_over_updates_in_any_cut(
         nn.CrossEntropyLoss(),
         optimizer,
         micro_batch=micro_batch,
-        non_finite="skip",
-        batch_norm="frozen",
+        options=ab.Options(non_finite="skip", batch_norm="frozen"),
     )
     ema = ab.EMA(0.7, buffers=buffers)
     seen: list[dict[str, Tensor]] = []
 
     class Look(ab.Callback):
-        def update(self, trainer: Trainer, report: ab.StepReport) -> None:
+        def update(self, report: ab.StepReport) -> None:
             model[1].running_mean.add_(1)
             if report.updated:
                 seen.append(copy.deepcopy(dict(model.state_dict())))

@@ -27,11 +27,11 @@ def make(counting: Counting | None = None, *, dropout: float = 0.0, **options: A
         nn.CrossEntropyLoss(),
         torch.optim.AdamW(model.parameters(), lr=0.01),
         micro_batch=None if dropout else 16,
-        observers=[ab.GradientFlow(model)],
+        callbacks=[ab.GradientFlow(model)],
     )
     validation = rows[0][:25], rows[1][:25]
-    metrics = {"accuracy": ab.accuracy}
-    return ab.Trainer(step, rows, validation, batch_size=20, metrics=metrics, progress=False, **options)
+    options["callbacks"] = [ab.Metrics(accuracy=ab.accuracy), *options.get("callbacks", [])]
+    return ab.Trainer(step, rows, validation, batch_size=20, progress=False, **options)
 
 
 def weights(trainer: ab.Trainer) -> dict[str, Any]:

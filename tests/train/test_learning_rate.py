@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, LRScheduler, SequentialLR, StepLR
+from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.core.errors import PlanError
 from anybatch.testing import relative_error, tolerance
@@ -63,15 +63,3 @@ def test_a_warm_up_over_no_number_of_updates_is_refused(updates: Any) -> None:
     with pytest.raises(PlanError, match=f"got {updates!r}"):
         warm_up(optimizer, updates=updates)
     assert optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"]) == 0.4
-
-
-def test_before_another_scheduler_it_delays_it_and_beside_one_the_shares_multiply() -> None:
-    first, second, alone, other = (make_optimizer(0.4) for _ in range(4))
-    parts = [warm_up(first, updates=4), CosineAnnealingLR(first, T_max=12)]
-    joined = run(first, SequentialLR(first, parts, milestones=[4]), 12)
-    expected = [[0.1], [0.2], [0.3], [0.4], *run(alone, CosineAnnealingLR(alone, T_max=12), 8)]
-    assert relative_error(joined, expected) <= tolerance(torch.float64, 12)
-    parts = [warm_up(second, updates=4), StepLR(second, step_size=3, gamma=0.5)]
-    steps = run(other, StepLR(other, step_size=3, gamma=0.5), 8)
-    expected = [[rate[0] * min(k / 4, 1)] for k, rate in enumerate(steps, start=1)]
-    assert relative_error(run(second, ChainedScheduler(parts), 8), expected) <= tolerance(torch.float64, 8)

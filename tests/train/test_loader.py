@@ -72,7 +72,7 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
 @pytest.mark.parametrize(
     ("data", "collate", "message"),
     [
-        (TensorDataset(torch.zeros(4)), None, r"got a TensorDataset at the top.*`collate`"),
+        (TensorDataset(torch.zeros(4)), None, r"got a TensorDataset at the top.*DataLoader"),
         (torch.zeros(4), torch.tensor, r"a list of samples.*got Tensor"),
         ([], torch.tensor, r"at least one sample, got \[\]"),
         (torch.zeros(0, 3), None, r"at least one row, got an empty batch"),

@@ -17,11 +17,10 @@ import torch
 from rich.console import Console
 
 from anybatch import GradientFlow
+from anybatch.core import EpochReport, RunInfo
 from anybatch.core.errors import PlanError
 from anybatch.core.report import StepReport
-from anybatch.engine import Observer
 from anybatch.train import checkpoint, progress
-from anybatch.train.callbacks import EpochReport, RunInfo
 from anybatch.train.folder import BEST, LAST
 from anybatch.train.loggers import JsonLog
 from anybatch.train.progress import ProgressBar
@@ -88,7 +87,7 @@ def test_lines_are_json_with_null_for_what_it_cannot_say(tmp_path: Path) -> None
     log = JsonLog(tmp_path / "log.jsonl")
     log.start(trainer, COURSE)
     for told in ({}, {"scale": 1024.0}, {"redone": 1, "dropped": 3}):
-        log.update(trainer, replace(STEP, **told))
+        log.update(replace(STEP, **told))
     log.epoch(trainer, lost)
     log.stop(trainer)
     assert str(lost) == (
@@ -109,9 +108,9 @@ def test_lines_are_json_with_null_for_what_it_cannot_say(tmp_path: Path) -> None
     assert stop == {"event": "stop"}
 
 
-def test_the_log_says_what_runs_where_and_what_observers_saw(tmp_path: Path) -> None:
+def test_the_log_says_what_runs_where_and_what_callbacks_saw(tmp_path: Path) -> None:
     flow = GradientFlow(torch.nn.Linear(1, 1), every=2)
-    step = make_step(micro_batch=None, memory="1GB", observers=[flow, Observer()])
+    step = make_step(micro_batch=None, memory="1GB", callbacks=[flow, list[Any]().append])
     flow.model = step.model
     trainer = make_trainer(tmp_path, step=step)
     trainer.fit(epochs=1)
@@ -243,8 +242,8 @@ def test_terminal_shows_loss_throughput_and_memory_and_a_line_for_each_epoch(
     console, done = make_console(), replace(NOWHERE, validation={"accuracy [top 5]": 0.75})
     bar = ProgressBar(CPU, console)
     bar.start(NOBODY, replace(COURSE, done_epochs=1, done_updates=3))
-    bar.update(NOBODY, replace(STEP, loss=0.5, updated=True))
-    bar.update(NOBODY, STEP)  # has no loss to show
+    bar.update(replace(STEP, loss=0.5, updated=True))
+    bar.update(STEP)  # has no loss to show
     bar.epoch(NOBODY, replace(done, epoch=2))
     bar.stop(NOBODY)
     shown = written(console)

@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
-from anybatch import Fold, Step, Terms, Total
+from anybatch import Step, Terms, Total
+from anybatch.core import Fold
 from anybatch.core.errors import LossError
 from anybatch.testing import relative_error, tolerance
 from anybatch.train.loader import Rows
 from anybatch.train.metrics import Metric, RunningLoss, accuracy, evaluate
+from tests.options import flat
 from tests.snapshots import same_as_before
 from tests.toys import Perceptron
 
@@ -170,7 +172,7 @@ def collate(samples: list[Any]) -> Any:
 def test_one_forward_per_micro_batch_and_all_as_before(collated: bool, fails: bool) -> None:
     model = Drawing()
     options = {"batch_norm": "micro", "collate": collate if collated else None}
-    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), **flat(options))
     model.layers[1].eval()  # a layer that somebody froze
     forwards, met = list[Any](), list[int]()  # not in an attribute, which an evaluation puts back
     model.register_forward_pre_hook(lambda model, args: forwards.append(args))

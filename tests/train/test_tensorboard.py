@@ -28,7 +28,7 @@ def test_figures_are_there_once_for_each_update(tmp_path: Path) -> None:
     )
 
     flow = ab.GradientFlow(torch.nn.Linear(1, 1), every=2)
-    step = make_step(observers=[flow])
+    step = make_step(callbacks=[flow])
     flow.model = step.model
     board = TensorBoard(tmp_path / "board", every=1)
     trainer = make_trainer(tmp_path / "run", step=step, callbacks=[board], save_every=1)

@@ -60,7 +60,7 @@ def refuse_batch_norms(model: nn.Module, norms: Sequence[BatchNorm], *, over_ran
             f"Expected no BatchNorm in training mode in a batch that is split{' over ranks' * over_ranks}, "
             f"got module {names_of_batch_norms(model, norms)}: its statistics would depend on the split. "
             f"Shortest ways out: {'' if over_ranks else whole}"
-            'Step(..., batch_norm="frozen") for trained weights; model = ab.batch_norm_to_group_norm(model) '
+            'Options(batch_norm="frozen") for trained weights; model = ab.batch_norm_to_group_norm(model) '
             'to train anew. Inexact: batch_norm="micro".'
         )
 

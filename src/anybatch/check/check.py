@@ -9,18 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from anybatch.batchnorm import BatchNormChoice, find_batch_norms
+from anybatch.batchnorm import find_batch_norms
 from anybatch.check.copies import untouched
 from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding, summaries
 from anybatch.check.modules import ModuleSearch
 from anybatch.check.passes import first_difference
 from anybatch.check.prepare import Prepared, prepare
-from anybatch.check.rows import find_padding, refilled, trimmed
+from anybatch.check.rows import find_padding, trimmed
 from anybatch.check.splits import (
     Comparison,
     Pass,
-    before_the_model,
     cut_sizes_to_try,
     find_state,
     name_of,
@@ -29,9 +28,11 @@ from anybatch.check.splits import (
     worst_of,
 )
 from anybatch.check.terms import TermTest
-from anybatch.core import BatchError, Collate, Padding, PlanError, html_table
+from anybatch.core import BatchError, Collate, PlanError, html_table
 from anybatch.engine import check_micro_batch
+from anybatch.losses import LossLike
 from anybatch.parallel import unwrapped
+from anybatch.step import DEFAULT, Options, known_keywords
 
 CUTTING_S = 5.0  # a further split is given up after this time
 CHECK_S = 8.0  # everything else is given up after this time
@@ -82,7 +83,6 @@ class CheckReport:
         return "\n".join([head, *[one if one.startswith("note: ") else _indented(one) for one in rest]])
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks."""
         return html_table(self._rows())
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -103,16 +103,17 @@ def _indented(text: str) -> str:
     return "  " + text.replace("\n", "\n  ")
 
 
+@known_keywords()
 def check(
     model: nn.Module,
-    loss: object,
+    loss: LossLike,
     batch: Any,
     *,
     collate: Collate | None = None,
     micro_batch: int | None = None,
     rows: int | None = None,
-    batch_norm: BatchNormChoice | None = None,
     seed: int = 0,
+    options: Options = DEFAULT,
 ) -> CheckReport:
     """Test on a few rows that every split gives the same result, and name the cause if one does not.
 
@@ -129,8 +130,9 @@ def check(
         collate: as for `anybatch.Step`.
         micro_batch: another size to try.
         rows: rows to check on. By default 8, or as many as take a few seconds.
-        batch_norm: "frozen" if steps will use it. Otherwise each BatchNorm in training mode is a finding.
         seed: seed of the random numbers.
+        options: those of your step. Only `batch_norm` matters: unless it is "frozen", each BatchNorm in
+            training mode is a finding.
 
     Returns:
         The report. Print it to read it.
@@ -155,7 +157,7 @@ def check(
     if micro_batch is not None:
         check_micro_batch(micro_batch)
     with untouched(model, loss):
-        prepared = prepare(model, loss, batch, collate, micro_batch, rows, batch_norm, seed, start)
+        prepared = prepare(model, loss, batch, collate, micro_batch, rows, options.batch_norm, seed, start)
         comparison, passes = _compare_cuts(prepared, micro_batch, start)
         if (
             _differ(comparison, passes)
@@ -177,9 +179,7 @@ def check(
         elif comparison.reference.bare or _differ(comparison, passes):
             findings += explain(comparison, passes, name_of(loss), deadline=start + CHECK_S)
         if all(finding.kind == "denominator" for finding in findings):  # the model itself splits exactly
-            more_findings, more_notes = find_state(comparison, passes)
-            findings += more_findings
-            notes += more_notes
+            findings += find_state(comparison, passes)
         try:
             with comparison.bench.draws.until(start + CHECK_S):
                 more, found = _try_padding(comparison, prepared, passes, name_of(loss))
@@ -274,20 +274,12 @@ def _try_padding(
         cut, words = trimmed(prepared.whole, padding, size), "without padding"
         source = f"{padding.source} says that rows are filled up to {padding.length} places"
     short = comparison.compare(cut, padded, f"{padded.words} {words}")
-    kept = None
     if padding is not None and short.failure is not None:
-        # A model of fixed length: keep the padding, and change its content.
-        cut, kept = refilled(prepared.whole, padding, size), padding if size == 1 else None
-        short = comparison.compare(cut, padded, f"{padded.words} with other padding")
-        if short.failure is not None or not padding.is_masked:
-            return [], []
+        return [], []  # a model of fixed length
     if short.holds(comparison.limit):
         return [short], []
     is_left = padding is not None and padding.is_left
-    return [short], [explain_padding(comparison, padded, short, source, loss_name, kept, is_left=is_left)]
-
-
-# ---- from cuts that differ to findings
+    return [short], [explain_padding(comparison, padded, short, source, loss_name, is_left=is_left)]
 
 
 CLOSER = 1e-6  # relative error of sums in float32 that add up
@@ -325,8 +317,11 @@ def explain(
     except OutOfTime:
         pass
     found = [*found, *terms]
-    found = found or before_the_model(outermost, worst.calls, parts, comparison, loss_name) or pooled
-    found = found or _batch_norms(comparison, ". There was no time to test whether it is the only cause.")
+    found = (
+        found
+        or pooled
+        or _batch_norms(comparison, ". There was no time to test whether it is the only cause.")
+    )
     return found or [_unexplained(worst, loss_name, is_late=time.perf_counter() > deadline)]
 
 
@@ -357,7 +352,6 @@ def _terms(
 
 
 def _batch_norms(comparison: Comparison, what: str) -> list[Finding]:
-    """Return a finding for each BatchNorm that uses the statistics of the micro-batch."""
     if comparison.bench.batch_norm == "frozen":
         return []
     with comparison.bench.fresh() as (model, _):
@@ -389,22 +383,21 @@ def explain_padding(
     short: Pass,
     source: str,
     loss_name: str,
-    padding: Padding | None = None,
     *,
-    is_left: bool = False,
+    is_left: bool,
 ) -> Finding:
     """Return a finding on the module, or the loss, that depends on padded places."""
     long_calls = comparison.bench.run(padded.cut).calls
     short_calls = comparison.bench.run(short.cut).calls
     tolerance = 10 * comparison.limit
-    found = first_difference(padded.cut.parts, long_calls, short_calls, tolerance, padding, is_left=is_left)
+    found = first_difference(padded.cut.parts, long_calls, short_calls, tolerance, is_left=is_left)
     error = short.failure
     apart = (
         f"it fails with {type(error).__name__}: {error}"
         if error is not None
         else f"the gradient changes by {short.error:.2g}, the loss by {short.loss_error:.2g}"
     )
-    source = f"{source}; {'with less padding' if padding is None else 'with other content there'} {apart}"
+    source = f"{source}; with less padding {apart}"
     if found is None:
         what = f"It counts padded places ({source})."
         ways_out = ("Ignore padded places: ignore_index, or a weight of 0.", *WAYS_OUT["padding"][1:])

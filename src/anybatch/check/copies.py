@@ -91,7 +91,6 @@ def widen(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _copy(loss: Any, memo: dict[int, Any]) -> Any:
-    """Copy a loss: functions with their closures, modules, callable objects."""
     if id(loss) in memo:
         return memo[id(loss)]
     if isinstance(loss, FunctionType):

@@ -87,9 +87,6 @@ def held_weights(*holders: Any) -> dict[str, Tensor]:
     return {names.get(id(one), "weight"): one for one in reversed(weights)}
 
 
-# ---- which of them fits
-
-
 def fit(
     options: Sequence[Candidate],
     name: str,
@@ -101,13 +98,7 @@ def fit(
 ) -> tuple[Candidate, bool] | None:
     """Return the candidate that makes all splits agree, and True if an epsilon is left.
 
-    Args:
-        options: the candidates.
-        name: of the term.
-        whole: the whole batch.
-        parted: the micro-batches of each split.
-        tolerance: relative error that counts as rounding.
-        error: relative error with the term's own weights.
+    `tolerance` is the relative error that counts as rounding, `error` that with the term's own weights.
     """
     found = [
         (max((_misfit(one, name, whole, parts) for parts in parted), default=math.inf), one)

@@ -22,8 +22,6 @@ class OutOfTime(BaseException):
 
 @dataclass(slots=True, eq=False)
 class _Draw:
-    """One draw of the whole batch."""
-
     value: Tensor  # the drawn numbers
     after: Tensor  # the state of the stream after it
     axis: Axis | None = None  # the axis of the rows; None until a part shows it
@@ -83,7 +81,6 @@ class Draws(SeenDraws):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Replay operations that draw; run all others."""
         kwargs = kwargs or {}
         if time.perf_counter() > self._deadline:
             raise OutOfTime
@@ -154,5 +151,4 @@ def _is_rrelu(func: Any) -> bool:
 
 
 def _numbers(func: Any, args: Sequence[Any], result: Any) -> Tensor:
-    """Return the tensor into which an operation writes what it draws."""
     return args[1] if _is_rrelu(func) else result[1] if isinstance(result, tuple) else result

@@ -33,20 +33,20 @@ WAYS_OUT = {
         "Register it with persistent=False if nothing but a log reads it.",
         "Leave the batch uncut (micro_batch=None).",
     ),
-    "detached": (
-        "Look for .detach(), torch.no_grad(), hooks or a backward of your own that depend on the rows.",
-    ),
     "dropped rows": (
         "Let every row count, however few there are in a micro-batch.",
         "Let a row that is to be left out weigh 0 by its own data, not by its place.",
     ),
-    "unexplained": ("Leave the batch uncut (micro_batch=None), or look at the cut that is named above.",),
+    "unexplained": (
+        "Look for .detach(), torch.no_grad(), hooks or a backward of your own that depend on the rows.",
+        "Leave the batch uncut (micro_batch=None), or look at the cut that is named above.",
+    ),
 }
 
 BATCH_NORM_WAYS_OUT = (
     "ab.batch_norm_to_group_norm(model) makes every cut exact.",
-    'Step(batch_norm="frozen") or .eval() takes the running statistics.',
-    'Step(batch_norm="micro") accepts that each micro-batch has its own statistics, which is inexact.',
+    'Options(batch_norm="frozen") or .eval() takes the running statistics.',
+    'Options(batch_norm="micro") accepts that each micro-batch has its own statistics, which is inexact.',
 )
 
 

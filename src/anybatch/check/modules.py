@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding
 from anybatch.check.passes import Bench, Call, Key
-from anybatch.check.rows import Axis, RowPart, agree, find_axis, select, take
+from anybatch.check.rows import Axis, RowPart, agree, find_axis, select
 from anybatch.state import rng
 
 ROW_BY_ROW = (
@@ -33,7 +33,7 @@ class ComparedCall:
     """A call of a module on the whole batch, compared with its calls on the parts."""
 
     call: Call  # the call on the whole batch
-    fault: str  # "" if they agree, "outputs", "pooled", "gradients", "dropped rows" or "unknown"
+    fault: str  # "" if they agree, "outputs", "pooled", "dropped rows" or "unknown"
     unreplayed: int = 0  # random draws of this call that are not replayed
     inputs: Sequence[Axis | None] = ()  # the axis of rows in each input
     outputs: Sequence[Axis | None] = ()  # the axis of rows in each output
@@ -63,10 +63,6 @@ class ModuleTest:
 
     def _classify(self, tested: ComparedCall) -> tuple[str, ...]:
         """Return the kind, a sentence, and ways out that replace those of the kind."""
-        if tested.fault == "gradients":
-            if self._changes_buffers(tested):
-                return "state", "changes its buffers in each call, and its gradient depends on them"
-            return "detached", "returns the same outputs when the batch is split, but another gradient"
         if tested.fault == "dropped rows":
             return "dropped rows", "returns fewer rows for micro-batches than for the whole batch"
         if tested.unreplayed:
@@ -110,7 +106,7 @@ class ModuleTest:
 
             def run(inputs: Sequence[Tensor], part: RowPart) -> list[Tensor]:
                 self.bench.draws.begin(part, call.state)
-                return [value.clone() for value in call.repeat(module, [value.clone() for value in inputs])]
+                return [value.clone() for value in call.repeat(module, _copies(inputs))]
 
             yield module, run
 
@@ -120,7 +116,6 @@ class ModuleTest:
             return self._are_same(run(inputs, self._whole), run(inputs, self._whole), self._whole)
 
     def _count_changed(self, tested: ComparedCall) -> int:
-        """Return how many other rows change with one row: with other numbers in it, or another row."""
         most = 0
         with self._fresh(tested.call) as (_, run):
             before = run(tested.call.inputs, self._whole)
@@ -138,8 +133,6 @@ class ModuleTest:
     def _differing(
         self, tested: ComparedCall, before: Sequence[Tensor], after: Sequence[Tensor], rows: Sequence[int]
     ) -> int:
-        """Return how many of some rows have another output."""
-
         def differs(row: int) -> bool:
             part = RowPart((row,), self.total)
             return any(
@@ -165,17 +158,7 @@ class ModuleTest:
                 counts.append(self.bench.draws.count)
         return " and ".join(sorted(sources)), counts[0], counts[1]
 
-    def _changes_buffers(self, tested: ComparedCall) -> bool:
-        with self._fresh(tested.call) as (module, run):
-            before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            run(tested.call.inputs, self._whole)
-            return any(
-                buffer.is_floating_point() and not torch.equal(buffer, before.get(name, buffer))
-                for name, buffer in module.named_buffers()
-            )
-
     def _is_row_wise(self, tested: ComparedCall) -> bool:
-        """Return True if rows keep their outputs when other rows are missing or replaced."""
         with self._fresh(tested.call) as (_, run):
             before = run(tested.call.inputs, self._whole)
             for rows in dict.fromkeys((self.total - 1, (self.total + 1) // 2)):
@@ -193,7 +176,6 @@ class ModuleTest:
         return True
 
     def _is_equivariant(self, tested: ComparedCall) -> bool:
-        """Return True if outputs move with the rows."""
         turned = RowPart(tuple(range(self.total))[::-1], self.total)
         with self._fresh(tested.call) as (_, run):
             before = run(tested.call.inputs, self._whole)
@@ -231,9 +213,6 @@ def _change_row(
     return changed
 
 
-# ---- which modules differ
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleSearch:
     """A search for the innermost modules that differ."""
@@ -246,34 +225,29 @@ class ModuleSearch:
 
     def find(self, outermost: Iterable[Call]) -> tuple[list[Finding], list[Finding]]:
         """Return a finding for each innermost module that differs, and those on pooled outputs."""
-        calls = list(outermost)
-        tested = [one for call in calls for one in self._innermost(call, gradients=False)]
-        if all(one.fault == "pooled" for one in tested):  # backward is the most expensive part
-            tested += [one for call in calls for one in self._innermost(call, gradients=True)]
         module_test = ModuleTest(
             bench=self.bench, total=self.parts[0].total, tolerance=self.tolerance, deadline=self.deadline
         )
         found: dict[str, Finding] = {}
         pooled: dict[str, Finding] = {}
-        for one in tested:
+        for one in [one for call in outermost for one in self._innermost(call)]:
             table = pooled if one.fault == "pooled" else found
             name = one.call.key[0]
             if name not in table:
                 table[name] = module_test.explain(one)
         return list(found.values()), list(pooled.values())
 
-    def _innermost(self, call: Call, *, gradients: bool) -> Iterator[ComparedCall]:
-        tested = self._try(call, gradients)
+    def _innermost(self, call: Call) -> Iterator[ComparedCall]:
+        tested = self._try(call)
         if not tested.fault or (time.perf_counter() > self.deadline and tested.fault == "unknown"):
             return
-        inner = [one for child in call.inner for one in self._innermost(child, gradients=gradients)]
+        inner = [one for child in call.inner for one in self._innermost(child)]
         if inner:
             yield from inner
         elif tested.fault != "unknown":
             yield tested
 
-    def _try(self, call: Call, gradients: bool) -> ComparedCall:
-        """Run a module on all rows, and on the same rows split."""
+    def _try(self, call: Call) -> ComparedCall:
         peer = self.table.get(call.key)
         shapes = [value.shape for value in call.inputs]
         if peer is None or len(peer.inputs) != len(shapes):
@@ -282,34 +256,23 @@ class ModuleSearch:
         axes = [find_axis(a, b.shape, first) for a, b in zip(shapes, peer.inputs, strict=True)]
         try:
             with self.bench.draws.until(self.deadline):
-                return self._compare(call, axes, gradients)
+                return self._compare(call, axes)
         except (Exception, OutOfTime):  # some modules cannot run outside their model
             return ComparedCall(call=call, fault="unknown")
 
-    def _compare(self, call: Call, axes: Sequence[Axis | None], gradients: bool) -> ComparedCall:
+    def _compare(self, call: Call, axes: Sequence[Axis | None]) -> ComparedCall:
         draws, whole = self.bench.draws, RowPart.whole(self.parts[0].total)
         with self.bench.fresh() as (model, _):
-            module = model.get_submodule(call.key[0])
             draws.begin(whole, call.state)
-            leaves, outputs = _run(call, module, call.inputs, gradients)
+            outputs = call.repeat(model.get_submodule(call.key[0]), _copies(call.inputs))
             unreplayed = draws.unreplayed
-            parameters = list(module.parameters())
         pieces: list[list[Tensor]] = []
-        flows: list[list[Tensor]] = []
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(call.key[0])
             for part in self.parts:
                 draws.begin(part, call.state)
-                mine, piece = _run(call, module, _select_all(call.inputs, axes, part), gradients)
-                if gradients:
-                    back = _cotangents(outputs, piece, part)
-                    flows.append(_gradients(piece, back, mine, list(module.parameters())))
-                pieces.append([value.detach() for value in piece])
-            fault, places = self._classify_outputs([value.detach() for value in outputs], pieces)
-            if gradients and fault in ("", "pooled"):
-                draws.begin(whole, call.state)
-                found = _gradients(outputs, _cotangents(outputs, pieces[0], whole), leaves, parameters)
-                fault = self._classify_gradients(found, flows, axes)
+                pieces.append(call.repeat(module, _copies(_select_all(call.inputs, axes, part))))
+        fault, places = self._classify_outputs(outputs, pieces)
         return ComparedCall(call=call, fault=fault, unreplayed=unreplayed, inputs=axes, outputs=places)
 
     def _classify_outputs(
@@ -335,63 +298,9 @@ class ModuleSearch:
         order = ("dropped rows", "outputs", "pooled", "unknown")
         return next((fault for fault in order if fault in faults), ""), places
 
-    def _classify_gradients(
-        self, whole: Sequence[Tensor], pieces: Sequence[Sequence[Tensor]], axes: Sequence[Axis | None]
-    ) -> str:
-        """Compare gradients: those of inputs row by row, those of shared tensors added up."""
-        difference = size = 0.0
-        for index, (wanted, *mine) in enumerate(zip(whole, *pieces, strict=True)):
-            axis = axes[index] if index < len(axes) else None
-            if axis is None:
-                got = sum(mine, start=torch.zeros_like(wanted))
-            else:
-                got = torch.cat(mine, axis.place)
-                wanted = torch.cat([select(wanted, axis, part) for part in self.parts], axis.place)
-            difference += (got - wanted).norm().item() ** 2
-            size += wanted.norm().item() ** 2 + got.norm().item() ** 2
-        return "gradients" if difference**0.5 > self.tolerance * size**0.5 else ""
 
-
-def _run(
-    call: Call, module: nn.Module, values: Sequence[Tensor], gradients: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Call a module; return its inputs, as leaves of a graph if gradients are wanted, and its outputs."""
-    leaves = [value.clone().requires_grad_(gradients and value.is_floating_point()) for value in values]
-    # A module may write to its inputs, and may call requires_grad_ on them.
-    return leaves, call.repeat(module, [leaf * 1 if leaf.requires_grad else leaf for leaf in leaves])
-
-
-def _cotangents(whole: Sequence[Tensor], pieces: Sequence[Tensor], part: RowPart) -> list[Tensor | None]:
-    """Return gradients of outputs that are the same for a row in every split; None for pooled outputs."""
-    found: list[Tensor | None] = []
-    for like, piece in zip(whole, pieces, strict=True):
-        pattern = _pattern(like)
-        if piece.shape == like.shape:
-            found.append(None)
-        else:
-            found.append(pattern if part.is_whole else take(pattern, piece.shape, part))
-    return found
-
-
-def _gradients(
-    outputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None],
-    inputs: Sequence[Tensor],
-    parameters: Sequence[nn.Parameter],
-) -> list[Tensor]:
-    """Return gradients of inputs and parameters; zeros for those that get none."""
-    leaves = [*inputs, *parameters]
-    pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad and c is not None]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad and pairs]
-    flowed: Iterator[Tensor] = iter(())
-    if wanted:
-        out, back = zip(*pairs, strict=True)
-        flowed = iter(torch.autograd.grad(out, wanted, back, allow_unused=True, materialize_grads=True))
-    found: list[Tensor] = []
-    for leaf in leaves:
-        zeros = torch.zeros(leaf.shape, device=leaf.device)
-        found.append(next(flowed, zeros) if leaf.requires_grad else zeros)
-    return found
+def _copies(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [value.clone() for value in inputs]  # a module may write to its inputs
 
 
 def _is_short(whole: Tensor, pieces: Sequence[Tensor]) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from anybatch.check.passes import Bench, Call
@@ -22,8 +21,6 @@ class Evaluation:
     part: RowPart  # its rows
     sums: Mapping[str, float]  # by the term's name
     weights: Mapping[str, float]  # by the term's name
-    # gradients of the sum with respect to the model's outputs, by the term's name
-    gradients: Mapping[str, Sequence[Tensor]]
     micro: Any  # the micro-batch
     unreplayed: int  # random draws that were not replayed
 
@@ -48,10 +45,9 @@ def evaluate(
                 found.append(
                     Evaluation(
                         part=part,
-                        unreplayed=bench.draws.unreplayed,  # before backward
+                        unreplayed=bench.draws.unreplayed,
                         sums={name: value.item() for name, value in terms.sums.items()},
                         weights={name: float(weight) for name, weight in terms.weigh().items()},
-                        gradients={name: stub.gradients(value) for name, value in terms.sums.items()},
                         micro=micro,
                     )
                 )
@@ -73,18 +69,8 @@ class Stub:
 
     def begin(self, part: RowPart) -> None:
         """Begin a micro-batch."""
-        self._part, self._depth, self._leaves = part, 0, list[Tensor]()
+        self._part, self._depth = part, 0
         self._counts: Counter[str] = Counter()
-
-    def gradients(self, value: Tensor) -> list[Tensor]:
-        """Return the gradients of a scalar with respect to the replaced outputs."""
-        leaves = [leaf for leaf in self._leaves if leaf.requires_grad]
-        if not leaves or not value.requires_grad:
-            return [torch.zeros_like(leaf) for leaf in leaves]
-        found = torch.autograd.grad(
-            value, leaves, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
-        return list(found)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
@@ -109,8 +95,6 @@ class Stub:
             value = take(whole, leaves[place].shape, self._part)
             is_pooled = whole.shape == leaves[place].shape and len(self._part.rows) < self._part.total
             if value is not None and (self._pooled or not (is_pooled or whole.dim() == 0)):
-                own = value.detach().clone().requires_grad_(leaves[place].requires_grad)
-                self._leaves.append(own)
-                # A leaf cannot be written to in place.
-                leaves[place] = own * 1 if own.requires_grad else own
+                # A loss may ask for a gradient inside, and write in place, which a leaf does not allow.
+                leaves[place] = value.detach().clone().requires_grad_(leaves[place].requires_grad) * 1
         return private.pytree.tree_unflatten(leaves, form)

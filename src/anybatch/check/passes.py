@@ -15,12 +15,12 @@ from anybatch.check.draws import Draws
 from anybatch.check.finding import culprit_of
 from anybatch.check.rows import RowCut, RowPart, is_close, shorten
 from anybatch.compare import Outcome
-from anybatch.core import Batch, Event, Micro, Padding, StepReport, Total, torch_private as private
+from anybatch.core import Batch, Micro, MicroBatchDone, Total, torch_private as private
+from anybatch.engine import norm_of
 from anybatch.losses import Terms, call_loss, module_of, resolve
 from anybatch.state import plain_kernels, rng
-from anybatch.step import Step
+from anybatch.step import Options, Step
 
-Places = tuple[int, int]  # the length of a padded row, and its valid places
 _NAME = "loss"  # of an unnamed term
 
 
@@ -60,9 +60,6 @@ def bare_terms(loss: Any) -> frozenset[str]:
 
 def _is_scalar(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
-
-
-# ---- calls of modules
 
 
 Key = tuple[str, int]  # a module's name, and the number of the call
@@ -146,37 +143,22 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in private.pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-# ---- state
-
-
-# (`module (Class)`, dotted name of the attribute) -> (value, True if it is in the state dict).
-State = dict[tuple[str, str], tuple[Tensor, bool]]
+# (`module (Class)`, dotted name) -> value of a buffer in the state dict.
+State = dict[tuple[str, str], Tensor]
 
 
 def state_of(model: nn.Module, loss: nn.Module) -> State:
-    """Return the buffers and plain attributes of a model and its loss; those of the loss under `loss.`."""
-    found = State()
-    known: set[nn.Module] = set()
+    """Return the saved buffers of a model and its loss, each once; those of the loss under `loss.`."""
+    found, known = State(), set[nn.Module]()
     for root, prefix in ((model, ""), (loss, "loss.")):
-        saved = set(root.state_dict())
+        saved = root.state_dict(keep_vars=True)
         for name, module in root.named_modules():
-            own = () if module in known else (*vars(module).items(), *module.named_buffers(recurse=False))
+            for key, value in () if module in known else module.named_buffers(recurse=False):
+                path = f"{name}.{key}".strip(".")
+                if saved.get(path) is value and value.layout == torch.strided and not value.is_meta:
+                    found[culprit_of(prefix + name, module), prefix + path] = value.detach()
             known.add(module)
-            for key, value in own:
-                if isinstance(value, int | float) or _is_plain(value):
-                    path = f"{name}.{key}".strip(".")
-                    place = culprit_of(prefix + name, module), prefix + path
-                    found[place] = torch.as_tensor(value).detach(), path in saved
     return found
-
-
-def _is_plain(value: object) -> bool:
-    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or nn.parameter.is_lazy(value):
-        return False
-    return value.layout == torch.strided and not value.is_meta
-
-
-# ---- passes
 
 
 class Recorder(Optimizer):
@@ -200,41 +182,29 @@ class Recorder(Optimizer):
 
 
 class Pass(Outcome):
-    """One pass over some rows in one split, with the calls of modules and the state that it leaves.
-
-    Attributes:
-        failure: the exception that ended the pass; None if it came to its end.
-        error: relative error of the gradient, once it is compared with a reference.
-        loss_error: the same of the loss.
-        words: a name of the split.
-        calls: calls of modules.
-        state: values that model and loss hold afterwards.
-        unreplayed: random draws of the last micro-batch that were not replayed.
-        bare: terms for which the loss returned means without their denominators.
-        largest: norm of the gradient where it was largest on the way; its rounding is relative to that.
-    """
+    """One pass over some rows in one split, with the calls of modules and the state that it leaves."""
 
     def __init__(self, bench: "Bench", cut: RowCut, batch: Batch, model: nn.Module, loss: Any) -> None:
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # that ended the pass
         self.cut, self.words = cut, cut.words
-        self.error = self.loss_error = math.inf
+        self.error = self.loss_error = math.inf  # relative to a reference, once compared
         self.calls, self.state, self._norms = Calls(), State(), list[float]()
         self._bench, self._held = bench, (model, module_of(loss))
         self.calls.watch(model)
         watched: Any = _WatchedBatch(batch, cut.part, bench.draws, self.calls)
         sizes = tuple([len(part.rows) for part in cut.parts])
         try:
-            step = Step(
-                model, loss, Recorder(bench.subject.named), batch_norm=bench.batch_norm, strategy="local"
-            )
+            options = Options(batch_norm=bench.batch_norm, strategy="local")
+            step = Step(model, loss, Recorder(bench.subject.named), options=options)
             super().__init__(step.task(), watched, step.plan(batch.rows), sizes, bench.draws, is_dry=False)
         except Exception as error:  # the user's code may raise anything
             self.failure = error
         finally:
             bench.draws.is_watching = True
             del self._held
+        # Draws of the last micro-batch that were not replayed, and terms returned as bare means.
         self.unreplayed, self.bare = bench.draws.unreplayed, bare_terms(loss)
-        # The sum may be divided only at the end.
+        # Rounding is relative to the largest gradient on the way; the sum may be divided only at the end.
         grown = max(self._norms) / self._norms[-1] if self._norms and self._norms[-1] else 0.0
         self.largest = 0.0 if self.failure else grown * self.size
 
@@ -242,20 +212,18 @@ class Pass(Outcome):
         """Return True if both errors are at most the limit."""
         return self.error <= limit and self.loss_error <= limit
 
-    def told(self, event: Event) -> None:
+    def micro_batch(self, event: MicroBatchDone) -> None:
         """Note the size of the sums."""
-        if not isinstance(event, StepReport):
-            self._norms.append(norm(p.grad for p in self._bench.subject.named.values() if p.grad is not None))
+        found = [p.grad for p in self._bench.subject.named.values() if p.grad is not None]
+        self._norms.append(norm_of(found).item() if found else 0.0)
 
-    def update(self, gradients: Mapping[str, Tensor]) -> None:
+    def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep the gradient and the state."""
-        super().update(gradients)
+        super().gradients(gradients)
         self.state = state_of(*self._held)
 
 
 class _WatchedBatch:
-    """A batch that tells draws and calls when a micro-batch begins."""
-
     def __init__(self, inner: Batch, part: RowPart, draws: Draws, calls: Calls) -> None:
         self._inner, self._part, self._draws, self._calls = inner, part, draws, calls
 
@@ -263,7 +231,6 @@ class _WatchedBatch:
         return getattr(self._inner, name)
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
-        """Yield the micro-batches of the inner batch."""
         micros = self._inner.micro_batches(parts)
         for index in parts:
             part = self._part.only(index)
@@ -303,45 +270,32 @@ class Bench:
             return Pass(self, cut, batch, model, loss)
 
 
-def norm(tensors: Iterable[Tensor]) -> float:
-    """Return the 2-norm of all entries."""
-    dense = [value.detach().to_dense() if value.is_sparse else value.detach() for value in tensors]
-    return math.hypot(*[torch.linalg.vector_norm(value).item() for value in dense])
-
-
 def first_difference(
     parts: Iterable[RowPart],
     padded: Calls,
     short: Calls,
     tolerance: float,
-    padding: Padding | None = None,
     *,
-    is_left: bool = False,
+    is_left: bool,
 ) -> tuple[str, str] | None:
     """Return the first module with equal inputs and other outputs at valid places, and the first in it."""
     for part in parts:
-        places = None if padding is None else (padding.length, padding.valid[part.rows[0]])
         table, differing = short.table(part), set[Key]()
         for call in padded.table(part).values():  # inner calls first
             other = table.get(call.key)
-            if other is None or _agree(call.outputs, other.outputs, tolerance, places, is_left) is not False:
+            if other is None or _agree(call.outputs, other.outputs, tolerance, is_left) is not False:
                 continue
             differing.add(call.key)
-            if _agree(call.inputs, other.inputs, tolerance, places, is_left) is not False:
+            if _agree(call.inputs, other.inputs, tolerance, is_left) is not False:
                 return call.key[0], next(one.key[0] for one in call.flat() if one.key in differing)
     return None
 
 
-def _agree(
-    padded: Sequence[Tensor], short: Sequence[Tensor], tolerance: float, places: Places | None, is_left: bool
-) -> bool | None:
+def _agree(padded: Sequence[Tensor], short: Sequence[Tensor], tolerance: float, is_left: bool) -> bool | None:
     if len(padded) != len(short):
         return None
     found: list[bool] = []
     for a, b in zip(padded, short, strict=True):
-        if places is not None:
-            shape = [places[1] if size == places[0] and axis else size for axis, size in enumerate(b.shape)]
-            b = cast("Tensor", shorten(b, shape, from_end=is_left))
         value = shorten(a, b.shape, from_end=is_left)
         if value is None:
             return None

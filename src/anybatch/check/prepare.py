@@ -107,8 +107,6 @@ def _refuse(model: nn.Module, loss: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Found:
-    """A bench on which a pass came to its end, and that pass."""
-
     bench: Bench  # with no pass before this one
     cut: RowCut  # the rows
     result: Pass  # the pass
@@ -157,7 +155,6 @@ def _first_that_runs(
 
 
 def _affordable(found: _Found, start: float) -> int:
-    """Return how many rows there is time for, given the time of two of them."""
     seconds = found.seconds
     if seconds < WARM_S:  # the first pass includes one-time costs
         begun = time.perf_counter()

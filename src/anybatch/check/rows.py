@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from anybatch.check.copies import widen
 from anybatch.core import Batch, Collate, Cut, Padding, SampleBatch, TensorBatch, TrimmedBatch, tree
-from anybatch.losses import TARGET_KEYS, find_paddings
+from anybatch.losses import find_paddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +86,9 @@ def agree(whole: Tensor, pieces: Sequence[tuple[Tensor, RowPart]], tolerance: fl
     """Return True if the tensors of micro-batches are those of the whole; None if that cannot be told."""
     expected = [take(whole, piece.shape, part) for piece, part in pieces]
     found = [value for value in expected if value is not None]
-    if len(found) == len(pieces):
-        return all(is_close(piece, value, tolerance) for (piece, _), value in zip(pieces, found, strict=True))
-    joined = _join(whole, [piece for piece, _ in pieces])
-    return None if joined is None else is_close(joined, whole, tolerance)
-
-
-def _join(whole: Tensor, pieces: Sequence[Tensor]) -> Tensor | None:
-    """Concatenate pieces along the axis on which their sizes add up (packed tokens)."""
-    for axis in range(whole.dim()):
-        rest = [(*p.shape[:axis], *p.shape[axis + 1 :]) for p in pieces if p.dim() == whole.dim()]
-        same = all(shape == (*whole.shape[:axis], *whole.shape[axis + 1 :]) for shape in rest)
-        if same and len(rest) == len(pieces) and sum(p.shape[axis] for p in pieces) == whole.shape[axis]:
-            return torch.cat(list(pieces), axis)
-    return None
+    if len(found) < len(pieces):
+        return None
+    return all(is_close(piece, value, tolerance) for (piece, _), value in zip(pieces, found, strict=True))
 
 
 def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
@@ -120,9 +109,6 @@ def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return difference <= tolerance * math.sqrt(one.numel())
 
 
-# ---- which rows to check on
-
-
 def rows_of(batch: Any, collate: Collate | None) -> int:
     """Return the number of rows of a batch."""
     return (TensorBatch(batch) if collate is None else SampleBatch(batch, collate)).rows
@@ -133,9 +119,6 @@ def subset(batch: Any, collate: Collate | None, rows: Sequence[int]) -> Any:
     if collate is not None:
         return [batch[row] for row in rows]
     return tree.map_leaves(lambda leaf: leaf.detach()[list(rows)], batch)
-
-
-# ---- how rows are cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -189,21 +172,3 @@ def trimmed(whole: RowCut, padding: Padding, micro_batch: int) -> RowCut:
         return next(batch.micro_batches([rows])).rows
 
     return RowCut(data=rows, micro_batch=micro_batch, part=whole.part, collate=collate)
-
-
-def refilled(whole: RowCut, padding: Padding, micro_batch: int) -> RowCut:
-    """Return the same rows with other content in padded places; masks and targets stay."""
-    nest = tree.flatten(whole.data)
-    filled = torch.arange(padding.length) >= torch.tensor(padding.valid)[:, None]
-    filled = filled.flip(1) if padding.is_left else filled
-
-    def refill(path: str, leaf: Tensor) -> Tensor:
-        named = any(word in path.lower() for word in ("mask", "pad", *TARGET_KEYS[:-1]))
-        if leaf.dim() < 2 or leaf.shape[1] != padding.length or named or leaf.dtype == torch.bool:
-            return leaf
-        there = filled.to(leaf.device).view(*filled.shape, *[1] * (leaf.dim() - 2))
-        word = leaf[:, -1:] if padding.is_left else leaf[:, :1]
-        return torch.where(there, word + 1 if leaf.is_floating_point() else word, leaf)
-
-    leaves = [refill(path, leaf) for path, leaf in zip(nest.paths, nest.leaves, strict=True)]
-    return replace(whole, data=nest.build(iter(leaves)), micro_batch=micro_batch)

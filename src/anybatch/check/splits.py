@@ -88,9 +88,6 @@ class Comparison:
         return [half for half in halves if half.failure is None and half.is_weighed]
 
 
-# ---- outputs of the model, row by row
-
-
 def rows_agree(comparison: Comparison, whole: Calls, calls: Calls, parts: Sequence[RowPart]) -> bool:
     """Return True if the model gives each row the same outputs in the whole batch and in its parts."""
     tables = [calls.table(part) for part in parts]
@@ -113,50 +110,23 @@ def rows_agree_on(bench: Bench, comparison: Comparison, cut: RowCut) -> bool:
     return not failed and rows_agree(comparison, whole.calls, parted.calls, cut.parts)
 
 
-def before_the_model(
-    outermost: Sequence[Call], calls: Calls, parts: Sequence[RowPart], comparison: Comparison, loss_name: str
-) -> list[Finding]:
-    """Return a finding if the loss hands other rows to the model when it is cut."""
-    if comparison.whole.collate is not None:
-        return []  # each micro-batch is collated by itself, so inputs such as numbers of nodes may differ
-    tables = [calls.table(part) for part in parts]
-    for call in outermost:
-        peers = [table[call.key].inputs for table in tables if call.key in table]
-        if len(peers) < len(parts) or any(len(inputs) != len(call.inputs) for inputs in peers):
-            continue
-        for value, *pieces in zip(call.inputs, *peers, strict=True):
-            if agree(value, list(zip(pieces, parts, strict=True)), 10 * comparison.limit) is False:
-                what = (
-                    f"Inputs of `{call.key[0] or 'the model'}` depend on the cut already: rows meet before."
-                )
-                return [Finding(kind="meeting", culprit=loss_name, what=what, ways_out=WAYS_OUT["meeting"])]
-    return []
-
-
-# ---- state: what a step leaves in the model
-
-
-def find_state(comparison: Comparison, passes: Sequence[Pass]) -> tuple[list[Finding], list[str]]:
-    """Return a finding for each module whose saved buffers depend on the split, and a note on other state."""
+def find_state(comparison: Comparison, passes: Sequence[Pass]) -> list[Finding]:
+    """Return a finding for each module whose saved buffers depend on the split."""
     whole = comparison.reference.state
     states = [one.state for one in passes if one.failure is None]
     saved: dict[str, list[str]] = {}
-    others: list[str] = []
     for key in dict.fromkeys(key for one in states for key in _differing(whole, one, comparison.limit)):
-        is_saved = key in whole and whole[key][1]
-        (saved.setdefault(key[0], []) if is_saved else others).append(f"`{key[1]}`")
+        saved.setdefault(key[0], []).append(f"`{key[1]}`")
     what = "A split batch leaves other values than the whole, by the number of micro-batches: {}."
-    findings = [
+    return [
         Finding(kind="buffer", culprit=culprit, what=what.format(listed(names)), ways_out=WAYS_OUT["buffer"])
         for culprit, names in saved.items()
     ]
-    note = f"not saved with the model, but dependent on the number of micro-batches: {listed(others)}"
-    return findings, [note] if others else []
 
 
 def _differing(whole: State, other: State, limit: float) -> Iterator[tuple[str, str]]:
     for key in dict.fromkeys((*whole, *other)):
-        values = [state[key][0] for state in (whole, other) if key in state]
+        values = [state[key] for state in (whole, other) if key in state]
         one, *rest = [value.double() if value.is_floating_point() else value for value in values]
         if not rest or not is_close(rest[0], one, 10 * limit):
             yield key

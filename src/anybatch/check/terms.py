@@ -8,7 +8,7 @@ from anybatch.check.denominators import Candidate, Cuts, candidates, fit, held_w
 from anybatch.check.finding import WAYS_OUT, Finding
 from anybatch.check.outputs import Evaluation, evaluate
 from anybatch.check.passes import Bench, Call
-from anybatch.check.rows import RowCut, take
+from anybatch.check.rows import RowCut
 from anybatch.losses import Additive, SummedLoss, Terms, function_of, resolve
 
 _SMALL = 1e-6  # the most that an epsilon in a denominator moves a mean
@@ -52,20 +52,14 @@ class TermTest:
         sums = all(self._adds_up([p.sums[name] for p in parts], whole.sums[name]) for parts in ours)
         weights = all(self._adds_up([p.weights[name] for p in parts], whole.weights[name]) for parts in ours)
         if sums and weights and name not in self.bare:
-            if all(_gradients_add_up(name, whole, parts, self.tolerance) for parts in ours):
-                return None
-            kind = "detached"
-            what = "The sums of micro-batches add up, but the gradients that flow into the model do not."
-            ways_out: list[str] = []
-        else:
-            kind, what, *ways_out = self._classify(name, whole, ours, sums, weights)
+            return None
+        kind, what, *ways_out = self._classify(name, whole, ours, sums, weights)
         culprit = f"term {name!r} of {self.name}"
         return Finding(kind=kind, culprit=culprit, what=what, ways_out=tuple(ways_out) or WAYS_OUT[kind])
 
     def _classify(
         self, name: str, whole: Evaluation, parted: Cuts, sums: bool, weights: bool
     ) -> tuple[str, ...]:
-        """Return the kind, a sentence, and ways out that replace those of the kind."""
         if any(part.unreplayed for part in (whole, *[p for parts in parted for p in parts])):
             return "position", (
                 "It draws random numbers by position: from a generator of its own, or after setting a seed."
@@ -100,8 +94,6 @@ class TermTest:
         rows = range(max(1, len(self.whole.part.rows) - 1))
         one, other = [self._evaluate([self.whole.only(order)])[0] for order in (rows, rows[::-1])]
         if not self._is_same(name, one, other):
-            if unused := sorted(_unused_rows(name, one) ^ _unused_rows(name, other)):
-                return "dropped rows", f"Rows {unused} are left out in some splits and not in others."
             return "position", "The same rows in another order give another value."
         what = (
             f"Rows meet in it, or its denominator is unknown: {whole.mean(name):.6g} on the whole is not "
@@ -161,28 +153,3 @@ class TermTest:
     def _is_same(self, name: str, one: Evaluation, other: Evaluation) -> bool:
         is_same_sum = self._adds_up([other.sums[name]], one.sums[name])
         return is_same_sum and self._adds_up([other.weights[name]], one.weights[name])
-
-
-def _unused_rows(name: str, one: Evaluation) -> set[int]:
-    """Return the rows into whose outputs no gradient flows."""
-    rows = one.part.rows
-    flows = [g.reshape(len(rows), -1).any(1) for g in one.gradients[name] if g.shape[:1] == (len(rows),)]
-    return {row for place, row in enumerate(rows) if flows and not any(flow[place] for flow in flows)}
-
-
-def _gradients_add_up(name: str, whole: Evaluation, parts: Sequence[Evaluation], tolerance: float) -> bool:
-    """Return True if each row's gradient is the same in the whole and in its part."""
-    difference = size = 0.0
-    for index, wanted in enumerate(whole.gradients[name]):
-        if any(len(part.gradients[name]) != len(whole.gradients[name]) for part in parts):
-            return True  # outputs that cannot be told apart
-        pieces = [part.gradients[name][index] for part in parts]
-        shares = [take(wanted, p.shape, part.part) for p, part in zip(pieces, parts, strict=True)]
-        if any(share is None for share in shares):
-            continue
-        pairs = [(p, s) for p, s in zip(pieces, shares, strict=True) if s is not None]
-        if all(piece.shape == wanted.shape for piece in pieces):  # one value for all rows
-            pairs = [(sum(pieces[1:], start=pieces[0]), wanted)]
-        difference += sum((a - b).square().sum().item() for a, b in pairs)
-        size += sum(a.square().sum().item() + b.square().sum().item() for a, b in pairs)
-    return difference**0.5 <= tolerance * size**0.5

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from importlib import metadata
 from typing import Any, get_args
 
@@ -33,7 +34,7 @@ _RECIPE_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 _DEVICE = "cpu, cuda, cuda:1 or auto"
 _JSON = "print one JSON object and nothing else on standard output"
-_PRECISION = "dtypes to store and compute in; the true ones store weights short, with float32 behind them"
+_PRECISION = f"{', '.join(NAMED)}: dtypes to store and compute in; the true ones store weights in 16 bits"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,7 +101,7 @@ def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         collate=found.collate,
         micro_batch=options.micro_batch,
         rows=options.rows,
-        batch_norm=options.batch_norm or found.batch_norm,
+        options=replace(found.options, batch_norm=options.batch_norm or found.options.batch_norm),
     )
     return json.loads(report.to_json()), str(report)
 
@@ -130,7 +131,7 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     add("--lr", type=float, help="learning rate, above 0; if not given, the recipe's own, or 0.001")
     add("--momentum", type=float, default=0.9, help="momentum of SGD, from 0 to below 1")
     add("--clip-norm", type=float, default=math.inf, help="largest norm of the whole batch's gradient")
-    add("--precision", choices=tuple(NAMED), default="float32", help=_PRECISION)
+    add("--precision", choices=tuple(NAMED), default="float32", metavar="NAME", help=_PRECISION)
     non_finite = "what to do with rows that give NaN or infinity"
     compiled = "compile the model with torch.compile, which takes a C++ compiler"
     add("--compile", action=argparse.BooleanOptionalAction, default=False, help=compiled)
@@ -195,7 +196,7 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     add("--optimizer", choices=optimizers, help="where the target has none: the recipe's own, or adamw")
     add("--recompute", help="all, selective, offload, or a pattern of module names; chosen if not given")
     add("--batch-norm", choices=BATCH_NORM_CHOICES, help="what a step does with BatchNorm")
-    add("--precision", choices=tuple(NAMED), default="float32", help=_PRECISION)
+    add("--precision", choices=tuple(NAMED), default="float32", metavar="NAME", help=_PRECISION)
     add("--plot", metavar="FILE", help="draw memory over the step: .png, .svg, .pdf or .html")
     reported = commands.add_parser("report", help="write the page of a run: one file of HTML with its charts")
     reported.set_defaults(run=report_action.report)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,10 +36,13 @@ def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         rows=options.batch_size,
         device=None if options.device == "auto" else options.device,
         micro_batch=options.micro_batch,
-        recompute=_blocks(options.recompute),
-        batch_norm=options.batch_norm or found.batch_norm,
         collate=found.collate,
         precision=options.precision,
+        options=replace(
+            found.options,
+            recompute=_blocks(options.recompute),
+            batch_norm=options.batch_norm or found.options.batch_norm,
+        ),
     )
     message = str(report)
     if found.optimizer is None:

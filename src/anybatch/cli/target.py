@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.batchnorm import BatchNormChoice
 from anybatch.core import Collate, PlanError, tree
 from anybatch.recipes import RECIPES, Training, find_recipe
+from anybatch.step import DEFAULT, Options
 
 FIRST_ROWS = 64  # rows of a recipe's data from which the check chooses
 
@@ -33,7 +33,7 @@ class Target:
     batch: Any
     collate: Collate | None = None
     optimizer: Optimizer | None = None  # for `anybatch plan`; None for its default
-    batch_norm: BatchNormChoice | None = None  # of a recipe
+    options: Options = DEFAULT  # of a recipe
 
     def to(self, device: torch.device) -> "Target":
         """Return the target on a device; samples are unchanged, as their `collate` must move them."""
@@ -56,7 +56,7 @@ def find(name: str, data_name: str | None, asked: Mapping[str, Any] | None = Non
         batch=found.train if is_own else found.first(FIRST_ROWS),
         collate=found.collate,
         optimizer=found.optimizer,
-        batch_norm=found.batch_norm,
+        options=found.options,
     )
 
 

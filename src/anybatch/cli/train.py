@@ -4,8 +4,10 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,15 +18,15 @@ from anybatch.batchnorm import find_batch_norms
 from anybatch.cli.target import find_training
 from anybatch.core import (
     AnybatchError,
+    Callback,
     CheckpointError,
     DataError,
     PlanError,
     RankError,
-    Total,
+    counted,
     format_bytes,
     format_count,
     format_seconds,
-    torch_private as private,
 )
 from anybatch.losses import ModelLoss
 from anybatch.memory import find_device as meter_device, parse_memory
@@ -36,8 +38,8 @@ from anybatch.train import (
     BEST,
     EMA,
     LAST,
-    Callback,
     EarlyStopping,
+    Metrics,
     Trainer,
     accuracy,
     checkpoint,
@@ -83,6 +85,9 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             f"stopped after {trainer.updates} updates; go on with: anybatch train --resume {out}"
         ) from None
     test = {} if training.test is None else trainer.evaluate(training.test)
+    if test and not rank():
+        with (out / "log.jsonl").open("a", encoding="utf-8") as log:
+            log.write(to_json({"event": "test", "updates": trainer.updates, **test}) + "\n")
     seconds = trainer.seconds - before_seconds
     rows_per_update = (trainer.train.count or 0) / (trainer.train.per_epoch(options.batch_size) or 1)
     rows = (trainer.updates - before_updates) * rows_per_update
@@ -252,20 +257,22 @@ def _prepare(options: argparse.Namespace, training: Training, device: torch.devi
         memory=options.memory,
         clip_norm=options.clip_norm,
         precision=options.precision,
-        non_finite=options.non_finite,
-        scheduler=[learning_rate.warm_up(optimizer, updates=options.warm_up)] if options.warm_up else [],
         collate=training.collate,
-        order=training.order,
-        batch_norm=training.batch_norm,
-        # Observers do not get the gradients of workers.
-        observers=[] if servers else [GradientFlow(model, ratio=_has_room(options.memory, model, device))],
-        strategy=servers or "auto",
+        # Callbacks do not get the gradients of workers.
+        callbacks=[] if servers else [GradientFlow(model, ratio=_has_room(options.memory, model, device))],
+        options=replace(
+            training.options,
+            non_finite=options.non_finite,
+            scheduler=[learning_rate.warm_up(optimizer, updates=options.warm_up)] if options.warm_up else [],
+            strategy=servers or "auto",
+        ),
     )
     # Held-out rows: a function's are for validation, a recipe's for the test at the end.
     train, validation = training.train, training.test if ":" in options.recipe else None
     if options.validation:
         train, validation = training.hold_out(options.validation, options.seed)
-    callbacks: list[Callback] = [] if options.ema is None else [EMA(options.ema)]
+    callbacks: list[Callback] = [_metrics(training)]
+    callbacks += [] if options.ema is None else [EMA(options.ema)]
     by, larger = ("accuracy", True) if training.scores else ("loss", False)
     if options.patience is not None:
         callbacks.append(EarlyStopping(by, patience=options.patience, larger_is_better=larger))
@@ -276,7 +283,6 @@ def _prepare(options: argparse.Namespace, training: Training, device: torch.devi
         validation,
         batch_size=options.batch_size,
         seed=options.seed,
-        metrics=_metrics(training),
         best_by=by,
         larger_is_better=larger,
         out=out,
@@ -310,17 +316,12 @@ def _servers(options: argparse.Namespace) -> ParameterServer | None:
 
 def _compiled(model: torch.nn.Module, training: Training) -> torch.nn.Module:
     """Compile for one number of rows; for any number with BatchNorm, which does not allow padding rows."""
-    if not private.has_cpp_compiler() and next(model.parameters()).is_cpu:
-        raise PlanError(
-            "Expected a C++ compiler for --compile, got none that torch finds (CXX is "
-            f"{os.environ.get('CXX', '')!r}). Install one (g++), name it in CXX, or leave --compile out."
-        )
     if isinstance(training.loss, ModelLoss):
         raise PlanError(
             f"Expected a loss beside the model for --compile, got {training.name} with a model that computes "
             "its own, which is read from its operations. Leave --compile out."
         )
-    meet = training.batch_norm != "frozen" and find_batch_norms(model.modules())
+    meet = training.options.batch_norm != "frozen" and find_batch_norms(model.modules())
     return cast("torch.nn.Module", torch.compile(model, dynamic=True if meet else None))
 
 
@@ -351,9 +352,11 @@ def _on(device: torch.device, loss: Any) -> Any:
     return loss.to(device) if isinstance(loss, torch.nn.Module) else loss
 
 
-def _metrics(training: Training) -> dict[str, Callable[[Any, Any], Total]]:
+def _metrics(training: Training) -> Metrics:
     scores = training.scores
-    return {"accuracy": lambda outputs, targets: accuracy(scores(outputs), targets)} if scores else {}
+    if not scores:
+        return Metrics()
+    return Metrics(accuracy=lambda outputs, targets: accuracy(scores(outputs), targets))
 
 
 def _config(options: argparse.Namespace, training: Training) -> dict[str, Any]:
@@ -367,6 +370,13 @@ def _config(options: argparse.Namespace, training: Training) -> dict[str, Any]:
 
 
 def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
+    done = (
+        f"trained     {format_count(result['updates'])} updates in {format_seconds(result['seconds'])}, "
+        f"{format_count(result['samples_per_second'])} samples/s, peak memory "
+        f"{format_bytes(result['peak_bytes'])}\n"
+    )
+    if not result["seconds"]:
+        done = f"finished    already, after {counted(trainer.epoch, 'epoch')}; train on with --epochs\n"
     best = f"stopped     {trainer.stopped}\n" if trainer.stopped else ""
     if trainer.best is not None:
         best += f"best        {out / BEST}  (validation {trainer.best_by} {trainer.best:.4f})\n"
@@ -374,11 +384,9 @@ def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
     if told:
         best += f"servers     {', '.join(f'{name} {many:,}' for name, many in told.items())}\n"
     return (
-        f"trained     {format_count(result['updates'])} updates in {format_seconds(result['seconds'])}, "
-        f"{format_count(result['samples_per_second'])} samples/s, peak memory "
-        f"{format_bytes(result['peak_bytes'])}\n"
-        f"checkpoint  {result['checkpoint']}\n{best}"
-        f"log         {result['log']}  (anybatch report {out} makes a page of it)" + _figures(result)
+        f"{done}checkpoint  {result['checkpoint']}\n{best}"
+        f"log         {result['log']}\n"
+        f"page        written by: anybatch report {out}{_figures(result)}"
     )
 
 
@@ -441,7 +449,9 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     )
     rows = training.train if training.test is None else training.test
     # The batch size of the training, because a whole-batch loss depends on it.
-    trainer = Trainer(step, rows, batch_size=found.progress["run"]["batch_size"], metrics=_metrics(training))
+    trainer = Trainer(
+        step, rows, batch_size=found.progress["run"]["batch_size"], callbacks=[_metrics(training)]
+    )
     values = trainer.evaluate(rows)
     told = {name: values[name] for name in ("accuracy", "loss") if name in values}
     result = {**told, "rows": trainer.train.count, "checkpoint": str(path)}
@@ -449,8 +459,13 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _folder(options: argparse.Namespace) -> Path:
-    name = (options.recipe or "").replace(":", ".")
-    return Path(options.resume) if options.resume else _free_folder(Path(options.out or f"runs/{name}"))
+    if options.resume:
+        return Path(options.resume)
+    wanted = Path(options.out or f"runs/{(options.recipe or '').replace(':', '.')}")
+    folder = _free_folder(wanted)
+    if folder != wanted and not rank():
+        sys.stderr.write(f"{wanted} holds another run; this one goes into {folder}\n")
+    return folder
 
 
 def _free_folder(wanted: Path) -> Path:

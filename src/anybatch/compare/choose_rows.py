@@ -61,7 +61,6 @@ def _leaves(value: object) -> list[Tensor]:
 
 
 def _spread(total: int, most: int) -> list[int]:
-    """Return places all over a batch, at even distances."""
     count = min(total, most)
     return [place * total // count for place in range(count)]
 
@@ -79,7 +78,6 @@ def _rarity(leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _signatures(leaves: Sequence[Tensor]) -> Tensor:
-    """Return (rows, numbers) of float64 for tensors of (rows, ...)."""
     numbers: list[Tensor] = []
     for leaf in leaves:
         flat = leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]

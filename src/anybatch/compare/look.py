@@ -51,19 +51,10 @@ class Doubt(NamedTuple):
 def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: int) -> Doubt | None:
     """Compare loss and gradient of a few rows between several cuts, before a batch is cut for the first time.
 
-    At most eight rows, as different as `choose_rows` finds them, run in a few large parts, in another number
-    of parts, and in another order. No part has a single row unless the plan has such parts. The model keeps
-    its mode; dropout gives its expected value. Nothing is updated, and everything is put back.
-    `anybatch.check` is the full test, and names the place of a fault.
-
-    Args:
-        task: the model and loss.
-        batch: the rows to choose from.
-        plan: the plan of the step.
-        most: rows that are known to fit.
-
-    Returns:
-        The reason why these rows could not tell; None if loss and gradient are the same in all splits.
+    At most eight rows, as different as `choose_rows` finds them, run in a few large parts of at most `most`
+    rows, in another number of parts, and in another order. No part has a single row unless the plan has
+    such parts. Dropout gives its expected value, and everything is put back. Return the reason why these rows
+    could not tell, or None.
 
     Raises:
         LossError: loss, gradient or weights depend on the split.
@@ -93,17 +84,8 @@ def read_rows(
 ) -> Doubt | None:
     """Show micro-batches of a few rows to the reader of a task; compare loss and gradient of two splits.
 
-    The first split has two rows in each part. The parts of the second are the largest that then `fits`.
-
-    Args:
-        task: a task with a reader.
-        batch: the rows to choose from, at least four.
-        plan: the plan of the step.
-        fits: returns True if so many rows fit, by the readings so far.
-        check: compare the two.
-
-    Returns:
-        The reason why these rows could not tell; None if they could.
+    The first split has two rows in each part. The parts of the second are the largest that then `fits`, by
+    the readings so far. Return the reason why these rows could not tell; None if they could.
 
     Raises:
         LossError: loss, gradient or weights depend on the split.
@@ -133,7 +115,6 @@ def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> I
 
 @contextmanager
 def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[tuple[Task, Batch]]:
-    """Choose so many rows; restore afterwards everything that a forward reaches."""
     with rng.preserved():  # `collate` may draw
         task, few = only_rows(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
         noted = reached_by(task, few)
@@ -152,8 +133,6 @@ def reached_by(task: Task, batch: Batch) -> ObjectState:
 
 
 class _FewRows(NamedTuple):
-    """A few rows to compare in several splits."""
-
     task: Task
     few: Batch
     plan: Plan
@@ -240,7 +219,7 @@ class _FewRows(NamedTuple):
         raise LossError(
             f"Expected the same loss and gradient from {self._name} for every split, {rows} as {whole.cut} "
             f"and as {parts.cut}. {likely} "
-            "ab.check(model, loss, batch) names the place; Step(check=False) skips this."
+            "ab.check(model, loss, batch) names the place; Options(check=False) skips this."
         )
 
     def _refuse_failed_trim(self, error: Exception, cut: Split, whole: Looked) -> None:
@@ -269,7 +248,7 @@ class _FewRows(NamedTuple):
         return (
             f"{trimmed}, where padded places must not count: no mean over them, no position that counts "
             f"them, no attention to them, no labels there. Mask them, keep columns without places whole by "
-            f"{keep}, or leave order out; ab.check(model, loss, batch) names the place, Step(check=False) "
+            f"{keep}, or leave order out; ab.check(model, loss, batch) names the place, Options(check=False) "
             "skips this."
         )
 
@@ -297,7 +276,6 @@ class _FewRows(NamedTuple):
             )
 
     def _warn_of_buffers(self, whole: Looked, parts: Looked) -> None:
-        """Warn of saved buffers whose new value depends on the split."""
         saved = self.task.model.state_dict()
         wrong = [
             name
@@ -352,6 +330,5 @@ def _parts(rows: int, count: int, most: int = ROWS, least: int = 1) -> tuple[int
 
 
 def _in_turn(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return large and small parts in turn, so that other rows are together."""
     places = range(len(sizes))
     return tuple([sizes[-1 - place // 2] if place % 2 else sizes[place // 2] for place in places])

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.compare.tolerance import limit_of, shortest_of
-from anybatch.core import Batch, Event, OutOfMemoryError, torch_private as private
-from anybatch.engine import Observer, Plan, Task, carry_out
+from anybatch.core import Batch, Callbacks, MicroBatchDone, OutOfMemoryError, torch_private as private
+from anybatch.engine import Plan, Task, carry_out
 from anybatch.losses import ModelTerms, SummedLoss
 from anybatch.precision import LossScale, Precision
 from anybatch.state import Effects, SeenDraws, plain_kernels
@@ -23,16 +23,11 @@ _LIMIT = 1e-2  # a smaller relative error of a float32 gradient may be rounding 
 _SIGNS = 8  # rows of a sketch
 
 
-class Outcome(Observer):
+class Outcome:
     """The loss and the finished gradient of some rows in one split.
 
-    Args:
-        task: the model and loss; its optimizers are stepped unless `is_dry`.
-        batch: the rows.
-        plan: the settings; its rows and sizes are replaced.
-        sizes: rows of each micro-batch.
-        draws: sees all operations; no longer watches once the gradient is finished.
-        is_dry: make no update, and put everything back.
+    The plan's rows and sizes are replaced by `sizes`. `draws` sees all operations, and no longer watches once
+    the gradient is finished. Optimizers are stepped unless `is_dry`; then everything is put back.
 
     Raises:
         OutOfMemoryError: a micro-batch did not fit.
@@ -42,7 +37,7 @@ class Outcome(Observer):
     def __init__(
         self, task: Task, batch: Batch, plan: Plan, sizes: tuple[int, ...], draws: SeenDraws, *, is_dry: bool
     ) -> None:
-        self.gradients: dict[str, Tensor] = {}
+        self.gradient: dict[str, Tensor] = {}
         self.rows, self.draws = batch.rows, draws
         effects = Effects()
         task = task.alone()  # first, so that its loss gathers no rows of other ranks
@@ -51,8 +46,7 @@ class Outcome(Observer):
             loss=ModelTerms(task.loss.call) if isinstance(task.loss, ModelTerms) else task.loss,
             effects=effects,
             scale=LossScale(Precision()),  # a dry run neither looks for overflow nor divides by a scale
-            observers=(self,),
-            listeners=(self.told,),
+            callbacks=Callbacks.of([self]),
             schedulers=(),
             before_cut=_allowed,
         )
@@ -69,13 +63,10 @@ class Outcome(Observer):
         #: The loss with all terms positive; rounding of the loss is relative to it.
         self.scale = math.fsum(abs(coefficients.get(name, 1.0) * value) for name, value in terms.items())
 
-    def told(self, event: Event) -> None:
-        """Look at a finished micro-batch, or at the report of the run."""
-
-    def update(self, gradients: Mapping[str, Tensor]) -> None:
+    def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep the gradient."""
         self.draws.is_watching = False
-        self.gradients = {name: self.kept(value.detach()) for name, value in gradients.items()}
+        self.gradient = {name: self.kept(value.detach()) for name, value in gradients.items()}
 
     def kept(self, gradient: Tensor) -> Tensor:
         """Return a dense copy of a gradient."""
@@ -89,7 +80,7 @@ class Outcome(Observer):
     @property
     def size(self) -> float:
         """The norm of the gradient."""
-        return math.hypot(*[value.norm().item() for value in self.gradients.values()])
+        return math.hypot(*[value.norm().item() for value in self.gradient.values()])
 
 
 class Distance(NamedTuple):
@@ -110,8 +101,8 @@ def distance(one: Outcome, other: Outcome, *alone: Outcome) -> Distance:
             a part tells how large rounding is.
     """
     apart: dict[str, float] = {}
-    for name in sorted(one.gradients.keys() | other.gradients.keys()):
-        pair = one.gradients.get(name), other.gradients.get(name)
+    for name in sorted(one.gradient.keys() | other.gradient.keys()):
+        pair = one.gradient.get(name), other.gradient.get(name)
         first, second = [torch.zeros(()) if value is None else value for value in pair]
         apart[name] = (first - second).norm().item()
     known = one, *alone
@@ -132,9 +123,6 @@ def _ratio(difference: float, size: float) -> float:
     if not math.isfinite(difference):
         return math.inf
     return difference / size if size else (math.inf if difference else 0.0)
-
-
-# ---- the outcomes of a look
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +164,14 @@ class Looked(Outcome):
         self.is_quiet = self._seen.is_quiet
         self.dtypes |= _short_of_devices(task, plan)
 
-    def told(self, event: Event) -> None:
+    def micro_batch(self, event: MicroBatchDone) -> None:
         """Stop watching: a forward that draws or writes does so in the first micro-batch."""
         if self._seen.is_quiet:
             self._watch.close()
 
-    def update(self, gradients: Mapping[str, Tensor]) -> None:
+    def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep the gradient, and the norms of buffers that were written to."""
-        super().update(gradients)
+        super().gradients(gradients)
         now, held = _versions(self._model), dict(self._model.named_buffers())
         moved = [name for name, one in now.items() if self._versions.get(name) != one]
         self.moved = moved[0] if moved else ""
@@ -218,7 +206,6 @@ class _Watched(SeenDraws):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Copy what a mutable operation is given."""
         if private.is_mutable(func):
             for value in private.pytree.tree_leaves((args, kwargs)):
                 known = self._places.get(value.untyped_storage().data_ptr()) if _is_strided(value) else None
@@ -228,17 +215,14 @@ class _Watched(SeenDraws):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Make a draw."""
         self._has_drawn = True
         return super().draw(func, args, kwargs)
 
     @property
     def is_quiet(self) -> bool:
-        """True if nothing was drawn or written, so that other splits need not be watched."""
         return not self._has_drawn and not self._copies
 
     def put_back(self) -> None:
-        """Put the copies back."""
         with torch.no_grad():
             for parameter, value in self._copies.items():
                 parameter.copy_(value)
@@ -322,6 +306,5 @@ def _signs(rows: int) -> Tensor:
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return the identity and version of each parameter and buffer by name."""
     named = chain(model.named_parameters(), model.named_buffers())
     return {name: (id(one), private.version(one)) for name, one in named}

@@ -1,6 +1,6 @@
 """Foundations: errors, units, nested tensors, batches, totals and reports."""
 
-from anybatch.core import torch_private as torch_private, tree as tree
+from anybatch.core import errors as errors, torch_private as torch_private, tree as tree
 from anybatch.core.batch import (
     Batch as Batch,
     Collate as Collate,
@@ -14,6 +14,15 @@ from anybatch.core.batch import (
     TrimmedBatch as TrimmedBatch,
     cut_sizes as cut_sizes,
 )
+from anybatch.core.callback import (
+    Callback as Callback,
+    CallbackLike as CallbackLike,
+    Callbacks as Callbacks,
+    Functions as Functions,
+    bound as bound,
+    call as call,
+    check_callbacks as check_callbacks,
+)
 from anybatch.core.errors import (
     AnybatchError as AnybatchError,
     BatchError as BatchError,
@@ -21,6 +30,7 @@ from anybatch.core.errors import (
     BudgetError as BudgetError,
     CheckpointError as CheckpointError,
     DataError as DataError,
+    KeywordError as KeywordError,
     LossError as LossError,
     NonFiniteLossError as NonFiniteLossError,
     OptimizerError as OptimizerError,
@@ -36,6 +46,10 @@ from anybatch.core.finite import Look as Look, NonFinite as NonFinite, all_finit
 from anybatch.core.loaded import all_loaded as all_loaded, loaded as loaded, numpy_random as numpy_random
 from anybatch.core.oom import (
     free_caches as free_caches,
+    is_final as is_final,
+    mark_final as mark_final,
+    note as note,
+    note_update as note_update,
     ran_out_of_memory as ran_out_of_memory,
     released as released,
 )
@@ -46,10 +60,10 @@ from anybatch.core.phase import (
     recomputing as recomputing,
 )
 from anybatch.core.report import (
-    Event as Event,
-    Listener as Listener,
+    EpochReport as EpochReport,
     MicroBatchDone as MicroBatchDone,
     MicroBatchRedone as MicroBatchRedone,
+    RunInfo as RunInfo,
     StepReport as StepReport,
 )
 from anybatch.core.total import (
@@ -66,5 +80,6 @@ from anybatch.core.units import (
     format_count as format_count,
     format_seconds as format_seconds,
     html_table as html_table,
+    kind_of as kind_of,
     parse_bytes as parse_bytes,
 )

@@ -73,11 +73,6 @@ class Padding:
     axes: tuple[tuple[int, int], ...] = ()  # (index of a tensor, its axis of this length)
     is_left: bool = False  # True if padding is at the start
 
-    @property
-    def is_masked(self) -> bool:
-        """True if a mask tells the model where padding is; False if padding tokens or labels do."""
-        return self.source.startswith("batch")
-
     def longest(self, rows: Sequence[int]) -> int:
         """Return the length of the longest of these rows without padding, at least 1."""
         return max(1, *[self.valid[row] for row in rows])
@@ -163,12 +158,6 @@ class TensorBatch(Batch):
 
     Raises:
         BatchError: no tensor, no row, a tensor without a first axis, or first axes that disagree.
-
-    Example:
-        >>> import torch
-        >>> batch = TensorBatch((torch.arange(5), torch.zeros(5, 2)))
-        >>> [x.tolist() for x, _ in batch.cut(2)]
-        [[0, 1], [2, 3], [4]]
     """
 
     __slots__ = ("_nest", "given", "leaves", "rows", "whole")
@@ -218,13 +207,6 @@ class TrimmedBatch(TensorBatch):
         value: as for `TensorBatch`, in the caller's order.
         paddings: the paddings by the caller's row, for example of encoder and decoder.
         order: the caller's row at each position.
-
-    Example:
-        >>> import torch
-        >>> padding = Padding(length=3, valid=(1, 3, 2), source="a mask", axes=((0, 1),))
-        >>> batch = TrimmedBatch((torch.tensor([[1, 0, 0], [2, 3, 4], [5, 6, 0]]),), [padding], (1, 2, 0))
-        >>> [x.tolist() for (x,), _ in batch.micro_batches([range(1), range(1, 3)])]
-        [[[2, 3, 4]], [[5, 6], [1, 0]]]
     """
 
     __slots__ = ("order", "paddings")
@@ -289,12 +271,6 @@ class SampleBatch(Batch):
 
     Raises:
         BatchError: `samples` is empty or cannot be indexed.
-
-    Example:
-        >>> import torch
-        >>> batch = SampleBatch([1, 2, 3], torch.tensor)
-        >>> [micro.tolist() for micro in batch.cut(2)]
-        [[1, 2], [3]]
     """
 
     __slots__ = ("collate", "given", "order", "rows", "whole")
@@ -345,8 +321,10 @@ def _are_adjacent(parts: Sequence[Sequence[int]]) -> bool:
 
 def _common_rows(nest: tree.Nest, value: object) -> int:
     if not nest.leaves:
-        count = len(nest.leaves)
-        raise BatchError(f"Expected a tensor in the batch, got {count}. Pass the tensors of all rows.")
+        raise BatchError(
+            f"Expected a tensor in the batch, got {type(value).__name__}. Pass the tensors of all rows; a "
+            "collate_fn without `return` gives None."
+        )
     rows = nest.leaves[0].shape[0] if nest.leaves[0].dim() else -1
     for leaf in nest.leaves:
         if leaf.dim() == 0 or leaf.shape[0] != rows:

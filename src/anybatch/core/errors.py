@@ -1,20 +1,4 @@
-"""The exception tree, drawn: every error says what was expected, what came and what to do.
-
-    AnybatchError
-    ├── BatchError        the batch cannot be cut, or is on another device than the model
-    ├── LossError         the loss cannot be summed: no weight, not a scalar, unknown reduction
-    │   └── NonFiniteLossError   the loss of some micro-batch is NaN or infinite
-    ├── PlanError         a setting cannot be carried out: micro-batch size, clipping, dtype
-    │   ├── BudgetError          no plan fits the memory budget
-    │   ├── TraceError           a step cannot be run on fake tensors, or its bytes follow no law
-    │   └── BlockError           a block of the model does not repeat its forward
-    ├── OptimizerError    optimizers, schedulers and parameters do not belong together
-    ├── OutOfMemoryError  not even one row fits, or the update does not
-    ├── RankError         another rank failed, ended or did not answer
-    ├── WindowError       a window used out of order: left open, closed empty, used after its end
-    ├── ReadOnlyError     a read-only attribute was assigned
-    ├── DataError         a data file is missing, truncated, corrupt or of another format
-    └── CheckpointError   a checkpoint is missing, truncated, corrupt or of another model
+"""The exception tree: every error says what was expected, what came and what to do.
 
 All but four are also `ValueError`: `OutOfMemoryError` is a `MemoryError`, `RankError` and `WindowError` are
 a `RuntimeError`, `ReadOnlyError` an `AttributeError`. When a step raises one, the model, its buffers, the
@@ -51,6 +35,10 @@ class BlockError(PlanError):
     def __init__(self, message: str, *, block: str = "") -> None:
         super().__init__(message)
         self.block = block  # its name
+
+
+class KeywordError(PlanError, TypeError):
+    """A parameter has another name or place, which the message says; also a `TypeError`."""
 
 
 class TraceError(PlanError):

@@ -3,6 +3,7 @@
 import gc
 import re
 import traceback
+from contextlib import suppress
 
 import torch
 
@@ -30,15 +31,25 @@ _SAYINGS = (
 _NUMPYS = re.compile(r"unable to allocate [\d.]+ ?([kmgtpe]i?)?b")  # a slot or a port may be allocated, too
 
 
+def mark_final(error: BaseException) -> None:
+    """Mark an error that must not be recovered from."""
+    vars(error)["is_final"] = True
+
+
+def is_final(error: BaseException) -> bool:
+    """Return True if an error must not be recovered from."""
+    return "is_final" in vars(error)
+
+
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error, or a cause of it, says that memory ran out.
+    """Return True if an error, or a cause of it, says that memory ran out, and it is not final.
 
     Args:
         error: the caught error. Texts are read in `RuntimeError` and `OSError` only, so that a text about
             memory in another error does not count.
     """
     seen: set[int] = set()
-    one: BaseException | None = error
+    one: BaseException | None = None if is_final(error) else error
     while one is not None and id(one) not in seen:
         seen.add(id(one))
         if isinstance(one, MemoryError | torch.OutOfMemoryError):
@@ -69,3 +80,14 @@ def free_caches() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def note_update(error: BaseException, update: int) -> None:
+    """Note on an error that this update was made before it."""
+    note(error, f"Update {update} was made before this error: do not repeat the batch.")
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an error, unless its class allows none."""
+    with suppress(Exception):
+        error.add_note(text)

@@ -1,10 +1,10 @@
-"""Events and reports of a step, as frozen records."""
+"""Events and reports of steps and trainings, as frozen records."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from anybatch.core.units import format_seconds
+from anybatch.core.units import format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,5 +88,36 @@ class StepReport:
         return f"StepReport({', '.join([made, *told, format_seconds(self.seconds)])})"
 
 
-Event = MicroBatchDone | MicroBatchRedone | StepReport
-Listener = Callable[[Event], None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """The size of a training when it starts or resumes."""
+
+    epochs: int  # number of the last epoch
+    done_epochs: int  # epochs finished before this start
+    done_updates: int  # updates made before this start
+    total_updates: int | None  # updates after all epochs; None if unknown
+    rows: int | None  # rows of an epoch; None if unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochReport:
+    """The result of one epoch."""
+
+    epoch: int  # 1 for the first
+    updates: int  # updates since the start of the run
+    loss: float  # mean over all rows of the epoch, each at the weights before its update
+    validation: Mapping[str, float]  # loss, terms and metrics; empty without validation rows
+    learning_rate: float  # learning rate of the first parameter group after the epoch
+    seconds: float  # wall time of this epoch's training, without validation
+    samples_per_second: float  # trained rows per second
+    dropped: int = 0  # rows that were left out, because they were not finite
+    skipped: int = 0  # steps without an update: all rows masked or left out, or the update skipped
+
+    def __str__(self) -> str:
+        held_out = "".join(f"  validation {name} {value:.4f}" for name, value in self.validation.items())
+        lost = f"  {format_count(self.dropped)} rows left out" if self.dropped else ""
+        lost += f"  {format_count(self.skipped)} steps without update" if self.skipped else ""
+        return (
+            f"epoch {self.epoch:3}  loss {self.loss:.4f}{held_out}  lr {self.learning_rate:.3g}  "
+            f"{format_count(self.samples_per_second)} samples/s  {format_seconds(self.seconds)}{lost}"
+        )

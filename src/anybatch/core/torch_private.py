@@ -1,15 +1,8 @@
 """Private names of torch, each used once, with the behavior if it is missing.
 
 Only this file imports private modules or functions of torch, or reads private attributes of its objects.
-"No substitute" means: if torch lacks the name, importing or calling it fails with torch's own ImportError or
+A name without "If missing" has no substitute: torch that lacks it raises its own ImportError or
 AttributeError.
-
-Example:
-    >>> from anybatch.core import torch_private as private
-    >>> weight = torch.ones(2, requires_grad=True)
-    >>> private.run_backward((weight.sum(),), (torch.tensor(3.0),))
-    >>> weight.grad
-    tensor([3., 3.])
 """
 
 import ctypes
@@ -17,7 +10,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import CodeType
@@ -38,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
-# Base classes, classes to recognize, and torch's pytree. No substitute.
+# Base classes, classes to recognize, and torch's pytree.
 __all__ = [
     "BatchNorm",
     "DataDependentOutputException",
@@ -150,7 +142,7 @@ def start_memory_events() -> Callable[[], list[int] | None]:
     """Record the CPU allocations of this thread; call `is_profiling` first.
 
     Returns a function that stops it and returns the bytes allocated (negative: freed) in order, or None if a
-    profiler of the caller took over. Frees of memory from before the start are left out. No substitute.
+    profiler of the caller took over. Frees of memory from before the start are left out.
     """
     activities, scopes = {_profiler.ProfilerActivity.CPU}, {_profiler.RecordScope.STATIC_RUNTIME_MODEL}
     flags = False, True, False, False, False  # only profile_memory; no training enters the scope
@@ -195,17 +187,6 @@ def is_compiler_loaded() -> bool:
     return _COMPILER in sys.modules
 
 
-def has_cpp_compiler() -> bool:
-    """Return True if torch finds a C++ compiler, which its own needs on a CPU. If missing: True."""
-    try:
-        import_module("torch._inductor.cpp_builder").get_cpp_compiler()
-    except (ImportError, AttributeError):
-        return True
-    except Exception:
-        return False
-    return True
-
-
 not_compiled: Any = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
 """Exclude a function from compilation. If missing: `torch.compiler.disable`, which imports the compiler."""
 
@@ -220,17 +201,17 @@ If missing: modes see all operations. A meter then counts too much, and tracing 
 
 
 def operator_of(overload: Any) -> Any:
-    """Return the operator of an overload: `aten.add` for `aten.add.Tensor`. No substitute."""
+    """Return the operator of an overload: `aten.add` for `aten.add.Tensor`."""
     return overload._overloadpacket
 
 
 def arguments_of(overload: Any) -> Sequence[Any]:
-    """Return the arguments in an overload's schema, with `name` and `alias_info`. No substitute."""
+    """Return the arguments in an overload's schema, with `name` and `alias_info`."""
     return overload._schema.arguments
 
 
 def is_mutable(overload: Any) -> bool:
-    """Return True if an overload writes to one of its arguments. No substitute."""
+    """Return True if an overload writes to one of its arguments."""
     return overload._schema.is_mutable
 
 
@@ -238,7 +219,7 @@ def is_mutable(overload: Any) -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """Return the count of in-place writes except by `.data`; 0 for inference tensors. No substitute."""
+    """Return the count of in-place writes except by `.data`; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -299,32 +280,27 @@ def hooks_after_accumulation(tensors: Sequence[Tensor]) -> list[Callable[..., An
     return [*found, *[one for t in tensors for one in getattr(t, "_in_backward_optimizers", ())]]
 
 
-def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return indices and values of a sparse COO tensor, not coalesced. No substitute."""
-    return tensor._indices(), tensor._values()
-
-
 # ---- many tensors at once
 
 
 foreach_add_: Callable[..., None] = torch._foreach_add_
-"""`foreach_add_(totals, values, alpha=1.0)`: add alpha * value to each total. No substitute."""
+"""`foreach_add_(totals, values, alpha=1.0)`: add alpha * value to each total."""
 
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
-"""`foreach_mul_(values, factor)`: multiply each value by one number. No substitute.
+"""`foreach_mul_(values, factor)`: multiply each value by one number.
 
 On the CPU torch rounds the factor to the dtype of the values first, which changes results in bfloat16;
 `Tensor.mul_` does not. Powers of two are exact.
 """
 
 foreach_norm: Callable[..., tuple[Tensor, ...]] = torch._foreach_norm
-"""The 2-norm of each tensor; all are of one dtype and device. No substitute."""
+"""The 2-norm of each tensor; all are of one dtype and device."""
 
 foreach_copy_: Callable[..., None] = torch._foreach_copy_
-"""`foreach_copy_(targets, values)`: write each value into its target. No substitute."""
+"""`foreach_copy_(targets, values)`: write each value into its target."""
 
 check_finite_: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
-"""`check_finite_(tensors, found, one)`: set `found` to 1 if a number is not finite. No substitute.
+"""`check_finite_(tensors, found, one)`: set `found` to 1 if a number is not finite.
 
 All must be on one device and of one dtype; `found` and `one` are float32 of shape (1,). The tensors are
 multiplied by `one`, which holds 1.
@@ -342,32 +318,32 @@ HOOKS_OF_MODULES = (
 STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 LOAD_HOOKS = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
 CALL_CODE: CodeType = nn.Module._call_impl.__code__
-"""The code object that calls a module's forward, for comparison with frames. No substitute."""
+"""The code object that calls a module's forward, for comparison with frames."""
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's table of buffers, which may be written to. No substitute."""
+    """Return a module's table of buffers, which may be written to."""
     return module._buffers
 
 
 def separate_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Replace a module's table of buffers with a copy, and return it. No substitute."""
+    """Replace a module's table of buffers with a copy, and return it."""
     buffers = module.__dict__["_buffers"] = {**module._buffers}
     return buffers
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's table of parameters, which may be written to. No substitute."""
+    """Return a module's table of parameters, which may be written to."""
     return module._parameters
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's table of submodules, which may be written to. No substitute."""
+    """Return a module's table of submodules, which may be written to."""
     return module._modules
 
 
 def hooks_of_module(module: nn.Module) -> list[dict[int, Any]]:
-    """Return a module's tables of forward hooks, in the order of `HOOKS_OF_MODULES`. No substitute."""
+    """Return a module's tables of forward hooks, in the order of `HOOKS_OF_MODULES`."""
     return [vars(module)[name] for name in HOOKS_OF_MODULES]
 
 
@@ -397,7 +373,7 @@ def is_static(module: nn.Module) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter or buffer without compiled wrappers. No substitute."""
+    """Return the name of a parameter or buffer without compiled wrappers."""
     return name.replace("_orig_mod.", "")
 
 

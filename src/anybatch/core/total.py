@@ -71,12 +71,7 @@ class Total:
     __rmul__ = __mul__
 
     def mean(self) -> Number:
-        """Return the sum divided by the weight. The mean of no rows (weight 0) is NaN.
-
-        Example:
-            >>> Total(1.5, 3).mean(), Total.zero().mean()
-            (0.5, nan)
-        """
+        """Return the sum divided by the weight. The mean of no rows (weight 0) is NaN."""
         if isinstance(self.weight, Tensor) or self.weight != 0:
             return self.sum / self.weight
         return self.sum * math.nan
@@ -169,11 +164,6 @@ def weighted_mean(measure: Callable[[Item], Total]) -> Fold[Item, Total, Number]
 
     Returns:
         A fold whose result is the sum of all items divided by their weight; NaN if the weight is 0.
-
-    Example:
-        >>> lengths = weighted_mean(lambda words: Total(sum(map(len, words)), len(words)))
-        >>> lengths.run([["a", "bcd"], ["ef", "g", "hijkl"]])
-        2.4
     """
     return Fold(
         init=Total.zero,

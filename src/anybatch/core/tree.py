@@ -34,14 +34,6 @@ def flatten(tree: object) -> Nest:
 
     Raises:
         BatchError: a leaf is neither a tensor nor None; the message names its path.
-
-    Example:
-        >>> import torch
-        >>> nest = flatten({"x": torch.zeros(4, 2), "y": (torch.ones(4), None)})
-        >>> nest.paths
-        ("['x']", "['y'][0]")
-        >>> nest.build(iter([leaf[:1] for leaf in nest.leaves]))
-        {'x': tensor([[0., 0.]]), 'y': (tensor([1.]), None)}
     """
     if type(tree) is tuple and len(tree) == 2 and type(tree[0]) is type(tree[1]) is Tensor:
         return Nest(_PAIR, tree, tuple)  # the usual batch, at a fraction of the time
@@ -72,11 +64,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Return all tensors in nested tuples, lists, mappings and dataclasses; other leaves are left out.
 
     A container that occurs several times is visited once: a nest may be a graph.
-
-    Example:
-        >>> import torch
-        >>> [leaf.shape[0] for leaf in tensors_in(([torch.zeros(1), None], {"x": (torch.zeros(2), 3)}))]
-        [1, 2]
     """
     return _tensors_in(value, {})
 
@@ -114,10 +101,6 @@ def mould(node: Any) -> Callable[[Sequence[Any]], Any]:
 
     It never writes to `node`. It does not keep a plain tuple, list or dict alive, so their tensors can be
     freed.
-
-    Example:
-        >>> mould({"x": 1, "y": 2})([3, 4])
-        {'x': 3, 'y': 4}
     """
     kind: Any = type(node)
     if isinstance(node, (tuple, list)):
@@ -155,6 +138,18 @@ def _fields(node: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
 
 
+def _advice(node: object, path: str) -> str:
+    if type(node).__module__.startswith("numpy"):
+        return "Make it a tensor with torch.from_numpy."
+    if isinstance(node, bool):
+        return (
+            "Pass a setting to the model in a loss function (model, micro); CLIP's loss is an ab.WholeBatch."
+        )
+    if not path:
+        return "Make a DataLoader(dataset, batch_size=...); then, for batch in loader: step(batch)."
+    return "Make it a tensor with one entry per row, or pass a list of samples to a step with a collate=."
+
+
 def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Build:
     if isinstance(node, Tensor):
         paths.append(path or "the batch itself")
@@ -164,11 +159,9 @@ def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Buil
         return lambda rest: None
     found = parts(node)
     if found is None:
-        hint = " (torch.from_numpy makes it a tensor)" if type(node).__module__.startswith("numpy") else ""
         raise BatchError(
-            f"Expected tensors (or None) at every leaf of a batch, got a {type(node).__name__}{hint} at "
-            f"{path or 'the top'}. Turn it into a tensor with one entry per row, or hand over a list of "
-            "samples and a `collate`."
+            f"Expected tensors (or None) at every leaf of a batch, got a {type(node).__name__} at "
+            f"{path or 'the top'}. {_advice(node, path)}"
         )
     places = zip(_places(node), found, strict=True)
     builds = [_visit(part, f"{path}{place}", paths, leaves) for place, part in places]

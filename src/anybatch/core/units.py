@@ -34,8 +34,8 @@ def parse_bytes(text: str | int) -> int:
         if num_bytes > 0:
             return num_bytes
     raise PlanError(
-        f"Expected a number of bytes above 0, got {text!r}. Write a whole number, or one with a unit, as in "
-        '"12GB" (1000^3) or "12GiB" (1024^3).'
+        f"Expected a number of bytes above 0, got {text!r}. Write a whole number, one with a unit, as in "
+        '"12GB" (1000^3) or "12GiB" (1024^3), or, for memory=, a share of the device, as in "80%".'
     )
 
 
@@ -50,6 +50,11 @@ def format_seconds(seconds: float) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number and its noun, as in `1 row` and `2 rows`."""
     return f"{number} {noun}" + "s" * (number != 1)
+
+
+def kind_of(value: object) -> str:
+    """Return the name of a value's type for an error, as in `Tensor` and `the class SGD`."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def format_count(number: float) -> str:

@@ -3,7 +3,6 @@
 from anybatch.data.dataset import (
     Dataset as Dataset,
     DataSplit as DataSplit,
-    hold_out as hold_out,
     hold_out_rows as hold_out_rows,
 )
 from anybatch.data.load import load as load

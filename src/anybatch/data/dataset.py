@@ -1,6 +1,6 @@
 """A data set in memory: normalized inputs, targets and class names."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,24 +19,6 @@ class Dataset:
     name: str  # for reports: "MNIST, training"
     classes: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        if self.inputs.ndim != 4 or self.inputs.dtype != torch.float32:
-            raise DataError(
-                f"{self.name}: expected float32 inputs of shape (rows, channels, height, width), "
-                f"got {self.inputs.dtype} of shape {tuple(self.inputs.shape)}; convert them first"
-            )
-        if self.targets.ndim != 1 or self.targets.dtype != torch.int64:
-            raise DataError(
-                f"{self.name}: expected int64 targets of shape (rows,), "
-                f"got {self.targets.dtype} of shape {tuple(self.targets.shape)}; convert them first"
-            )
-        if len(self.inputs) != len(self.targets) or not len(self.targets):
-            raise DataError(
-                f"{self.name}: expected one target for each input and at least one row, "
-                f"got {len(self.inputs)} inputs and {len(self.targets)} targets; take both from one data set"
-            )
-        check_classes(self.targets, num_classes=len(self.classes), name=self.name)
-
     def __len__(self) -> int:
         return len(self.targets)
 
@@ -47,25 +29,6 @@ class DataSplit:
 
     train: Dataset
     test: Dataset
-
-    def __post_init__(self) -> None:
-        train, test = self.train, self.test
-        if train.inputs.shape[1:] != test.inputs.shape[1:] or train.classes != test.classes:
-            raise DataError(
-                f"expected {train.name} and {test.name} to agree in the shape of a row and in the classes, "
-                f"got {tuple(train.inputs.shape[1:])} with {len(train.classes)} classes and "
-                f"{tuple(test.inputs.shape[1:])} with {len(test.classes)}; take both from the same data set"
-            )
-
-
-def hold_out(rows: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Split a fraction of validation rows off training rows; both keep their order."""
-    stay, held_out = hold_out_rows(len(rows), fraction, seed, name=rows.name)
-    validation = replace(rows, inputs=rows.inputs[held_out], targets=rows.targets[held_out])
-    return (
-        replace(rows, inputs=rows.inputs[stay], targets=rows.targets[stay]),
-        replace(validation, name=f"{rows.name}, validation"),
-    )
 
 
 def hold_out_rows(rows: int, fraction: float, seed: int, *, name: str) -> tuple[Tensor, Tensor]:

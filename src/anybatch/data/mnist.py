@@ -1,7 +1,6 @@
 """MNIST and its relatives in IDX files, gzipped or not, checked against their header."""
 
 import gzip
-import sys
 import zlib
 from io import BufferedIOBase
 from math import prod
@@ -14,32 +13,19 @@ from torch.nn import functional
 from anybatch.core import DataError
 from anybatch.data.dataset import DataSplit, check_classes, normalised, unreadable
 
-# The third byte of the header (http://yann.lecun.com/exdb/mnist/, "the IDX file format").
-DTYPES = {
-    0x08: torch.uint8,
-    0x09: torch.int8,
-    0x0B: torch.int16,
-    0x0C: torch.int32,
-    0x0D: torch.float32,
-    0x0E: torch.float64,
-}
+# Two zero bytes, and the code of unsigned bytes (http://yann.lecun.com/exdb/mnist/, "the IDX file format").
+START = b"\0\0\x08"
 PIECE_BYTES = 1 << 20
 STEMS = ("train-images", "train-labels", "t10k-images", "t10k-labels")
 MARGIN = 2  # pixels of padding on each side, from 28x28 to the 32x32 of LeNet-5
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read one IDX file, gzipped or not, into a tensor of the dtype and shape in its header.
-
-    Args:
-        path: the file; its first two bytes show if it is gzipped.
-
-    Returns:
-        A tensor in the machine's byte order.
+    """Return the unsigned bytes of one IDX file as a tensor; its first two bytes show if it is gzipped.
 
     Raises:
-        DataError: the file cannot be read, is no IDX file, is truncated, has extra bytes, or is a damaged
-            gzip file.
+        DataError: the file cannot be read, is no IDX file of unsigned bytes, is truncated or has extra bytes,
+            or is a damaged gzip file.
     """
     try:
         with path.open("rb") as raw:
@@ -79,15 +65,15 @@ def _find(folder: Path, stem: str) -> Path:
 
 def _read_pair(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
     images, labels = read_idx(images_path), read_idx(labels_path)
-    if images.dtype != torch.uint8 or images.ndim != 3 or images.shape[1:] != (28, 28):
+    if images.ndim != 3 or images.shape[1:] != (28, 28):
         raise DataError(
             f"{images_path}: expected unsigned bytes of shape (rows, 28, 28), "
-            f"got {images.dtype} of shape {tuple(images.shape)}; check that it holds the images of MNIST"
+            f"got shape {tuple(images.shape)}; check that it holds the images of MNIST"
         )
-    if labels.dtype != torch.uint8 or labels.ndim != 1:
+    if labels.ndim != 1:
         raise DataError(
             f"{labels_path}: expected unsigned bytes of shape (rows,), "
-            f"got {labels.dtype} of shape {tuple(labels.shape)}; check that it holds the labels of MNIST"
+            f"got shape {tuple(labels.shape)}; check that it holds the labels of MNIST"
         )
     if len(images) != len(labels) or not len(labels):
         raise DataError(
@@ -100,16 +86,15 @@ def _read_pair(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
 
 def _parse(file: BufferedIOBase, path: Path) -> Tensor:
     magic = bytes(_read(file, 4))
-    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in DTYPES:
+    if len(magic) < 4 or magic[:3] != START:
         raise DataError(
-            f"{path}: expected an IDX file (two zero bytes, a dtype code among "
-            f"{', '.join(f'{code:#04x}' for code in DTYPES)}, the number of dimensions), "
+            f"{path}: expected an IDX file of unsigned bytes (00 00 08, the number of dimensions), "
             f"got {magic.hex(' ') or 'an empty file'}; check the path"
         )
-    dtype, num_dims = DTYPES[magic[2]], magic[3]
+    num_dims = magic[3]
     dims = _read(file, 4 * num_dims)
     shape = tuple(int.from_bytes(dims[i : i + 4], "big") for i in range(0, len(dims), 4))
-    expected_bytes = prod(shape) * dtype.itemsize
+    expected_bytes = prod(shape)
     # One byte more than expected detects extra bytes; at the end of a gzip file the checksum is verified.
     body = _read(file, expected_bytes + 1)
     is_short = len(dims) < 4 * num_dims or len(body) < expected_bytes
@@ -118,10 +103,11 @@ def _parse(file: BufferedIOBase, path: Path) -> Tensor:
             f"{len(body)}: the file is truncated" if is_short else "more: the header or the file is damaged"
         )
         raise DataError(
-            f"{path}: expected {expected_bytes} bytes after the header, for {dtype} of shape {shape}, "
+            f"{path}: expected {expected_bytes} bytes after the header, for shape {shape}, "
             f"got {found}; fetch it again"
         )
-    return _decode(body, dtype).view(shape)
+    flat = torch.frombuffer(body, dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
+    return flat.view(shape)
 
 
 def _read(file: BufferedIOBase, num_bytes: int) -> bytearray:
@@ -130,12 +116,3 @@ def _read(file: BufferedIOBase, num_bytes: int) -> bytearray:
     while piece := file.read(min(PIECE_BYTES, num_bytes - len(data))):
         data += piece
     return data
-
-
-def _decode(body: bytearray, dtype: torch.dtype) -> Tensor:
-    if not body:
-        return torch.empty(0, dtype=dtype)
-    data = torch.frombuffer(body, dtype=torch.uint8)
-    if sys.byteorder == "little":
-        data = data.view(-1, dtype.itemsize).flip(1).flatten()
-    return data.view(dtype)

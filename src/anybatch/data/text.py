@@ -46,11 +46,6 @@ def read_blocks(source: str, block_size: int) -> Blocks:
 
     Raises:
         DataError: the file does not exist, is not UTF-8, or its last tenth is shorter than a block.
-
-    Example:
-        >>> blocks = read_blocks("python", 64)
-        >>> blocks.train[0].shape[1], "".join(blocks.vocabulary[i] for i in blocks.train[0][0, :9])
-        (64, '# Author:')
     """
     text = "\n".join(map(_source, MODULES[:2])) if source == PYTHON else _read(Path(source))
     vocabulary = sorted(set(text))

@@ -4,17 +4,17 @@ from anybatch.engine import window_state as window_state
 from anybatch.engine.gradients import (
     Apart as Apart,
     Gradient as Gradient,
-    Gradients as Gradients,
     accumulation_dtype as accumulation_dtype,
+    finish as finish,
     multiply as multiply,
 )
-from anybatch.engine.observer import Observer as Observer, Reader as Reader
 from anybatch.engine.part import Part as Part
-from anybatch.engine.plan import Plan as Plan, check_micro_batch as check_micro_batch
+from anybatch.engine.plan import FLOAT32 as FLOAT32, Plan as Plan, check_micro_batch as check_micro_batch
 from anybatch.engine.strategy import Agreed as Agreed, Single as Single, Strategy as Strategy
 from anybatch.engine.sums import Sums as Sums
 from anybatch.engine.task import (
     Progress as Progress,
+    Reader as Reader,
     Signature as Signature,
     Task as Task,
     admit as admit,

@@ -1,4 +1,4 @@
-"""The gradient fold: sums over micro-batches, merged and divided once; and the ways to accumulate them."""
+"""Gradient sums over micro-batches, the ways to accumulate them, and their one division."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,45 +30,23 @@ def accumulation_dtype(parameter: torch.dtype, chosen: torch.dtype | None = None
     return chosen.to_complex() if parameter.is_complex and not chosen.is_complex else chosen
 
 
-class Gradients:
-    """Gradient of J^T c by term and parameter, not yet divided: the state of the gradient fold.
-
-    The law: sums of a batch cut anywhere merge to the sums of the batch; `merge` is associative and
-    commutative up to rounding, and no banks at all are its identity.
-
-    Args:
-        banks: the sums of each term that has a divisor of its own, by its name.
+def finish(banks: Mapping[str, Gradient], factors: Mapping[str, Number]) -> Gradient:
+    """Multiply the sums of each term once by its factor, in place, and add them up, in the dtype of the sums.
 
     Example:
         >>> p = nn.Parameter(torch.zeros(2))
-        >>> one, two = (Gradients({"loss": {p: torch.tensor([n, n])}}) for n in (1.0, 2.0))
-        >>> one.merge(two).merge(Gradients({})).finish({"loss": 0.5})[p]
+        >>> finish({"one": {p: torch.ones(2)}, "two": {p: torch.ones(2)}}, {"one": 0.5, "two": 1.0})[p]
         tensor([1.5000, 1.5000])
     """
-
-    def __init__(self, banks: dict[str, Gradient]) -> None:
-        self.banks = banks
-
-    def merge(self, other: "Gradients") -> "Gradients":
-        """Return the sums of both. Neither is changed."""
-        merged = {name: dict(bank) for name, bank in self.banks.items()}
-        for name, bank in other.banks.items():
-            mine = merged.setdefault(name, {})
-            for parameter, value in bank.items():
-                mine[parameter] = mine[parameter] + value if parameter in mine else value
-        return Gradients(merged)
-
-    def finish(self, factors: Mapping[str, Number]) -> Gradient:
-        """Multiply each bank once by its factor, in place, and add the banks up, in the dtype of the sums."""
-        for name, factor in factors.items():
-            bank = self.banks.get(name)
-            if bank and (isinstance(factor, Tensor) or factor != 1.0):
-                multiply([*bank.values()], factor)
-        first, *others = self.banks.values() if self.banks else [{}]
-        for bank in others:
-            for parameter, value in bank.items():
-                first[parameter] = first[parameter].add_(value) if parameter in first else value
-        return first
+    for name, factor in factors.items():
+        bank = banks.get(name)
+        if bank and (isinstance(factor, Tensor) or factor != 1.0):
+            multiply([*bank.values()], factor)
+    first, *others = banks.values() if banks else [{}]
+    for bank in others:
+        for parameter, value in bank.items():
+            first[parameter] = first[parameter].add_(value) if parameter in first else value
+    return first
 
 
 def multiply(values: Sequence[Tensor], factor: Number) -> None:
@@ -126,15 +104,16 @@ class InPlace:
         self._sums += [p.grad for p in made if p.grad is not None]
         self._awaited = [p for p in self._awaited if p.grad is None]
 
-    def gradients(self) -> Gradients:
+    def parted(self) -> dict[str, Gradient]:
         """Return the sums so far, each in memory of its own."""
         if self._awaited:
             self._own_memory()
-        return self.taken()
+        return self.banks
 
-    def taken(self) -> Gradients:
-        """Return the sums so far as autograd left them: they may share memory, so do not change them."""
-        return Gradients({self._name: {p: p.grad for p in self._parameters if p.grad is not None}})
+    @property
+    def banks(self) -> dict[str, Gradient]:
+        """The sums so far as autograd left them: they may share memory, so do not change them."""
+        return {self._name: {p: p.grad for p in self._parameters if p.grad is not None}}
 
     def close(self) -> None:
         """Nothing to take off."""
@@ -170,7 +149,7 @@ class Apart:
     ) -> None:
         self._parameters, self._compensated = parameters, compensated
         self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in parameters}
-        self._banks: dict[str, Gradient] = {name: {} for name in names}
+        self.banks: dict[str, Gradient] = {name: {} for name in names}
         self._tell = tell
         self.errors: dict[str, Gradient] = {name: {} for name in names}  # rounding errors carried along
         self._at, self._unscale, self._in_backward = names[0], 1.0, False
@@ -223,26 +202,24 @@ class Apart:
         for name, bank in waiting.items():
             self._add(name, bank)
 
-    def gradients(self) -> Gradients:
+    def parted(self) -> dict[str, Gradient]:
         """Return the sums so far."""
-        return Gradients(self._banks)
-
-    taken = gradients
+        return self.banks
 
     def restore(self, banks: Mapping[str, Gradient], errors: Mapping[str, Gradient]) -> None:
         """Go on from sums that were saved."""
-        for name in self._banks:
-            self._banks[name].update(banks.get(name, {}))
+        for name in self.banks:
+            self.banks[name].update(banks.get(name, {}))
             self.errors[name].update(errors.get(name, {}))
 
     def take(self, other: "InPlace | Apart") -> None:
         """Merge the sums of one `add` into these. Their memory may become ours; no `.grad` is left."""
         other.close()
-        self._unscale, is_in_place, bank = 1.0, isinstance(other, InPlace), self._banks[self._at]
+        self._unscale, is_in_place, bank = 1.0, isinstance(other, InPlace), self.banks[self._at]
         gradients = [*map(_gradient_of, self._parameters)] if is_in_place else []
         if self._compensated or not (gradients and _add_together(bank, self._parameters, gradients, 1.0)):
-            for name, found in other.taken().banks.items():
-                self._add(name if name in self._banks else self._at, found)
+            for name, found in other.banks.items():
+                self._add(name if name in self.banks else self._at, found)
         for parameter in self._parameters if is_in_place else ():
             parameter.grad = None
 
@@ -285,7 +262,7 @@ class Apart:
 
     def _add(self, name: str, bank: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients at once; first comes what takes memory, so that a failure changes nothing."""
-        sums, errors = self._banks[name], self.errors[name]
+        sums, errors = self.banks[name], self.errors[name]
         if not self._compensated and _add_together(sums, bank, [*bank.values()], self._unscale):
             self.has_accepted = True
             return
@@ -318,7 +295,7 @@ class Apart:
         return (value if self._unscale == 1.0 else value.mul_(self._unscale)).to(dtype)
 
     def _compensate(self, parameter: nn.Parameter, gradient: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        total, error = self._banks[name][parameter], self.errors[name].get(parameter)
+        total, error = self.banks[name][parameter], self.errors[name].get(parameter)
         value = gradient.to(torch.promote_types(gradient.dtype, total.dtype))
         value = (value if self._unscale == 1.0 else value * self._unscale).to(total.dtype)
         value = value if error is None else value - error

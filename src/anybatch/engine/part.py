@@ -9,13 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Batch, Cut, LossError, Micro, NonFinite, OpenBatch, all_finite
+from anybatch.core import Batch, Cut, Functions, LossError, Micro, NonFinite, OpenBatch, all_finite, call
 from anybatch.engine.division import UNDECIDED, Division
 from anybatch.engine.gradients import Apart, InPlace, accumulation_dtype
-from anybatch.engine.observer import Reader
 from anybatch.engine.plan import Plan
 from anybatch.engine.sums import Redone, Sums
-from anybatch.engine.task import Task
+from anybatch.engine.task import Reader, Task
 from anybatch.losses import Evaluated, Loss, Share
 from anybatch.state import Snapshot
 
@@ -121,10 +120,9 @@ class Part:
         self._cut, self._done = ways.plan.parts, 0
         self.scale_before: dict[str, float] | None = None
         self._micro: Micro | None = None
-        self._is_told = False  # listeners are told of the last micro-batch that is done
+        self._is_told = False  # callbacks are told of the last micro-batch that is done
         self._beside: list[Tensor] = []  # placeholders with the size of a window's sums, for planning
-        for observer in task.observers:
-            observer.begin(self.count)
+        call(task.callbacks.begin, self.count)
 
     @property
     def count(self) -> int:
@@ -214,7 +212,7 @@ class Part:
             single = f"; the cut {'+'.join(map(str, shown))} leaves one row"
         trimmed = ", ".join([f"batch{path}" for path in self.batch.trimmed])
         cut_off = f', trimmed to its longest row in {trimmed} (order="length")' if trimmed else ""
-        after = "a listener, after " if self._is_told else ""
+        after = "a callback, after " if self._is_told else ""
         index = self.count - self._is_told
         return f"{after}micro-batch {index} ({self.rows_in_words(rows)} of the batch{single}){cut_off}"
 
@@ -268,8 +266,8 @@ class Part:
         banks = [*division.coefficients]
         banks = banks if division.divisors is None else banks[:1]
         task = self.task
-        is_shown = any(one.wants_micro and one.is_due for one in task.observers)
-        is_apart = is_shown or task.add_rows > 0
+        due = task.callbacks.due()
+        is_apart = bool(due) or task.add_rows > 0
         if (
             self.is_guarded
             or ways.plan.compensated
@@ -280,24 +278,21 @@ class Part:
             gradients = sums.apart(
                 banks,
                 is_looked_at=self.is_guarded,
-                is_whole=is_shown or ways.holds_whole or ways.plan.non_finite == "drop",
-                tell=self._tell if is_shown else None,
+                is_whole=bool(due) or ways.holds_whole or ways.plan.non_finite == "drop",
+                tell=partial(self._tell, due) if due else None,
             )
         else:
             gradients = InPlace(task.network.parameters, banks[0])
         sums.gradients, sums.division = gradients, division  # last: weights take memory, which may run out
 
-    def _tell(self, held: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> None:
-        task, shown = self.task, dict[str, list[Tensor]]()
-        names = task.names()
+    def _tell(self, due: Functions, held: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> None:
+        names, shown = self.task.names(), dict[str, list[Tensor]]()
         for bank in held.values():
             for parameter, gradient in bank.items():
                 shown.setdefault(names[parameter], []).append(gradient)
         if self._micro is not None:
             micro = self._micro._replace(indices=self.batch.callers(self._micro.indices))
-            for observer in task.observers:
-                if observer.wants_micro and observer.is_due:
-                    observer.micro(micro, shown, task.scale.value)
+            call(due, micro, shown, self.task.scale.value)
 
     def backward(self, terms: Evaluated) -> None:
         """Accumulate the gradient of a micro-batch, and count its sums and weights.
@@ -350,7 +345,7 @@ class Part:
         gradients, plan = self.sums.gradients, self.ways.plan
         assert gradients is not None  # noqa: S101 - they have grown
         is_cut = plan.micro_batch < self.task.add_rows
-        for bank in gradients.taken().banks.values():
+        for bank in gradients.banks.values():
             for parameter, value in bank.items():
                 if is_cut or value.dtype != parameter.dtype:
                     copies = 2 if plan.compensated else 1  # the rounding errors
@@ -369,6 +364,6 @@ class Part:
 
 def _nbytes(gradients: InPlace | Apart, plan: Plan) -> int:
     """Return the bytes of gradient sums and of their rounding errors."""
-    held = [one for bank in gradients.taken().banks.values() for one in bank.values()]
+    held = [one for bank in gradients.banks.values() for one in bank.values()]
     dense = sum(one.untyped_storage().nbytes() for one in held if one.layout is torch.strided)
     return 2 * dense if plan.compensated else dense

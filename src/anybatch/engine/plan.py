@@ -25,6 +25,7 @@ class Plan:
         rows: rows of the batch; 0 where the caller brings micro-batches one by one.
         micro_batch: rows of each micro-batch; the last one takes what is left.
         clip_norm: largest 2-norm of the gradient, infinity for no clipping.
+        clip_value: largest absolute value of its entries, infinity for no clipping; not with `clip_norm`.
         accumulate: dtype of gradient sums, as in "float32"; "auto" for float32 or the parameter's if wider.
         compensated: Kahan summation of gradients.
         batch_norm: statistics of BatchNorm in training mode: "micro" for those of each micro-batch, "frozen"
@@ -71,6 +72,7 @@ class Plan:
     foreach: bool | None = None
     precision: Precision = FLOAT32
     non_finite: NonFinitePolicy = "raise"
+    clip_value: float = math.inf
 
     def __post_init__(self) -> None:
         if self.rows:
@@ -80,7 +82,13 @@ class Plan:
                 f"Expected micro_batch to be at most the {self.rows} rows of the batch, "
                 f"got {self.micro_batch}. Pass a smaller one, or leave it out for the uncut batch."
             )
-        _check_clip_norm(self.clip_norm)
+        _check_clip("clip_norm", self.clip_norm)
+        _check_clip("clip_value", self.clip_value)
+        if not (math.isinf(self.clip_norm) or math.isinf(self.clip_value)):
+            raise PlanError(
+                f"Expected clip_norm or clip_value, got both: {self.clip_norm} and {self.clip_value}. Leave "
+                "one out: clip_norm keeps the direction of the gradient, clip_value clamps each entry."
+            )
         check_batch_norm(self.batch_norm)
         if self.cut and (sum(self.cut) != self.rows or min(self.cut) < 1 or max(self.cut) > self.micro_batch):
             raise PlanError(
@@ -124,7 +132,7 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as one JSON object; no clipping is null, because JSON knows no infinity."""
         values = dataclasses.asdict(self)
-        return json.dumps(values | {"clip_norm": None if math.isinf(self.clip_norm) else self.clip_norm})
+        return json.dumps(values | {name: None for name in _CLIPS if math.isinf(values[name])})
 
     @staticmethod
     def from_json(text: str) -> "Plan":
@@ -134,9 +142,8 @@ class Plan:
             PlanError: it is something else.
         """
         try:
-            values: dict[str, Any] = json.loads(text)
-            if values["clip_norm"] is None:
-                values["clip_norm"] = math.inf
+            values: dict[str, Any] = {"clip_value": None, **json.loads(text)}
+            values |= {name: math.inf for name in _CLIPS if values[name] is None}
             values["cut"] = tuple(values.get("cut", ()))
             values["precision"] = Precision(**values.get("precision", {}))
             values["blocks"] = tuple((name, policy) for name, policy in values.get("blocks", ()))
@@ -151,9 +158,10 @@ class Plan:
             "rows": str(self.rows) if self.rows else "as they come",
             "micro_batch": self._cut_in_words(),
             "clip_norm": "none" if math.isinf(self.clip_norm) else str(self.clip_norm),
+            # A row would read as if somebody had chosen.
+            **({} if math.isinf(self.clip_value) else {"clip_value": str(self.clip_value)}),
             "accumulate": self.accumulate,
             "compensated": "yes" if self.compensated else "no",
-            # A row would read as if somebody had chosen.
             **({} if self.batch_norm is None else {"batch_norm": self.batch_norm}),
             "blocks": self._blocks_in_words(),
             "foreach": "as set" if self.foreach is None else "yes" if self.foreach else "no",
@@ -202,7 +210,7 @@ def check_micro_batch(micro_batch: object) -> None:
     if not isinstance(micro_batch, int) or isinstance(micro_batch, bool):
         raise PlanError(
             f"Expected micro_batch to be a whole number of rows, got {micro_batch!r}. "
-            "Pass an int, or leave it out for the uncut batch."
+            'Pass an int, or leave it out for the uncut batch; memory="auto" chooses one.'
         )
     if micro_batch < 1:
         raise PlanError(
@@ -210,8 +218,11 @@ def check_micro_batch(micro_batch: object) -> None:
         )
 
 
-def _check_clip_norm(clip_norm: object) -> None:
-    if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0:
+_CLIPS = ("clip_norm", "clip_value")
+
+
+def _check_clip(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise PlanError(
-            f"Expected clip_norm to be a positive number, got {clip_norm!r}. Leave it out for no clipping."
+            f"Expected {name} to be a positive number, got {value!r}. Leave it out for no clipping."
         )

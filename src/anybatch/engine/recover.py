@@ -14,14 +14,15 @@ from anybatch.core import (
     NonFiniteLossError,
     OutOfMemoryError,
     PlanError,
+    call,
     cut_sizes,
     free_caches,
+    note,
     ran_out_of_memory,
     released,
 )
 from anybatch.engine.part import NO_READER, Part, Tried
 from anybatch.engine.sums import Redone
-from anybatch.engine.update import note
 from anybatch.losses import EvaluateAgain
 from anybatch.state import Snapshot, rng
 
@@ -59,7 +60,7 @@ def recover(error: Exception, part: Part, before: Snapshot) -> None:
     | a gradient overflowed at a loss scale | the micro-batch again at half the scale, or the `add` |
     | a model's loss has another form than it had | the micro-batch again |
     | not finite at scale 1 | raise, drop the micro-batch, or skip the update: as asked |
-    | anything else, and all of these where other ranks wait | raised: all is as before |
+    | anything else, of callbacks too, and all of these where other ranks wait | raised: all is as before |
     """
     (part.task.reader or NO_READER).close()
     if isinstance(error, EvaluateAgain):
@@ -84,7 +85,7 @@ def _recover_memory(said: str, part: Part, before: Snapshot) -> None:
     is_first_pass = not part.is_open
     rows = max(map(len, left)) if is_first_pass else len(left[0])
     is_complete = _undo(part, before, said, OutOfMemoryError)
-    task.tell(MicroBatchRedone(index=part.count, rows=rows, reason=said))
+    call(task.callbacks.redone, MicroBatchRedone(index=part.count, rows=rows, reason=said))
     reason = why_not_cut(part, rows)
     part.sums.redone.append(Redone(rows, may_be_cut=not reason))
     first = -1 if is_first_pass else left[0][0]
@@ -117,7 +118,7 @@ def _recover_from_overflow(where: str, part: Part, before: Snapshot) -> None:
     rows = part.left[0]
     part.scale_before = part.scale_before or scale.state()
     if where == "gradient" and scale.give_way():
-        task.tell(MicroBatchRedone(index=part.count, rows=len(rows), reason=said))
+        call(task.callbacks.redone, MicroBatchRedone(index=part.count, rows=len(rows), reason=said))
         part.sums.redone.append(Redone(len(rows), may_be_cut=False))
         if part.has_accepted or not is_complete:
             raise Restart(part, part.sizes(), scale=scale.value)
@@ -136,7 +137,7 @@ def _recover_from_overflow(where: str, part: Part, before: Snapshot) -> None:
         f"Expected a finite {where}, got NaN or infinity in micro-batch {part.count} "
         f"({part.rows_in_words(rows)} of the batch) at a loss scale of {at:g}{meet}. No update was made. "
         "Look for bad data in these rows, a division by zero (a mean over no valid target), or "
-        'too high a learning rate; Step(non_finite="drop") leaves such rows out, "skip" the update.'
+        'too high a learning rate; Options(non_finite="drop") leaves such rows out, "skip" the update.'
     )
     failed.reached = reached
     try:

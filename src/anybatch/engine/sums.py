@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from anybatch.core import Batch, LossError, NonFiniteLossError, Number, OpenBatch, torch_private as private
+from anybatch.core import Batch, LossError, NonFiniteLossError, Number, OpenBatch
 from anybatch.engine.division import UNDECIDED, Division, to_host
-from anybatch.engine.gradients import Apart, Gradient, InPlace, accumulation_dtype
+from anybatch.engine.gradients import Apart, Gradient, InPlace, finish
 from anybatch.engine.plan import Plan
 from anybatch.engine.strategy import Agreed
 from anybatch.engine.task import Task
@@ -20,22 +20,6 @@ class Redone(NamedTuple):
 
     rows: int
     may_be_cut: bool  # smaller micro-batches would fit and give the same result
-
-
-class Tally(NamedTuple):
-    """The weights and summed losses of some rows, on the host, for a strategy that adds up several."""
-
-    weights: dict[str, float]
-    totals: dict[str, float]  # the summed loss of each term
-    is_shared: bool  # the weights are those of all ranks: 1 for a sum, all rows for a whole-batch loss
-    like: dict[nn.Parameter, torch.dtype]  # the trained parameters in order, with the dtype of the sum
-
-
-class Undivided(NamedTuple):
-    """Gradient sums of some rows, for a server that divides by the weight of all rows."""
-
-    banks: list[Gradient]  # of each term that has a divisor of its own
-    coefficients: dict[str, float]  # the factor of each of these terms; empty if the sums are divided
 
 
 class Sums:
@@ -58,6 +42,7 @@ class Sums:
         has_flowed: a loss had a gradient.
         scale_before: the loss scale before the first micro-batch.
         agreed: totals of all ranks; None in one process.
+        totals: the summed loss of each term, after `read`.
     """
 
     def __init__(self, plan: Plan, task: Task, batch: Batch | None = None) -> None:
@@ -72,7 +57,7 @@ class Sums:
         self.has_flowed = False
         self.scale_before = task.scale.state()
         self.agreed: Agreed | None = None
-        self._totals: dict[str, float] = {}  # the summed loss of each term
+        self.totals: dict[str, float] = {}
 
     def count(self, sums: Mapping[str, Tensor], weights: Mapping[str, Number] | None, rows: int) -> None:
         """Add the losses and weights of one micro-batch."""
@@ -127,7 +112,7 @@ class Sums:
         if self.gradients is None:
             return {}
         self.gradients.close()
-        return self.gradients.gradients().finish(self.division.factors(weights))
+        return finish(self.gradients.parted(), self.division.factors(weights))
 
     def read(
         self, weights: Mapping[str, Number], *others: Tensor, is_dry: bool = False
@@ -145,7 +130,7 @@ class Sums:
         """
         if self.agreed is not None:  # all ranks have checked theirs
             known = to_host(weights)
-            self._totals = {name: self.agreed.totals[name] for name in known}
+            self.totals = {name: self.agreed.totals[name] for name in known}
             return known, all_to_host(others)
         weighed = self.weights if weights else []
         sums = [one[name] for name in weights for one in self.values]
@@ -158,7 +143,7 @@ class Sums:
             values = [next(found) for _ in self.values]
             if not (is_dry or all(map(math.isfinite, values))) and weight:
                 self._refuse(values, name)
-            self._totals[name] = math.fsum(values)
+            self.totals[name] = math.fsum(values)
         return known, [*found]
 
     def _check(self, known: Mapping[str, float], hosted: Sequence[Mapping[str, float]]) -> None:
@@ -200,39 +185,13 @@ class Sums:
         """Return the loss of all rows, and that of each term; after `read`."""
         is_divided = self.division.is_divided if self.agreed is None else self.task.loss.divided
         means: dict[str, float] = {}
-        for name, total in self._totals.items():
+        for name, total in self.totals.items():
             weight = weights.get(name)
             means[name] = total / (1 if is_divided else weight) if weight else math.nan
         # A rank without rows has decided no division.
         coefficients = self.division.coefficients or self.task.loss.coefficients
         used = [coefficients.get(name, 1.0) * mean for name, mean in means.items() if weights.get(name)]
         return (math.fsum(used) if used else math.nan), means
-
-    def tally(self) -> Tally:
-        """Return the weights and summed losses of one rank, to be added to those of others.
-
-        Raises:
-            LossError, NonFiniteLossError: see `read`.
-        """
-        weights, _ = self.read(self.weigh())
-        chosen = self.plan.accumulation_dtype
-        like = {p: accumulation_dtype(p.dtype, chosen) for p in self.task.network.parameters}
-        return Tally(weights, self._totals, self.division.divisors is not None, like)
-
-    def undivided(self) -> Undivided:
-        """Return the gradient sums times their provisional divisors. They are used up."""
-        if self.gradients is None:
-            return Undivided([], {})
-        self.gradients.close()
-        banks, self.gradients = self.gradients.gradients().banks, None
-        if self.division.divisors is not None:
-            return Undivided([*banks.values()], {})
-        provisional = self.division.provisional
-        for name, factor in provisional.items():
-            if banks.get(name) and factor != 1.0:
-                private.foreach_mul_([*banks[name].values()], factor)
-        coefficients = {name: float(self.division.coefficients[name]) for name in provisional}
-        return Undivided([banks.get(name, {}) for name in provisional], coefficients)
 
     def too_large(self) -> int:
         """Return the rows of the smallest micro-batch that is to be smaller from now on; 0 for none."""

@@ -20,30 +20,54 @@ from anybatch.batchnorm import BatchNorm, frozen_batch_norms
 from anybatch.core import (
     Batch,
     BatchError,
+    Callbacks,
     Collate,
-    Event,
-    Listener,
+    Micro,
     NoRows,
     OptimizerError,
     PlanError,
     SampleBatch,
-    StepReport,
     TensorBatch,
+    kind_of,
     torch_private as private,
     tree,
 )
 from anybatch.engine.gradients import is_own_hook
 from anybatch.engine.network import Network
-from anybatch.engine.observer import Observer, Reader
 from anybatch.engine.plan import Plan
 from anybatch.engine.strategy import Single, Strategy
-from anybatch.engine.update import check_optimizers, check_schedulers, learning_rate_of, note_update, owned
-from anybatch.losses import Loss, SummedLoss, WholeBatch, check_loss, module_of, resolve
+from anybatch.engine.update import check_optimizers, check_schedulers, learning_rate_of, owned
+from anybatch.losses import Loss, SummedLoss, WholeBatch, check_loss, module_of, resolve, summed_loss
 from anybatch.precision import LossScale, Masters, Precision, Working
 from anybatch.recompute import apply_policies
 from anybatch.state import Effects, Reachable
 
 BeforeCut = Callable[["Task", Batch, Plan, int], None]
+
+
+class Reader:
+    """Reads what micro-batches and the update cost. This one reads nothing: override what is needed.
+
+    What fails is told to `close`; then a micro-batch may begin again.
+    """
+
+    def begin(self, micro: Micro, held: int) -> None:
+        """Note that a micro-batch begins; the gradient sums hold `held` bytes."""
+
+    def forward_done(self) -> None:
+        """Note that its loss is computed."""
+
+    def done(self) -> None:
+        """Note that its gradients are in the sums."""
+
+    def begin_update(self) -> None:
+        """Note that the optimizers are about to be stepped."""
+
+    def update_done(self) -> None:
+        """They have been."""
+
+    def close(self) -> None:
+        """Drop what has begun and is not done."""
 
 
 class Progress:
@@ -67,7 +91,7 @@ class Progress:
             warnings.warn(
                 "Expected the Step alone to step the scheduler that it was given, got one that was stepped "
                 "between two updates as well: the learning rate moves twice. Leave out your own "
-                "scheduler.step(), or the Step's scheduler=.",
+                "scheduler.step(), or Options(scheduler=...) of the Step.",
                 stacklevel=4,
             )
 
@@ -85,7 +109,6 @@ class Task:
     network: Network  # the modules and parameters of both
     optimizers: Sequence[Optimizer]  # updated in this order
     schedulers: Sequence[LRScheduler]  # stepped once per update, after the optimizers
-    listeners: Sequence[Listener]
     # called with this task, the batch, its plan and a number of rows that may fit, before a batch that was
     # not to be cut is cut after all; raises where that would change the result
     before_cut: BeforeCut = lambda task, batch, plan, rows: None
@@ -95,26 +118,16 @@ class Task:
     scale: LossScale = field(default_factory=lambda: LossScale(Precision()))
     strategy: Strategy = field(default_factory=Single)
     progress: Progress = field(default_factory=Progress)  # what the step counts
-    observers: Sequence[Observer] = ()
+    callbacks: Callbacks = field(default_factory=Callbacks)
     reader: Reader | None = None
     # in the plan of a window, rows of one `add`, whose sums are held apart, too; 0 for a step
     add_rows: int = 0
     made: dict[Any, Any] = field(init=False, default_factory=dict[Any, Any])  # for a plan: `Ways`
 
-    def tell(self, event: Event) -> None:
-        """Call the listeners; what one of them raises after the update says that it was made."""
-        try:
-            for listener in self.listeners:
-                listener(event)
-        except BaseException as error:
-            if isinstance(event, StepReport) and event.updated:
-                note_update(error, event.update)
-            raise
-
-    def aside(self, **changes: Any) -> "Task":
+    def aside(self) -> "Task":
         """Return the same, for steps that do not count."""
-        changes |= {"scale": self.scale.copy(), "progress": Progress(), "schedulers": (), "listeners": ()}
-        return replace(self, **changes).alone()
+        changes: dict[str, Any] = {"progress": Progress(), "schedulers": (), "callbacks": Callbacks()}
+        return replace(self, scale=self.scale.copy(), **changes).alone()
 
     def alone(self) -> "Task":
         """Return the same, for this process only: other ranks take no part."""
@@ -148,7 +161,12 @@ def check_parts(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(
-            f"Expected the model to be a torch.nn.Module, got {type(model).__name__}. Wrap it in a module."
+            f"Expected the model to be a torch.nn.Module, got {kind_of(model)}. Call a class to make one; "
+            "wrap a function in a module."
+        )
+    if isinstance(loss, nn.Module) and summed_loss(model) is not None:
+        raise PlanError(
+            f"Expected the model, then the loss, got {kind_of(model)} and {kind_of(loss)}. Swap them."
         )
     check_loss(loss)
     known = {*model.parameters(), *module_of(loss).parameters()}
@@ -162,7 +180,7 @@ def check_parts(
             f"Expected optimizers of parameters of the model or the loss, got {len(strange)} of neither. "
             "The step computes no gradient for them. Leave them out, or make the optimizer from "
             "model.parameters() again.",
-            stacklevel=4,
+            stacklevel=5,
         )
     return optimizers, check_schedulers(() if scheduler is None else scheduler, optimizers)
 
@@ -172,14 +190,13 @@ def gather(
     loss: object,
     optimizers: Sequence[Optimizer],
     schedulers: Sequence[LRScheduler],
-    listeners: Sequence[Listener],
     *,
     before_cut: BeforeCut,
     effects: Effects,
     working: Working,
     strategy: Strategy,
     progress: Progress,
-    observers: Sequence[Observer] = (),
+    callbacks: Callbacks,
     held: Sequence[nn.Parameter] = (),
 ) -> Task:
     """Read all parts of a step: callers unfreeze layers and change settings between steps.
@@ -203,14 +220,13 @@ def gather(
         network=Network.of(model, loss, held, is_mixed=resolved.divided),
         optimizers=optimizers,
         schedulers=schedulers,
-        listeners=listeners,
         before_cut=before_cut,
         effects=effects,
         masters=working.masters,
         scale=working.scale,
         strategy=strategy,
         progress=progress,
-        observers=observers,
+        callbacks=callbacks,
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from inspect import unwrap
 from operator import attrgetter
 from typing import Any, cast
@@ -17,6 +17,7 @@ from anybatch.core import (
     OptimizerError,
     OutOfMemoryError,
     free_caches,
+    kind_of,
     ran_out_of_memory,
     released,
     torch_private as private,
@@ -48,6 +49,18 @@ def clip(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for value in gradients:
         value.mul_(factor.to(value.device))
+
+
+def clip_entries(gradient: dict[nn.Parameter, Tensor], largest: float) -> None:
+    """Clamp each entry of the whole batch's gradient in place, as `torch.nn.utils.clip_grad_value_` does.
+
+    The entries of a sparse gradient are its sums, each place once.
+    """
+    for parameter, value in gradient.items():
+        if value.is_sparse:
+            gradient[parameter] = value = value.coalesce()
+            value = value.values()
+        value.clamp_(-largest, largest)
 
 
 def step_optimizers(
@@ -88,17 +101,6 @@ def step_optimizers(
         raise TornUpdateError(failed) if torn else failed
     # Inside of an autocast of the caller's own torch would go on with weights that were cast before.
     torch.clear_autocast_cache()
-
-
-def note_update(error: BaseException, update: int) -> None:
-    """Note on an error that this update was made before it."""
-    note(error, f"Update {update} was made before this error: do not repeat the batch.")
-
-
-def note(error: BaseException, text: str) -> None:
-    """Add a note to an error, unless its class allows none."""
-    with suppress(Exception):
-        error.add_note(text)
 
 
 class TornUpdateError(Exception):
@@ -217,7 +219,7 @@ def check_optimizers(optimizer: object, known: Iterable[nn.Parameter]) -> tuple[
                 "It asks for the loss again and again within one update; use another one."
             )
         if not isinstance(one, Optimizer):
-            raise OptimizerError(f"Expected a torch optimizer, got {type(one).__name__}. {_EXAMPLE}")
+            raise OptimizerError(f"Expected a torch optimizer, got {kind_of(one)}. {_EXAMPLE}")
         parameters = owned([one])
         if ours.isdisjoint(parameters):
             raise OptimizerError(
@@ -242,9 +244,13 @@ def check_schedulers(scheduler: object, optimizers: Sequence[Optimizer]) -> tupl
     schedulers = tuple(map(unprepared, _as_tuple(scheduler)))
     for one in schedulers:
         if not isinstance(one, LRScheduler) or isinstance(one, ReduceLROnPlateau):
+            advice = (
+                "Make one of torch.optim.lr_scheduler from the same optimizer, as in StepLR(optimizer, 10)."
+            )
+            if isinstance(one, ReduceLROnPlateau):
+                advice = "It waits for a metric: leave it out, and step it yourself after validation."
             raise OptimizerError(
-                f"Expected a scheduler that steps once per update, got {type(one).__name__}. "
-                "ReduceLROnPlateau waits for a metric: step it yourself after validation."
+                f"Expected a scheduler that steps once per update, got {kind_of(one)}. {advice}"
             )
         if not any(one.optimizer is optimizer for optimizer in optimizers):
             raise OptimizerError(

@@ -20,7 +20,10 @@ from anybatch.core import (
     StepReport,
     WindowError,
     all_finite,
+    call,
     free_caches,
+    is_final,
+    note_update,
     ran_out_of_memory,
     released,
 )
@@ -33,8 +36,8 @@ from anybatch.engine.task import Task, context, label_for_profiler
 from anybatch.engine.update import (
     TornUpdateError,
     clip,
+    clip_entries,
     norm_of,
-    note_update,
     schedule_learning_rates,
     step_optimizers,
 )
@@ -193,7 +196,7 @@ class Accumulation:
         return Finished(gradient, known, norm, size)
 
     def show(self) -> StepReport:
-        """End a dry run: only observers see the gradient."""
+        """End a dry run: only callbacks see the gradient."""
         task, sums = self._task, self._sums
         weights = task.strategy.close(sums)
         observe(task.strategy.reduce(sums.finish(weights)), task)
@@ -227,6 +230,8 @@ class Accumulation:
             return report_of(sums, weights, norm, updated=False)
         if not math.isinf(plan.clip_norm):
             clip(gradient.values(), size, plan.clip_norm)
+        if not math.isinf(plan.clip_value):
+            clip_entries(gradient, plan.clip_value)
         reader = task.reader or NO_READER
         try:
             reader.begin_update()
@@ -241,9 +246,8 @@ class Accumulation:
                 schedule_learning_rates(task.schedulers)
             finally:
                 task.progress.note(task.schedulers)
-            for observer in task.observers:
-                if observer.wants_updated:
-                    observer.updated({name: parameter for parameter, name in task.names().items()})
+            if task.callbacks.parameters:
+                call(task.callbacks.parameters, {name: one for one, name in task.names().items()})
         except TornUpdateError as torn:  # nothing can be put back
             self._phase, self._has_written = "updated", True
             raise torn.error from None
@@ -259,7 +263,7 @@ class Accumulation:
             if self._skipped is None:
                 return end(self)
         except (NonFinite, NonFiniteLossError) as error:
-            if self._settings.non_finite != "skip" or self._phase != "open":  # the update was made
+            if self._settings.non_finite != "skip" or self._phase != "open" or is_final(error):
                 raise
             found = error if isinstance(error, NonFiniteLossError) else self.not_finite()
             self._skipped = found.with_traceback(None)  # whose frames hold this window
@@ -324,7 +328,7 @@ def carry_out(
         task: on what.
         batch: the rows.
         end: update, or hand the gradient over.
-        is_dry: show the gradients to observers, make no update, and put everything back.
+        is_dry: show the gradients to callbacks, make no update, and put everything back.
 
     Raises:
         OutOfMemoryError: one row does not fit, the update does not, or a smaller cut would change the result.
@@ -350,13 +354,13 @@ def carry_out(
             window.discard(error)
             raise
         window.discard()
-    task.tell(report)
+    task.callbacks.tell(report)
     return report
 
 
 def fold(part: Part, before: Snapshot) -> None:
     """Run forward and backward of every micro-batch: THE LOOP."""
-    listeners, labelled = part.task.listeners, label_for_profiler()
+    told, labelled = part.task.callbacks.micro_batch, label_for_profiler()
     with ExitStack() as passes:
         while part.left:
             try:
@@ -367,19 +371,18 @@ def fold(part: Part, before: Snapshot) -> None:
                         part.backward(part.evaluate(micro))
                     part.done()
                     before.look()
-                    for listener in listeners:
-                        listener(MicroBatchDone(index=part.count - 1, rows=len(micro.indices)))
+                    if told:
+                        call(told, MicroBatchDone(index=part.count - 1, rows=len(micro.indices)))
                     del micro  # before the next one is made
             except Exception as error:
                 recover(error, part, before)
 
 
 def observe(gradient: Gradient, task: Task) -> None:
-    """Show the finished gradient to observers, unscaled, before clipping."""
-    if task.observers:
+    """Show the finished gradient to callbacks, unscaled, before clipping."""
+    if task.callbacks.gradients:
         names = task.names()
-        for observer in task.observers:
-            observer.update({names[parameter]: value for parameter, value in gradient.items()})
+        call(task.callbacks.gradients, {names[one]: value for one, value in gradient.items()})
 
 
 def put_back(before: Snapshot, sums: Sums, error: BaseException | None = None) -> None:
@@ -462,7 +465,9 @@ def no_room_for_update(error: BaseException, sums: Sums) -> OutOfMemoryError | N
 
 
 def _may_be_skipped(error: BaseException) -> TypeGuard[NonFiniteLossError]:
-    return isinstance(error, NonFiniteLossError) and not isinstance(error, NotUndoneError)
+    return isinstance(error, NonFiniteLossError) and not (
+        isinstance(error, NotUndoneError) or is_final(error)
+    )
 
 
 def clear(parameters: Iterable[nn.Parameter]) -> None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
 from numbers import Number
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import proxy
 
@@ -66,7 +67,7 @@ class WholeBatchCallback(Callback):
         **options: Any,
     ) -> None:
         self._options: dict[str, Any] = {"micro_batch": micro_batch, "memory": memory, **options}
-        self._options["listeners"] = (*options.get("listeners", ()), self._listen)
+        self._options["callbacks"] = (*options.get("callbacks", ()), SimpleNamespace(micro_batch=self._keep))
         self._rows_meet = rows_meet
         self._before: Any = None  # an attribute `training_step` of the module itself, such as a compiled one
         self._run: Callable[[Any], Any] = lambda rows: None  # the module's own `training_step`
@@ -177,10 +178,10 @@ class WholeBatchCallback(Callback):
         self._notes = notes if keeps else before
         return loss
 
-    def _listen(self, event: object) -> None:
-        if isinstance(event, MicroBatchDone):  # an index comes again if the batch is started again
-            notes = [note._replace(rows=event.rows) for note in self._notes]
-            self._kept = [*self._kept[: event.index], notes]
+    def _keep(self, event: MicroBatchDone) -> None:
+        """Keep what was said in a micro-batch that counts; an index comes again if the batch is restarted."""
+        notes = [note._replace(rows=event.rows) for note in self._notes]
+        self._kept = [*self._kept[: event.index], notes]
 
 
 class _Note(NamedTuple):

@@ -1,4 +1,4 @@
-"""A mixin for transformers' Trainer and its subclasses: a batch is cut, and its gradient is that of the whole batch."""
+"""WholeBatchTrainer: a mixin for transformers' Trainer; loss and gradient become those of the whole batch"""
 
 import math
 from collections.abc import Generator, Mapping
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anybatch.compare import choose_rows
 from anybatch.core import LossError, PlanError, TensorBatch
-from anybatch.losses import Additive, ModelLoss
+from anybatch.losses import Additive, LossLike, ModelLoss
 from anybatch.precision import Precision
 from anybatch.state import ObjectState, rng
 from anybatch.step import BatchLoss, Window
@@ -49,14 +49,16 @@ class WholeBatchTrainer:
         micro_batch: rows per micro-batch. None for the whole batch, or, with `memory`, for what fits.
         memory: budget in bytes, as for `anybatch.Step`. Leave room for the state of the optimizer.
         loss: a loss in place of `compute_loss` in training, as for `anybatch.Step`; None for `compute_loss`.
-        whole_batch: further arguments of `anybatch.BatchLoss`, such as `{"recompute": "all"}`.
+        whole_batch: further arguments of `anybatch.BatchLoss`, such as `{"options": ab.Options(...)}`.
 
     Raises:
         PlanError: the Trainer runs under DeepSpeed, FSDP or `nn.DataParallel`, or comes before this class.
 
     Example:
-        >>> class Example(WholeBatchTrainer):  # put Trainer after it: (WholeBatchTrainer, Trainer)
+        >>> from transformers import Trainer  # doctest: +SKIP
+        >>> class MyTrainer(WholeBatchTrainer, Trainer):  # doctest: +SKIP
         ...     pass
+        >>> MyTrainer(model, arguments, train_dataset=rows, micro_batch=8).train()  # doctest: +SKIP
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -73,7 +75,7 @@ class WholeBatchTrainer:
         *args: Any,
         micro_batch: int | None = None,
         memory: str | int | None = None,
-        loss: object = None,
+        loss: LossLike | None = None,
         whole_batch: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -102,8 +104,8 @@ def _refuse_unsupported(trainer: Any) -> None:
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if not (kind == "NO" or kind.startswith("MULTI_")):
         raise PlanError(
-            f"Expected one process, or data parallelism under torchrun, got {kind}, which exchanges gradients "
-            "or weights in every micro-batch. Use the Trainer without anybatch there."
+            f"Expected one process, or data parallelism under torchrun, got {kind}, which exchanges "
+            "gradients or weights in every micro-batch. Use the Trainer without anybatch there."
         )
     if args.n_gpu > 1:
         raise PlanError(
@@ -112,36 +114,36 @@ def _refuse_unsupported(trainer: Any) -> None:
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
         raise PlanError(
-            f"Expected whole rows and whole weights on each rank, got {accelerator.parallelism_config}. Leave "
-            "parallelism_config out."
+            f"Expected whole rows and whole weights on each rank, got {accelerator.parallelism_config}. "
+            "Leave parallelism_config out."
         )
 
 
 class _Seam:
     """The place of `compute_loss` in a training step."""
 
-    def __init__(self, trainer: Any, loss: object, options: Mapping[str, Any]) -> None:
+    def __init__(self, trainer: Any, loss: LossLike | None, options: Mapping[str, Any]) -> None:
         self._trainer, self._loss, self._options = trainer, loss, options
         self._compute: Any = None  # the trainer's own compute_loss, during a step
         self._items: Any = None  # num_items_in_batch of this update
+        self._settings: Mapping[str, Any] = {}  # entries of the batch that all rows share, as `return_loss`
         self._use: Use | None = None  # None if not known yet
         self._model: nn.Module | None = None  # the model of `_made`
         self._made: dict[str, BatchLoss] = {}
-        self._window: Window | None = None  # with gradient accumulation: the batches of this update so far
-        self._opener: BatchLoss | None = None
+        self._open: tuple[BatchLoss, Window] | None = None  # with gradient accumulation: this update so far
 
     @contextmanager
     def in_place(self) -> Generator[None]:
-        """Stand in for `compute_loss`; the trainer does not divide by its accumulation steps."""
+        """Stand in for `compute_loss`; the trainer does not divide by its number of batches per update."""
         trainer = self._trainer
         own = {name: vars(trainer)[name] for name in ("compute_loss",) if name in vars(trainer)}
         self._compute = trainer.compute_loss
-        trainer.compute_loss, steps = self, getattr(trainer, "current_gradient_accumulation_steps", 1)
+        trainer.compute_loss, batches = self, getattr(trainer, "current_gradient_accumulation_steps", 1)
         trainer.current_gradient_accumulation_steps = 1
         try:
             yield
         finally:
-            trainer.current_gradient_accumulation_steps = steps
+            trainer.current_gradient_accumulation_steps = batches
             del trainer.compute_loss
             vars(trainer).update(own)
 
@@ -151,31 +153,46 @@ class _Seam:
         """Return the loss of the whole batch; of an update's other batches zero, and keep their gradients."""
         if return_outputs:
             raise LossError(
-                f"Expected compute_loss without outputs in a training step, got return_outputs={return_outputs}"
-                ": the outputs of a whole batch are never in memory together. Compute them under "
-                "torch.no_grad() with the model."
+                f"Expected compute_loss without outputs in a training step, got {return_outputs=}: the "
+                "outputs of all rows are never in memory together. Call the model for them, under no_grad()."
             )
-        inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-        self._items = num_items_in_batch
+        self._items, self._settings = num_items_in_batch, {}
+        if isinstance(inputs, Mapping):
+            self._settings = {
+                key: one for key, one in inputs.items() if isinstance(one, bool | int | float | str)
+            }
+            inputs = {key: one for key, one in inputs.items() if key not in self._settings}
         with self._without_gathering():
             is_last = self._trainer.accelerator.sync_gradients
-            if self._window is None:
-                self._opener = self._batch_loss(model, inputs)
-                if is_last:
-                    return self._opener(inputs)
-                self._window = self._opener.window()
-            self._window.add(inputs)
-            if not is_last:
-                return torch.zeros((), device=next(model.parameters()).device, requires_grad=True)
-            window, self._window = self._window, None
-            assert self._opener is not None  # noqa: S101 - it has opened the window
-            return self._opener(window)
+            if is_last and self._open is None:
+                return self._batch_loss(model, inputs)(inputs)
+            return self._accumulated(model, inputs, is_last=is_last)
+
+    def _accumulated(self, model: nn.Module, inputs: Any, *, is_last: bool) -> Tensor:
+        try:
+            if self._open is None:
+                opener = self._batch_loss(model, inputs)
+                self._open = opener, opener.window()
+            opener, window = self._open
+            window.add(inputs)
+        except LossError as error:
+            args = self._trainer.args
+            steps, rows = args.gradient_accumulation_steps, args.per_device_train_batch_size
+            error.add_note(
+                f"Or set per_device_train_batch_size={steps * rows}, gradient_accumulation_steps=1: a batch "
+                "that comes at once can be split for more losses."
+            )
+            raise
+        if not is_last:
+            return torch.zeros((), device=next(model.parameters()).device, requires_grad=True)
+        self._open = None
+        return opener(window)
 
     def discard(self) -> None:
         """Drop an update that was broken off."""
-        if self._window is not None:
-            self._window.discard()
-        self._window = None
+        if self._open is not None:
+            self._open[1].discard()
+        self._open = None
 
     def _batch_loss(self, model: nn.Module, inputs: Any) -> BatchLoss:
         if model is not self._model:  # the Trainer wraps the model anew in each `train`
@@ -201,7 +218,8 @@ class _Seam:
         return self._value(model, micro, None)
 
     def _value(self, model: nn.Module, micro: Any, items: Any) -> Tensor:
-        inputs = dict(micro) if isinstance(micro, Mapping) else micro  # the Trainer removes labels from it
+        # A new dict, because the Trainer removes the labels from it.
+        inputs = {**micro, **self._settings} if isinstance(micro, Mapping) else micro
         value = self._compute(model, inputs, num_items_in_batch=items)
         if not isinstance(value, Tensor):
             raise LossError(
@@ -210,8 +228,8 @@ class _Seam:
             )
         if type(value.grad_fn).__name__ == "_HandedBackward":
             raise PlanError(
-                "Expected compute_loss to return a loss with its graph, got that of an ab.BatchLoss, of shape "
-                f"{tuple(value.shape)}: the batch would be cut twice. Leave one of the two out."
+                "Expected compute_loss to return a loss with its graph, got that of an ab.BatchLoss, with "
+                f"shape {tuple(value.shape)}: the batch would be cut twice. Leave one of the two out."
             )
         return value
 
@@ -223,22 +241,23 @@ class _Seam:
         noted = ObjectState([trainer, model], but_for=[*model.parameters()])
         try:
             with rng.preserved(), torch.no_grad():
-                first, second, third = [self._tried(model, rows, one) for one in (count, 2 * count, None)]
+                first, second = [self._tried(model, rows, items) for items in (count, 2 * count)]
+                if not first or not math.isfinite(first):
+                    return None
+                if math.isclose(first, 2 * second, rel_tol=_CLOSE):
+                    return "divisor"
+                if math.isclose(first, second, rel_tol=_CLOSE):
+                    return "other"
+                third = trainer.args.world_size * self._tried(model, rows, None)
         finally:
             noted.put_back()
-        if not first or not math.isfinite(first):
-            return None
-        if math.isclose(first, 2 * second, rel_tol=_CLOSE):
-            return "divisor"
-        if not math.isclose(first, second, rel_tol=_CLOSE) and not math.isclose(
-            first / trainer.args.world_size, third, rel_tol=_CLOSE
-        ):
-            raise LossError(
-                "Expected a loss that is divided by num_items_in_batch, or is the same without it, got "
-                f"{first:g} for {int(count)} items, {second:g} for {int(2 * count)} and {third:g} for None. Divide "
-                "all of it by num_items_in_batch, or take means."
-            )
-        return "other"
+        if math.isclose(first, third, rel_tol=_CLOSE):  # such as a mean and a router loss
+            return "other"
+        raise LossError(
+            "Expected a loss that is divided by num_items_in_batch, or is the same without it, got "
+            f"{first:g} for {int(count)} items, {second:g} for {2 * int(count)} and {third:g} for None. "
+            "Divide all of it by num_items_in_batch, or take means."
+        )
 
     def _tried(self, model: nn.Module, rows: Any, items: Any) -> float:
         with rng.preserved():
@@ -254,7 +273,7 @@ class _Seam:
 
     @contextmanager
     def _without_gathering(self) -> Generator[None]:
-        """Let metrics in `compute_loss` be those of this rank: ranks may have other numbers of micro-batches."""
+        """Keep metrics in `compute_loss` to this rank: ranks may have other numbers of micro-batches."""
         accelerator = self._trainer.accelerator
         if self._trainer.args.world_size == 1:
             yield

@@ -16,6 +16,7 @@ from anybatch.losses.model.model_loss import ModelLoss as ModelLoss, ModelTerms 
 from anybatch.losses.model.read import read_afresh as read_afresh
 from anybatch.losses.padding import find_paddings as find_paddings
 from anybatch.losses.resolve import (
+    LossLike as LossLike,
     check_loss as check_loss,
     function_of as function_of,
     module_of as module_of,

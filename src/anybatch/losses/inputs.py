@@ -1,6 +1,6 @@
 """Batches split into model inputs and loss targets; calls of the model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from inspect import ismethod
@@ -8,16 +8,50 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from anybatch.core import LossError
+from anybatch.core import AnybatchError, LossError, kind_of, ran_out_of_memory
 
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 
-HOW_TO_WRITE = (
-    "def loss(model, micro):\n"
-    '    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")\n'
-    "    return ab.Total(losses.sum(), losses.numel())"
-)
-FIX = f"Or write the loss as a function:\n{HOW_TO_WRITE}"
+
+def how_to_write(micro: object = None) -> str:
+    """Return an example of a loss of one's own, for batches of the form of this micro-batch."""
+    keys = list(cast("Mapping[Any, Any]", micro)) if isinstance(micro, Mapping) else []
+    inputs = next((key for key in keys if key not in TARGET_KEYS), "inputs" if keys else 0)
+    target = next((key for key in keys if key in TARGET_KEYS), "target" if keys else 1)
+    return (
+        "def loss(model, micro):\n"
+        f'    losses = F.cross_entropy(model(micro[{inputs!r}]), micro[{target!r}], reduction="none")\n'
+        "    return ab.Total(losses.sum(), losses.numel())"
+    )
+
+
+def noted(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Return the result of a model or a loss; an error that it raises tells the shapes that it got."""
+    try:
+        return function(*arguments, **named)
+    except Exception as error:
+        name = getattr(getattr(function, "func", function), "__name__", type(function).__name__)
+        got = f"anybatch called {name} with {shown(named or arguments)}"
+        note(error, f"{got}. Compare shapes, dtypes and names with what it takes; mappings go in by name.")
+        raise
+
+
+def note(error: Exception, text: str) -> None:
+    """Add a note, once, to an error of the caller's code."""
+    is_own = isinstance(error, AnybatchError) or ran_out_of_memory(error)
+    if not is_own and text not in getattr(error, "__notes__", ()):
+        error.add_note(text)
+
+
+def shown(value: Any) -> str:
+    """Return the shapes and dtypes of the tensors in a batch, in its form."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {shown(one)}' for key, one in cast('Any', value).items())}}}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(shown, cast('Any', value[:6])))}]"
+    return type(value).__name__
 
 
 def split_batch(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any, ...]]:
@@ -67,31 +101,35 @@ def split_batch(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any,
             rest = {key: value for key, value in mapping.items() if key != found[0]}
             return rest, _spread(mapping[found[0]])
         raise LossError(
-            f"Expected exactly one of the keys {TARGET_KEYS} in the batch, got {list(mapping)}. {FIX}"
+            f"Expected exactly one of the keys {TARGET_KEYS} in the batch, got {list(mapping)}. Rename the "
+            f"target, or write the loss as a function:\n{how_to_write(mapping)}"
         )
     raise LossError(
-        f"Expected a batch (inputs, target) or a mapping with a target, got {type(micro).__name__}. {FIX}"
+        f"Expected a batch (inputs, target) or a mapping with a target, got {kind_of(micro)}. Pass both in "
+        f"one tuple (return them from a collate), or write the loss as a function:\n{how_to_write(micro)}"
     )
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
     """Return the model's output for a tensor, a tuple (positional) or a mapping (keywords)."""
     if isinstance(inputs, tuple | list):
-        return model(*cast("tuple[Any, ...]", inputs))
+        return noted(model, *cast("tuple[Any, ...]", inputs))
     if isinstance(inputs, Mapping):
-        return model(**cast("Mapping[str, Any]", inputs))
-    return model(inputs)
+        return noted(model, **cast("Mapping[str, Any]", inputs))
+    return noted(model, inputs)
 
 
 def call_model(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     """Return the outputs of `call` as a tuple; raise LossError unless they are tensors."""
-    outputs = model(inputs) if isinstance(inputs, Tensor) else call(model, inputs)
+    outputs = call(model, inputs)
     if isinstance(outputs, Tensor):
         return (outputs,)
     if isinstance(outputs, tuple | list):
         return tuple(output for output in cast("tuple[Any, ...]", outputs) if output is not None)
     raise LossError(
-        f"Expected the model to return a tensor or a tuple of tensors, got {type(outputs).__name__}. {FIX}"
+        f"Expected the model to return a tensor or a tuple of tensors, got {type(outputs).__name__}. If the "
+        "model computes its loss from the labels in the batch, as those of transformers do, pass "
+        "ab.ModelLoss() as the loss. Otherwise write the loss as a function (model, micro) -> ab.Total."
     )
 
 

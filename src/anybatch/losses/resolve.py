@@ -1,5 +1,6 @@
 """Conversion of the caller's loss to the interface `Loss`; unsupported losses are refused here."""
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -7,14 +8,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.core import LossError
+from anybatch.core import LossError, Total, kind_of
 from anybatch.losses.inputs import module_in
 from anybatch.losses.loss import Loss
 from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.losses.reductions import WEIGHTS
-from anybatch.losses.terms import BARE_MEAN, HOW, Additive, PerRow, Terms
+from anybatch.losses.terms import HOW, Additive, PerRow, Terms, bare_mean
 from anybatch.losses.torch_losses import SummedLoss, summed_loss
 from anybatch.losses.whole_batch import WholeBatch
+
+#: What a step accepts as its loss.
+LossLike = (
+    nn.Module
+    | Callable[..., Tensor]
+    | Callable[..., Total | Mapping[str, Total]]
+    | Additive
+    | ModelLoss
+    | PerRow
+    | Terms
+    | WholeBatch
+)
 
 
 def resolve(loss: object) -> Loss:
@@ -38,12 +51,12 @@ def resolve(loss: object) -> Loss:
         meant = "of torch that anybatch cannot sum" if is_torch else "of your own (see ab.Terms)"
         raise LossError(
             f"Expected a loss whose sum and weight are known, got {type(loss).__name__}, a module {meant}. "
-            f"{BARE_MEAN}"
+            f"{bare_mean()}"
         )
     function = loss.func if isinstance(loss, partial) else loss
     name = getattr(function, "__name__", "")
     if name and vars(F).get(name) is function:
-        raise LossError(f"Expected a loss whose sum and weight are known, got F.{name}. {BARE_MEAN}")
+        raise LossError(f"Expected a loss whose sum and weight are known, got F.{name}. {bare_mean()}")
     if isinstance(function, type):
         raise LossError(
             f"Expected a loss, got the class {function.__name__}. Call it to make one, as in "
@@ -51,8 +64,7 @@ def resolve(loss: object) -> Loss:
         )
     if not callable(loss):
         raise LossError(
-            "Expected a loss of torch or a function (model, micro) -> ab.Total, got "
-            f"{type(loss).__name__}. {HOW}"
+            f"Expected a loss of torch or a function (model, micro) -> ab.Total, got {kind_of(loss)}. {HOW}"
         )
     return Terms(cast("Any", loss))
 

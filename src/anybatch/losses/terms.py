@@ -11,16 +11,11 @@ from torch import Tensor, nn
 
 from anybatch.core import Batch, LossError, Number, Total
 from anybatch.losses.cotangents import part
-from anybatch.losses.inputs import HOW_TO_WRITE, call, split_batch
+from anybatch.losses.inputs import call, how_to_write, note, shown, split_batch
 from anybatch.losses.loss import Evaluated, Plain
 from anybatch.losses.reductions import summed
 
-BARE_MEAN = (
-    "Wrap it: ab.PerRow(fn) for fn(outputs, targets) with a value for each row, ab.ModelLoss(call=fn) for "
-    "fn(model, micro) that returns a mean, ab.Additive(fn) for one divided by a total known beforehand. Or "
-    f"return a sum and what divides it, not a mean:\n{HOW_TO_WRITE}"
-)
-HOW = f"Pass a loss of torch, such as nn.CrossEntropyLoss(), or write\n{HOW_TO_WRITE}"
+HOW = f"Pass a loss of torch, such as nn.CrossEntropyLoss(), or write\n{how_to_write()}"
 _CALLED = (
     "anybatch calls a loss of your own as loss(model, micro), not as loss(outputs, targets). If it returns a "
     f"value for each row or entry, pass ab.PerRow(loss). Else p{HOW[1:]}"
@@ -74,7 +69,7 @@ class Terms(Plain):
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Call the function and check that it returned totals."""
         returned = call_loss(self.function, model, micro)
-        totals = _named(returned)
+        totals = _named(returned, micro)
         missing = [name for name in self.coefficients if name not in totals]
         if missing:
             raise LossError(
@@ -213,16 +208,18 @@ def check_function(function: object, wanted: str) -> None:
 
 
 def call_loss(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro: Any) -> Any:
-    """Return the result of a user's loss; add a note to errors of one written for (outputs, targets)."""
+    """Return the result of a user's loss; a note to its errors tells how it was called."""
     try:
         return function(model, micro)
-    except (TypeError, AttributeError) as error:
-        if _CALLED not in getattr(error, "__notes__", ()) and _takes_outputs(function, model, error):
-            error.add_note(_CALLED)
+    except Exception as error:
+        called = f"anybatch called loss(model, micro) with micro = {shown(micro)}. Take its parts from there."
+        note(error, _CALLED if _takes_outputs(function, model, error) else called)
         raise
 
 
 def _takes_outputs(function: object, model: nn.Module, error: Exception) -> bool:
+    if not isinstance(error, TypeError | AttributeError):
+        return False
     frames = error.__traceback__
     if frames is None or frames.tb_next is None or type(model).__name__ in str(error):
         return True  # it does not accept two arguments, or used the model as a tensor
@@ -233,7 +230,16 @@ def _takes_outputs(function: object, model: nn.Module, error: Exception) -> bool
     return not _OUTPUTS.isdisjoint(names[:1]) or not _TARGETS.isdisjoint(names[1:2])
 
 
-def _named(value: object) -> Mapping[str, Total]:
+def bare_mean(micro: object = None) -> str:
+    """Return how to write a loss that is no mean, for batches of the form of this micro-batch."""
+    return (
+        "Wrap it: ab.PerRow(fn) for fn(outputs, targets) with a value for each row, ab.ModelLoss(call=fn) "
+        "for fn(model, micro) that returns a mean, ab.Additive(fn) for one divided by a total known "
+        f"beforehand. Or return a sum and what divides it, not a mean:\n{how_to_write(micro)}"
+    )
+
+
+def _named(value: object, micro: object) -> Mapping[str, Total]:
     if isinstance(value, Total):
         return {"loss": value}
     if isinstance(value, Mapping):
@@ -242,11 +248,11 @@ def _named(value: object) -> Mapping[str, Total]:
         if totals and not wrong:
             return cast("Mapping[str, Total]", totals)
         raise LossError(
-            f"Expected a mapping of named ab.Total values, got {wrong or 'an empty one'}. {BARE_MEAN}"
+            f"Expected a mapping of named ab.Total values, got {wrong or 'an empty one'}. {bare_mean(micro)}"
         )
     raise LossError(
         "Expected the loss function to return an ab.Total or a mapping of them, got "
-        f"{_came(value)}. {BARE_MEAN}"
+        f"{_came(value)}. {bare_mean(micro)}"
     )
 
 

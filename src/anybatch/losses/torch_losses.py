@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from anybatch.core import SHORT_DTYPES, Batch, LossError, Number, torch_private as private
-from anybatch.losses.inputs import call_model, split_batch
+from anybatch.losses.inputs import call_model, noted, split_batch
 from anybatch.losses.loss import Evaluated, Loss, Plain, Share
 from anybatch.losses.reductions import (
     FUNCTIONS,
@@ -20,7 +20,7 @@ from anybatch.losses.reductions import (
     summed,
     trained_in,
 )
-from anybatch.losses.terms import BARE_MEAN
+from anybatch.losses.terms import bare_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +64,12 @@ class SummedLoss(Plain):
         if not kind.keeps_rows_apart(arguments):
             self._refuse_crossed_rows(arguments)
         if self.divided:
-            value = _scalar(self.reduced(*arguments))
+            value = _scalar(noted(self.reduced, *arguments))
             count = 0 if kind.counted else self._weigh(arguments, targets)
         elif kind.counted and getattr(arguments[0], "dtype", None) not in SHORT_DTYPES:
-            value, count = self.reduce("sum")(*arguments), 0  # one kernel
+            value, count = noted(self.reduce("sum"), *arguments), 0  # one kernel
         else:
-            losses = self.reduce("none")(*arguments)
+            losses = noted(self.reduce("none"), *arguments)
             value = summed(losses if self._is_sum else kind.terms(losses, arguments))
             # Counting the losses themselves is right for any broadcast.
             count = losses.shape[0] if self._is_batchmean else losses.numel()
@@ -255,4 +255,4 @@ def _rebind(loss: Callable[..., Tensor], settings: Mapping[str, Any]) -> Callabl
 def _scalar(value: Tensor) -> Tensor:
     if value.dim() == 0:
         return value
-    raise LossError(f"Expected the loss to be a scalar, got shape {tuple(value.shape)}. {BARE_MEAN}")
+    raise LossError(f"Expected the loss to be a scalar, got shape {tuple(value.shape)}. {bare_mean()}")

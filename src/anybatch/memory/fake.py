@@ -265,9 +265,10 @@ def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object] = ()
     """Restore random streams, gradients, warnings, the collector and all objects of `roots` on exit."""
     snapshot = ObjectState(roots)
     gradients = [(parameter, parameter.grad) for parameter in parameters]
-    random, collects = rng.capture_process(), gc.isenabled()
+    collects = gc.isenabled()
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
+        stack.enter_context(rng.preserved())
         if private.is_compiler_loaded():
             stack.enter_context(cast("Any", torch.compiler).set_stance("force_eager"))
         gc.disable()  # objects in cycles stay alive, as they may in a real step
@@ -277,7 +278,6 @@ def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object] = ()
         finally:
             torch.clear_autocast_cache()
             snapshot.put_back()
-            rng.restore_process(random)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             if collects:

@@ -4,9 +4,9 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from anybatch.core import PlanError, format_bytes
+from anybatch.core import format_bytes
 
 OWNERS = ("parameters", "gradients", "optimizer state", "activations", "workspace", "input", "other")
 """Owners of bytes; every byte has one. A workspace is allocated and freed within one phase."""
@@ -73,19 +73,6 @@ class Ledger:
     def to_json(self) -> str:
         """Return the ledger as one JSON object."""
         return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> "Ledger":
-        """Read the output of `to_json`. Raise PlanError for anything else."""
-        try:
-            values: dict[str, Any] = json.loads(text)
-            moments = [Moment(**one | {"bytes": tuple(one["bytes"])}) for one in values.pop("moments")]
-            held = [Holding(*one) for one in values.pop("by_module")]
-            return Ledger(moments=tuple(moments), by_module=tuple(held), **values)
-        except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
-            raise PlanError(
-                f"Expected a ledger as Ledger.to_json writes it, got {text[:80]!r} ({error}). Write it anew."
-            ) from None
 
     def __str__(self) -> str:
         peak = self.peak_moment

@@ -36,15 +36,9 @@ class Meter(private.TorchDispatchMode):
     A view adds nothing: it shares its storage. A storage ends when its last tensor (or saved tensor) is gone.
     Memory inside one kernel is not seen. Phases and modules come from hooks, which `__exit__` removes.
 
-    Args:
-        model: the model; its forwards begin a micro-batch.
-        optimizers: their steps are the update, and their state is counted from the start.
-        loss_module: holds further parameters and buffers.
-        batch_leaves: the tensors of the batch, owner "input".
-        held: other tensors alive from the start.
-        state: tensors counted as optimizer state from the start, if optimizers have made none yet.
-        host_apart: do not count the host copies that offload makes: tensors of another device are traced
-            on the host. Tensors on another kind of device than the parameters never count.
+    `held` are other tensors alive from the start, `state` those counted as optimizer state from the start.
+    `host_apart` leaves out the host copies that offload makes, where tensors of another device are traced on
+    the host. Tensors on another kind of device than the parameters never count.
     """
 
     def __init__(

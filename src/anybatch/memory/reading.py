@@ -86,12 +86,6 @@ class MemoryReading:
         """Discard the reading; does nothing after `end`."""
         self.end()
 
-    def __enter__(self) -> "MemoryReading":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 # Starts a source, and returns a function that stops it and returns the changes in bytes, or their peak.
 _Start = Callable[[], Callable[[], list[int] | None]]

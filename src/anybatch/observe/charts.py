@@ -80,14 +80,14 @@ def _metrics(run: RunLog) -> list[str]:
 def _observed(run: RunLog) -> Iterable[Chart]:
     groups: dict[str, list[Chart]] = {}
     for name, series in run.values.items():
-        _, observer, key = [*name.split(".", 2), "", ""][:3]
+        _, callback, key = [*name.split(".", 2), "", ""][:3]
         # The parts of the noise scale have another order of magnitude.
-        if name.startswith("observed.") and (observer != "noise" or key == "scale"):
+        if name.startswith("observed.") and (callback != "noise" or key == "scale"):
             found = _sparse(key.replace("_", " "), np.array(run.steps, np.float64), series)
-            groups.setdefault(observer, []).extend(found)
-    for index, (observer, series) in enumerate(groups.items()):
-        title = "Gradient noise scale" if observer == "noise" else f"Observer {observer}"
-        place = "noise" if observer == "noise" else f"observer-{index}"
+            groups.setdefault(callback, []).extend(found)
+    for index, (callback, series) in enumerate(groups.items()):
+        title = "Gradient noise scale" if callback == "noise" else f"Callback {callback}"
+        place = "noise" if callback == "noise" else f"callback-{index}"
         yield _chart(place, title, series[:MOST_SERIES])
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from anybatch.core import Micro, PlanError
-from anybatch.engine import Observer
 from anybatch.observe.figure import checked, new_figure, save
 from anybatch.precision import Precision, PrecisionName, find_precision
 from anybatch.step import dry_run
@@ -120,15 +119,13 @@ def gradient_exponents(
     return tally.result(scale, str(chosen))
 
 
-class _ExponentCounter(Observer):
-    wants_micro = True
-
+class _ExponentCounter:
     def __init__(self) -> None:
         self._counts = torch.zeros(_MOST - _LEAST + 1, dtype=torch.int64)
         self._fates = {dtype: torch.zeros(4, dtype=torch.int64) for dtype in DTYPES}
         self._zeros = self._not_finite = 0
 
-    def micro(self, micro: Micro, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
+    def micro_gradients(self, micro: Micro, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
         for several in gradients.values():
             for gradient in several:
                 self._count(gradient.detach())

@@ -10,22 +10,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.batchnorm import BatchNormChoice
-from anybatch.core import Collate, PlanError, check_whole, ran_out_of_memory, torch_private as private
-from anybatch.engine import Observer
-from anybatch.losses import module_of
+from anybatch.core import (
+    Callback,
+    Collate,
+    PlanError,
+    check_whole,
+    ran_out_of_memory,
+    torch_private as private,
+)
+from anybatch.losses import LossLike, module_of
 from anybatch.observe.figure import checked
 from anybatch.observe.flow_figures import Figures, Flow
 from anybatch.observe.flow_picture import draw
 from anybatch.observe.measure import Table, norms_of, sizes_of, to_host
 from anybatch.parallel import unwrapped
-from anybatch.step import Step, dry_run
+from anybatch.step import DEFAULT, Options, Step, dry_run, known_keywords
 
 _MODEL, _LOSS = "(model)", "(loss)"  # parameters of no submodule
 
 
-class GradientFlow(Observer):
-    """An observer that records the gradient flow of a training: `Step(..., observers=[flow])`.
+class GradientFlow(Callback):
+    """A callback that records the gradient flow of a training: `Step(..., callbacks=[flow])`.
 
     The gradients are those of the whole batch, before clipping, for any cut. The weights are bit-identical
     to a training without it. A recorded update costs one more synchronization of the device, and a copy of
@@ -51,7 +56,7 @@ class GradientFlow(Observer):
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
         >>> flow = GradientFlow(model, every=1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> step = Step(model, nn.MSELoss(), optimizer, micro_batch=4, observers=[flow])
+        >>> step = Step(model, nn.MSELoss(), optimizer, micro_batch=4, callbacks=[flow])
         >>> report = step((torch.randn(8, 3), torch.randn(8, 1)))
         >>> flow.last.layers, len(flow.history)
         (('0', '2'), 1)
@@ -61,7 +66,6 @@ class GradientFlow(Observer):
     """
 
     name = "flow"
-    wants_updated = True
 
     def __init__(self, model: nn.Module, *, every: int = 10, ratio: bool = True, limit: int = 256) -> None:
         check_whole("every", every, least=1)
@@ -73,6 +77,11 @@ class GradientFlow(Observer):
         self._seen: _FlowReading | None = None
         self._last: Flow | None = None
 
+    def __repr__(self) -> str:
+        return (
+            f"GradientFlow({type(self.model).__name__}, {len(self.history)} of {self.updates} updates kept)"
+        )
+
     @property
     def last(self) -> Flow | None:
         """The figures of the last recorded gradients."""
@@ -80,7 +89,7 @@ class GradientFlow(Observer):
             self._last, self._seen = self._seen.flow(), None
         return self._last
 
-    def update(self, gradients: Mapping[str, Tensor]) -> None:
+    def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Measure the gradients, and copy the weights.
 
         Args:
@@ -90,7 +99,7 @@ class GradientFlow(Observer):
         if self.updates % self.every == 0:
             self._seen = _FlowReading(self.model, gradients, keeps_weights=self.ratio)
 
-    def updated(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Compare the weights with the copy, and store the record."""
         self.updates += 1
         if self._seen is None:
@@ -196,16 +205,17 @@ class _FlowReading:
         return sum(sums) / numbers, most, math.hypot(*norms), 1 - sum(counts) / numbers, ratio
 
 
+@known_keywords()
 def gradient_flow(
     model: nn.Module,
-    loss: object,
+    loss: LossLike,
     batch: Any,
     *,
     path: str | Path | None = None,
     micro_batch: int | None = None,
     memory: str | int | None = None,
     collate: Collate | None = None,
-    batch_norm: BatchNormChoice | None = None,
+    options: Options = DEFAULT,
     title: str = "gradient flow",
 ) -> Flow:
     """Return the gradient of a batch by layer, and draw it; without training.
@@ -221,7 +231,7 @@ def gradient_flow(
         micro_batch: rows of a micro-batch. None for all rows, or, with `memory`, for a planned number.
         memory: budget in bytes, as for `anybatch.Step`.
         collate: function from samples to tensors, as for `anybatch.Step`.
-        batch_norm: treatment of BatchNorm, as for `anybatch.Step`.
+        options: as for `anybatch.Step`; its scheduler and strategy do not matter.
         title: title of the picture.
 
     Returns:
@@ -253,8 +263,7 @@ def gradient_flow(
         micro_batch=micro_batch,
         memory=memory,
         collate=collate,
-        batch_norm=batch_norm,
-        strategy="local",
+        options=replace(options, scheduler=None, strategy="local"),
     )
     seen = GradientFlow(model, ratio=False)
     dry_run.show(step, batch, seen)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from anybatch.core import html_table
+
 VANISHING, EXPLODING = 1e-3, 70.0
 MARKS = ("vanishing", "exploding", "not finite", "unused")
 
@@ -49,7 +51,7 @@ def _mark(norm: float | None, end: float) -> str:
     return "exploding" if norm > EXPLODING * end else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Flow:
     """The gradient figures of one batch by layer. Print it for a table.
 
@@ -65,7 +67,7 @@ class Flow:
         zeros: share of zeros, from 0 to 1.
         ratio: 2-norm of the update over the 2-norm of the weights before it; None without an update, or if
             all weights were zero.
-        update: number of the observer's update, 1 for the first; 0 without an update.
+        update: number of the callback's update, 1 for the first; 0 without an update.
     """
 
     layers: tuple[str, ...]
@@ -90,6 +92,13 @@ class Flow:
         """Return the figures for a log, with four significant digits."""
         names = ("mean", "largest", "norm", "zeros", "ratio")
         return {"layers": self.layers} | {name: [*map(_rounded, getattr(self, name))] for name in names}
+
+    def __repr__(self) -> str:
+        marked = len(self.marks) - self.marks.count("")
+        return f"Flow(update {self.update}, {len(self.layers)} layers, {marked} marked)"
+
+    def _repr_html_(self) -> str:
+        return html_table([("", str(self))])
 
     def __str__(self) -> str:
         width = max([len(layer) for layer in self.layers], default=0)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Micro, PlanError, check_whole
-from anybatch.engine import Observer
+from anybatch.core import Callback, Micro, PlanError, check_whole
 from anybatch.observe.measure import dense, norms_of, to_host
 
 
@@ -17,15 +16,15 @@ from anybatch.observe.measure import dense, norms_of, to_host
 class Noise:
     """The noise estimate of one update. Single estimates scatter, and may be negative."""
 
-    update: int  # number of the observer's update, 1 for the first
+    update: int  # number of the callback's update, 1 for the first
     rows: int
     noise: float  # trace of the covariance of a row's gradient
     signal: float  # squared 2-norm of the expected gradient
     scale: float | None  # mean noise over mean signal so far, in rows
 
 
-class GradientNoise(Observer):
-    """An estimator of the gradient noise scale: the batch size, in rows, at which noise equals signal.
+class GradientNoise(Callback):
+    """A callback that estimates the gradient noise scale: the batch size, in rows, where noise equals signal.
 
     Well below it, twice the rows halve the number of updates needed; well above it, they hardly help. The
     estimate compares the gradients of micro-batches with that of the whole batch, so it needs steps that are
@@ -49,7 +48,7 @@ class GradientNoise(Observer):
         >>> noise = GradientNoise(every=1)
         >>> from anybatch.step import Step
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> step = Step(model, nn.MSELoss(), optimizer, micro_batch=4, observers=[noise])
+        >>> step = Step(model, nn.MSELoss(), optimizer, micro_batch=4, callbacks=[noise])
         >>> report = step((torch.randn(16, 4), torch.randn(16, 1)))
         >>> len(noise.history), noise.history[0].rows
         (1, 16)
@@ -59,8 +58,6 @@ class GradientNoise(Observer):
     """
 
     name = "noise"
-    wants_micro = True
-    wants_updated = True
 
     def __init__(self, *, every: int = 10, decay: float = 0.9, limit: int = 1000) -> None:
         check_whole("every", every, least=1)
@@ -91,7 +88,7 @@ class GradientNoise(Observer):
         del self._parts[done:]
         self._is_complete = len(self._parts) == done
 
-    def micro(self, micro: Micro, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
+    def micro_gradients(self, micro: Micro, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
         """Record the size of a micro-batch's gradient."""
         if any(len(several) > 1 for several in gradients.values()):
             self._is_complete = False  # each term has another divisor, unknown before the end
@@ -102,7 +99,7 @@ class GradientNoise(Observer):
         squared = _squared(values) / scale**2
         self._parts.append(_MicroGradient(len(micro.indices), squared, name, share))
 
-    def update(self, gradients: Mapping[str, Tensor]) -> None:
+    def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Record the size of the whole gradient."""
         self._whole = None
         names = {part.name for part in self._parts}
@@ -117,7 +114,7 @@ class GradientNoise(Observer):
                 parts = torch.stack([part.squared for part in self._parts]).sum() * factor**2
                 self._whole = {"parts": parts.view(1), "whole": _squared(gradients).view(1)}
 
-    def updated(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Compute and store the estimate."""
         self.updates += 1
         sizes = [part.rows for part in self._parts]

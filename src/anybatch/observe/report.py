@@ -68,6 +68,7 @@ def report_page(folder: str | Path) -> str:
         _section("Servers and workers", _pairs(served(run))),
         _section("Events", _table(("what", "updates", "how many"), map(_event, found))),
         _section("Epochs", _epochs(run)),
+        _section("Test rows", _pairs(run.test)),
         _section("Plan", _plans(run.plans)),
         _section("Command that repeats it", _pre(shlex.join(texts(start.get("command"))))),
         _section("Machine and model", _pairs(_machine(start))),

@@ -47,6 +47,7 @@ class RunLog:
     epochs: tuple[Line, ...]
     plans: tuple[Line, ...]
     flow: FlowLog | None
+    test: Line  # loss and metrics on the test rows at the end, and the updates before; empty if there is none
     stopped: str | None  # the reason of a stop, may be empty; None without a stop line
     settings: Line  # the options of the command; empty if there are none
     notes: tuple[str, ...]  # about unreadable parts
@@ -93,6 +94,7 @@ class _LogReader:
         self._values: dict[str, array[float]] = {}
         self._epochs: list[Line] = []
         self._plans: list[Line] = []
+        self._test: Line = {}
         self._flow = _FlowReader()
         self._last = self._reason = ""  # last event, reason of the last stop
         self._lines = self._unread = self._again = 0
@@ -108,7 +110,7 @@ class _LogReader:
         if not isinstance(event, str):
             self._unread += 1
             return
-        self._last = event
+        last, self._last = self._last, event
         match event:
             case "start":
                 self._start(record)
@@ -118,6 +120,8 @@ class _LogReader:
                 self._epochs.append(record)
             case "plan":
                 self._plans.append(record)
+            case "test":
+                self._test, self._last = record, last
             case "stop":
                 self._reason = str(record.get("reason") or "")
             case _:  # an event of a later version or of the user
@@ -177,6 +181,7 @@ class _LogReader:
             epochs=tuple(self._epochs),
             plans=tuple(self._plans),
             flow=self._flow.log(),
+            test={name: value for name, value in self._test.items() if name != "event"},
             stopped=self._reason if self._last == "stop" else None,
             settings=settings,
             notes=tuple(notes),
@@ -188,10 +193,10 @@ def _numbers(record: Line) -> Iterator[tuple[str, float]]:
         if name in ("event", "step", "weights"):
             continue
         if name == "observed":
-            for observer, seen in mapping(value).items():
-                if observer != "flow":
+            for callback, seen in mapping(value).items():
+                if callback != "flow":
                     yield from (
-                        (f"observed.{observer}.{key}", number(one)) for key, one in mapping(seen).items()
+                        (f"observed.{callback}.{key}", number(one)) for key, one in mapping(seen).items()
                     )
         elif name == "cut" and isinstance(value, list):
             sizes = [number(one[0]) for one in cast("list[Any]", value) if isinstance(one, list) and one]

@@ -32,7 +32,6 @@ class Codec(Protocol):
 
     name: str  # "fp16", "bf16" or "dgc"
     sent: int  # bytes of the last `encode`
-    dense: int  # bytes of the gradients of all trained parameters in float32
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise PlanError for optimizers and parameters that this codec does not support."""
@@ -69,7 +68,7 @@ class Cast:
         if name not in get_args(CastName):
             raise PlanError(f"Expected one of {get_args(CastName)}, got {name!r}. Take one of these.")
         self.name: str = name
-        self.sent = self.dense = 0
+        self.sent = 0
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise PlanError for complex parameters, and for more elements than an int32 can count."""
@@ -151,7 +150,7 @@ class DeepGradientCompression:
                 f"Expected clip_norm above 0 and the number of ranks with it, got {clip_norm!r} and "
                 f"ranks={ranks!r}. Each rank clips to clip_norm / sqrt(ranks)."
             )
-        self.name, self.sent, self.dense = "dgc", 0, 0
+        self.name, self.sent = "dgc", 0
         self.sparsity, self.warmup_updates, self.masking = sparsity, warmup_updates, masking
         self.momentum = momentum
         self._limit = math.inf if clip_norm is None or ranks is None else clip_norm * ranks**-0.5
@@ -246,7 +245,7 @@ def _send(codec: Codec, found: Mapping[str, _Values], like: Tensors) -> Tensor:
         parts += [values] if places is None else [places.to(torch.int32), values]
     device = next((parameter.device for parameter in like.values()), torch.device("cpu"))
     payload = torch.cat([part.view(torch.uint8).to(device) for part in parts])
-    codec.sent, codec.dense = payload.numel(), 4 * sum(parameter.numel() for parameter in like.values())
+    codec.sent = payload.numel()
     return payload
 
 

@@ -157,7 +157,6 @@ _SET: dict[str, str] = {}  # variables that we set
 
 
 def _leave_environment() -> None:
-    """Remove our environment variables unless they were changed since."""
     for name, value in _SET.items() if not _OPEN else ():
         if os.environ.get(name) == value:
             del os.environ[name]

@@ -155,14 +155,17 @@ class ParameterServer(Single):
         odd = {
             "clip_norm=, which takes the gradient of the whole batch": self._rule is not None
             and not math.isinf(settings.clip_norm),
+            "clip_value=, which clamps entries of the whole batch's gradient": not math.isinf(
+                settings.clip_value
+            ),
             f"non_finite={settings.non_finite!r}": settings.non_finite != "raise",
             "a loss scale (fp16), which each worker would choose by itself": settings.precision.loss_scale
             is not None,
-            'BatchNorm in training mode; Pass Step(batch_norm="frozen") for the running statistics, or use '
-            "ab.batch_norm_to_group_norm(model)": bool(task.network.batch_norms)
+            'BatchNorm in training mode; Pass Options(batch_norm="frozen") for the running statistics, or '
+            "use ab.batch_norm_to_group_norm(model)": bool(task.network.batch_norms)
             and settings.batch_norm != "frozen",
             "a compiled model": task.network.is_static,
-            "observers=, which look at gradients that only workers have": bool(task.observers),
+            "callbacks of gradients or micro-batches, which only workers have": task.callbacks.are_inside,
             "gradients from before the step; Call optimizer.zero_grad()": any(
                 p.grad is not None for p in task.network.parameters
             ),

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.batchnorm import names_of_batch_norms
 from anybatch.core import LossError, NonFiniteLossError, PlanError, RankError, all_finite
-from anybatch.engine import Agreed, Gradient, Plan, Progress, Single, Sums, Task
+from anybatch.engine import Agreed, Gradient, Plan, Progress, Single, Sums, Task, accumulation_dtype
 from anybatch.parallel.compression import Codec
 from anybatch.parallel.drift import Drift, refuse_drift
 from anybatch.parallel.fingerprint import fingerprint, refuse_differences
@@ -168,11 +168,12 @@ class Replicate(Single):
         """Add up weights and losses over ranks, and agree on the loss scale; raise if a rank failed."""
         self._undo()  # after an attempt with a gradient that was not finite
         self._is_meeting = False
-        here = sums.tally()
+        here, _ = sums.read(sums.weigh())
         message = {
-            "weights": here.weights,
-            "totals": here.totals,
-            "shared": here.is_shared,
+            "weights": here,
+            "totals": sums.totals,
+            # These are the weights of all ranks: 1 for a sum, all rows for a whole-batch loss.
+            "shared": sums.division.divisors is not None,
             "rows": sum(sums.rows),
             "dropped": sums.dropped,
             "scale": sums.task.scale.state(),
@@ -209,7 +210,9 @@ class Replicate(Single):
             rows=sum(one["rows"] for one in said),
             dropped=sum(one["dropped"] for one in said),
         )
-        self._like, self._gathered, self._is_reducing = here.like, None, True
+        chosen = sums.plan.accumulation_dtype
+        self._like = {p: accumulation_dtype(p.dtype, chosen) for p in sums.task.network.parameters}
+        self._gathered, self._is_reducing = None, True
         self._names = sums.task.names() if self.compression else {}
         add = max if any(one["shared"] for one in said) else fsum
         weights = {name: add(one["weights"].get(name, 0.0) for one in said) for name in names}
@@ -251,7 +254,6 @@ class Replicate(Single):
         self._has_encoded = False
 
     def _agree(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Exchange messages; raise on every rank if a rank has failed."""
         if not self._is_known:
             message = {**message, "is": self._fingerprint}
         said = exchange(message, self.group)

@@ -39,11 +39,6 @@ class Rule:
                 f"Expected a push of shape {tuple(parameters.shape)}, as the parameters have, got "
                 f"{tuple(pushed.shape)}. Start the worker with the server's model."
             )
-        if staleness < 0 or steps < 1:
-            raise PlanError(
-                f"Expected staleness of at least 0 and at least one step, got {staleness} and {steps}. "
-                "Count the pushes since the worker's pull, and its local updates."
-            )
         if not all_finite([pushed]):
             bad = int((~torch.isfinite(pushed)).sum())
             raise PlanError(

@@ -249,7 +249,6 @@ class Scheduler:
         return max(_LEAST, _SLOW * median(self._usual))
 
     def _late(self) -> int | None:
-        """Return a slow unit that no second worker has."""
         if self._backup and self._usual:
             late = self.cluster.clock() - self._patience()
             held = [one for one in self._leases.values() if one.round == self._round]
@@ -261,7 +260,6 @@ class Scheduler:
         return None
 
     def _returned(self, reference: Any) -> Lease | None:
-        """Handle a worker that finished or ended; return the lease if its unit is to be counted."""
         lease = self._leases.pop(reference)
         is_current = lease.round == self._round
         try:
@@ -294,7 +292,6 @@ class Scheduler:
         return lease
 
     def _again(self, unit: int, said: str) -> None:
-        """Queue a lost unit again, unless a back-up runs it."""
         held = any(one.unit == unit and one.round == self._round for one in self._leases.values())
         if unit in self._done or unit in self._todo or held:
             return
@@ -317,7 +314,6 @@ class Scheduler:
         self.counts["bytes pushed"] += folded.sent[index]
 
     def _pushed(self, reference: Any, pushes: dict[Any, tuple[int, int]]) -> dict[Any, tuple[int, int]]:
-        """Handle a shard's answer or end; return the open pushes."""
         index, unit = pushes.pop(reference)
         try:
             refused = self.cluster.get(reference)

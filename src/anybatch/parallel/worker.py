@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import AnybatchError, PlanError, tree
-from anybatch.engine import Plan, Single, Sums, Task
+from anybatch.engine import Gradient, Plan, Single, Sums, Task, finish
 from anybatch.parallel.fingerprint import fingerprint
 from anybatch.parallel.server import Array, Layout
 from anybatch.state import Reachable, rng
@@ -36,6 +36,19 @@ class Folded:
     pulled: tuple[int, ...] = ()  # asynchronous: the version of each shard at the start of the unit
     steps: int = 1  # local updates
     sent: tuple[int, ...] = ()  # bytes to each shard
+
+
+def _undivided(sums: Sums) -> tuple[list[Gradient], dict[str, float]]:
+    """Return the gradient sums of each term, times its provisional divisor, and its coefficient."""
+    if sums.gradients is None:
+        return [], {}
+    sums.gradients.close()
+    banks, division = sums.gradients.parted(), sums.division
+    sums.gradients = None
+    if division.divisors is not None:
+        return [*banks.values()], {}
+    found = [finish({name: banks.get(name, {})}, {name: one}) for name, one in division.provisional.items()]
+    return found, {name: float(division.coefficients[name]) for name in division.provisional}
 
 
 class _Unit(Single):
@@ -139,15 +152,16 @@ class Worker:
         return self._pushed(folded, [self._sums(terms, shard) for shard in range(len(self._layout.pieces))])
 
     def _take(self, sums: Sums) -> None:
-        here, (banks, coefficients) = sums.tally(), sums.undivided()
+        weights, _ = sums.read(sums.weigh())
+        banks, coefficients = _undivided(sums)
         parameters: Sequence[nn.Parameter] = sums.task.network.parameters
         self._banks = [[bank.get(p) for p in parameters] for bank in banks]
         self._folded = Folded(
-            weights=here.weights,
-            totals=here.totals,
+            weights=weights,
+            totals=sums.totals,
             rows=sum(sums.rows),
             cut=tuple(sums.rows),
-            is_shared=here.is_shared,
+            is_shared=sums.division.divisors is not None,
             coefficients=coefficients,
             used=frozenset(i for i, p in enumerate(parameters) if any(p in bank for bank in banks)),
         )

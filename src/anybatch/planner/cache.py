@@ -145,7 +145,6 @@ def _key(request: Request) -> str:
 
 
 def _signature(task: Task) -> str:
-    """Hash trained parameters, modes and optimizer settings, which change the bytes of a step."""
     trained = set(task.network.parameters)
     # Positions, not a count: other parameters may need other activations.
     places = [p in trained for one in task.network.modules for p in one.parameters(recurse=False)]

@@ -10,7 +10,6 @@ from anybatch.core import Batch, TraceError, tree
 from anybatch.engine import Plan, Task
 from anybatch.memory import Device, find_device
 from anybatch.planner.cost import KEEP, Costs, Recorded, costs_of
-from anybatch.planner.progress import PlanningProgress
 from anybatch.planner.trace import Trace, is_linear_in_rows, trace
 from anybatch.recompute import POLICIES
 
@@ -88,7 +87,7 @@ class Candidates:
     """The costs of the plans of one request: traced, or (`is_composed`) composed from a few traced steps."""
 
     def __init__(self, request: Request) -> None:
-        self._request, self._progress = request, PlanningProgress()
+        self._request = request
         self._traces: dict[Plan, Trace] = {}
         self._half = request.like.precision.is_short or _computes_in_half(request.task)
         self._recorded: dict[str, Recorded] = {}  # by policy of all blocks
@@ -133,7 +132,6 @@ class Candidates:
     def trace(self, plan: Plan) -> Trace:
         """Trace one plan. Raise TraceError if it cannot be traced."""
         if plan not in self._traces:
-            self._progress.tell(plan, len(self._traces))
             request = self._request
             kind = request.device.kind
             found = trace(plan, request.task, request.batch, device=kind, idle=self._idle)

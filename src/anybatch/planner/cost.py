@@ -64,8 +64,6 @@ def stretches(recording: Recording, blocks: Sequence[str]) -> list[Stretch]:
 
 
 class _Side:
-    """One recording as arrays: the change in bytes of each event, and the block of its storage."""
-
     def __init__(self, recording: Recording, blocks: Sequence[str]) -> None:
         parts = stretches(recording, blocks)
         self.places = [part.place for part in parts]
@@ -97,7 +95,6 @@ class _Side:
         return made.block
 
     def held(self, changes: Array) -> Array:
-        """Return the bytes of each block (columns; first of none) at the peak of each stretch (rows)."""
         alive = np.concatenate([[0.0], np.cumsum(changes)])
         pairs = zip(self.starts, self.stops, strict=True)
         tops = np.array([start + int(np.argmax(alive[start : stop + 1])) for start, stop in pairs])

@@ -80,11 +80,7 @@ class PlanReport:
         return self.ledger.peak
 
     def to_json(self) -> str:
-        """Return the report as one JSON object.
-
-        Returns:
-            A JSON text; `Plan.from_json` and `Ledger.from_json` read its parts.
-        """
+        """Return the report as one JSON object; `Plan.from_json` reads its plans."""
         names = ("peak", "seconds", "budget", "device")
         values: dict[str, Any] = {
             "plan": json.loads(self.plan.to_json()),
@@ -105,19 +101,23 @@ class PlanReport:
         return html_table([row for section in self._sections() for row in section])
 
     def _sections(self) -> list[list[tuple[str, str]]]:
-        """Return the rows shared by the text and HTML representations."""
         budget = "" if self.budget is None else f" of {format_bytes(self.budget)}"
         peak = f"{format_bytes(self.peak)}{budget} on {self.device}, {self.ledger.source}"
         lines = [line.partition(" ") for line in str(self.plan).splitlines()]
+        rows = [(name, text.strip()) for name, _, text in lines]
+        chosen = [row for row in rows if row[0] in _CHOSEN and row[1] != "as set"]
         sections = [
-            [(name, text.strip()) for name, _, text in lines],
-            [("peak", peak), ("one update", f"{format_seconds(self.seconds)}, estimated")],
+            [("peak", peak), ("one update", f"{format_seconds(self.seconds)}, estimated"), *chosen],
             [("", str(self.ledger))],
             _blocks(self.plan),
             [("next best", "\n".join(_table(self.options)))] if self.options else [],
             [("note", note) for note in self.notes],
+            [row for row in rows if row not in chosen],  # as they were given
         ]
         return [section for section in sections if section]
+
+
+_CHOSEN = ("rows", "micro_batch", "blocks", "foreach")  # settings that a plan decides
 
 
 def _line(row: tuple[str, str]) -> str:
@@ -153,7 +153,7 @@ def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_re
     told = (
         f"Expected a plan within {format_bytes(budget)}, got none. The smallest budget for "
         f"{counted(least.plan.rows, 'row')} is {near}{format_bytes(least.peak)} ({least.peak} bytes), "
-        f"{counted(least.plan.micro_batch, 'row')} at a time."
+        f"{counted(least.plan.micro_batch, 'row')} at a time"
     )
     ways = " ".join(_ways_out(least.ledger, batch_norms, cut_refused, least.plan.precision))
     ways = ways or "Allow that much, or use a smaller model or smaller rows."
@@ -161,10 +161,10 @@ def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_re
         f"{format_bytes(one.bytes)} {one.owner} of {repr(one.module) if one.module else 'the model'}"
         for one in (least.ledger.by_module[:4] if least.ledger else ())
     ]
-    while held and len(f"{told} Largest: {', '.join(held)}. {ways}") > _LONGEST:
+    while held and len(f"{told}; largest: {', '.join(held)}. {ways}") > _LONGEST:
         held.pop()
-    told = f"{told} Largest: {', '.join(held)}." if held else told
-    return BudgetError(f"{told} {ways}", smallest=least.peak, ledger=least.ledger)
+    told = f"{told}; largest: {', '.join(held)}" if held else told
+    return BudgetError(f"{told}. {ways}", smallest=least.peak, ledger=least.ledger)
 
 
 def _ways_out(
@@ -173,17 +173,21 @@ def _ways_out(
     """Return changes that free bytes but change the result, so that they are the caller's choice."""
     held, little = (ledger.at_peak, _LITTLE * ledger.peak) if ledger else ({}, 0.0)
     ways: list[str] = []
+    frees: list[str] = []
     if cut_refused:
         ways.append(f"The batch may not be cut: {cut_refused.rstrip('.')}.")
     if batch_norms and cut_refused:
-        return [*ways, "To allow it, pass batch_norm=... or call ab.batch_norm_to_group_norm(model)."]
+        return [
+            *ways,
+            "To allow it, say Options(batch_norm=...) or call ab.batch_norm_to_group_norm(model).",
+        ]
     state = held.get("optimizer state", 0) * 3 / 4
     if state > little:
-        ways.append(f"8-bit optimizer states free about {format_bytes(state)}.")
+        frees.append(f"8-bit optimizer states free about {format_bytes(state)}")
     half = held.get("activations", 0) / 2
     if half > little and not precision.is_short:
-        ways.append(f'precision="bf16-mixed" frees up to {format_bytes(half)}.')
-    return ways
+        frees.append(f'precision="bf16-mixed" frees up to {format_bytes(half)}')
+    return [*ways, f"{'; '.join(frees)}."] if frees else ways
 
 
 def single_rows(task: Task, batch: Batch, settings: Plan) -> Ledger | None:

@@ -15,11 +15,8 @@ def row_shape(value: object) -> Shape:
 
 def longest(batch: SampleBatch) -> Shape:
     """Return the largest size of each axis over all samples, collated a few at a time."""
-    random = rng.capture_process()
-    try:
+    with rng.preserved():
         shapes = [*map(row_shape, batch.cut(COLLATED_AT_ONCE))]  # each is freed before the next is made
-    finally:
-        rng.restore_process(random)
     for shape in shapes:
         if [(name, len(sizes)) for name, sizes in shape] != [(n, len(s)) for n, s in shapes[0]]:
             raise BatchError(

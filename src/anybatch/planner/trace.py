@@ -84,8 +84,6 @@ def _of_rows(leaf: Tensor, rows: int, bases: dict[int, Tensor]) -> Tensor:
 
 
 class _Head(TensorBatch):
-    """The first rows of a batch; `whole` is still the whole batch."""
-
     __slots__ = ()
 
     def __init__(self, full: TensorBatch, rows: int) -> None:
@@ -94,7 +92,6 @@ class _Head(TensorBatch):
 
 
 def _collated(batch: Batch, rows: int) -> Batch:
-    """Return samples whose micro-batches are collated one by one, into fakes."""
     head = batch.only(range(min(batch.rows, rows)))
     nest = tree.flatten(next(head.cut(head.rows)))
 
@@ -262,7 +259,7 @@ def device_of(task: Task, device: torch.device | str | None) -> torch.device:
 
 
 def faked(task: Task, fakes: Fakes) -> Task:
-    """Return the task on fake tensors, without observers."""
+    """Return the task on fake tensors, without callbacks."""
 
     def of(parameters: Iterable[Tensor]) -> list[Any]:
         return [fakes.of(parameter) for parameter in parameters]
@@ -272,7 +269,7 @@ def faked(task: Task, fakes: Fakes) -> Task:
     effects.writes(of(task.effects.parameters))
     effects.begin(task.network.modules)
     return replace(
-        task.aside(observers=()),
+        task.aside(),
         effects=effects,
         loss=fakes.within(task.loss),
         network=replace(task.network, parameters=of(task.network.parameters), others=of(task.network.others)),

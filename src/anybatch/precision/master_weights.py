@@ -21,7 +21,6 @@ class _Backup:
         self.note(parameter)
 
     def note(self, parameter: nn.Parameter) -> None:
-        """Record that the parameter holds these weights, rounded to its dtype."""
         self.dtype, self.version = parameter.dtype, _version(parameter)
 
     def refresh(self, parameter: nn.Parameter) -> None:
@@ -183,7 +182,6 @@ def lengthen_states(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Par
 
 
 def _known(parameter: nn.Parameter) -> _Backup | None:
-    """Return the master weight of a parameter held by any step, or None."""
     found = _KNOWN.get(parameter)
     backup = None if found is None else found()
     if backup is not None:
@@ -192,7 +190,6 @@ def _known(parameter: nn.Parameter) -> _Backup | None:
 
 
 def _restore(optimizer: Optimizer, given: dict[str, Any]) -> None:
-    """Replace torch's rounded state of 16-bit parameters by the loaded state."""
     for group, saved in zip(optimizer.param_groups, given["param_groups"], strict=True):
         for parameter, key in zip(group["params"], saved["params"], strict=True):
             known = given["state"].get(key, {}) if parameter.dtype in SHORT_DTYPES else {}

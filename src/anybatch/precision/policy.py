@@ -46,8 +46,8 @@ class Precision:
     Example:
         >>> find_precision("fp16-mixed").loss_scale
         'dynamic'
-        >>> Precision(store="bfloat16", keep_float32=("LayerNorm", "*.router")).bytes_per_weight
-        6
+        >>> str(Precision(store="bfloat16", keep_float32=("LayerNorm",)))
+        'store bfloat16, keep_float32 LayerNorm'
 
     Source: Micikevicius et al. 2018, "Mixed Precision Training", sections 3.1 to 3.3.
     """
@@ -95,43 +95,18 @@ class Precision:
         """The dtype of stored weights; None to leave them."""
         return None if self.store is None else getattr(torch, self.store)
 
-    @property
-    def bytes_per_weight(self) -> int:
-        """Bytes per trained float32 weight, without gradient and optimizer state."""
-        return 4 if self.store is None else 6
-
     def computing(self, kinds: Iterable[str]) -> AbstractContextManager[Any]:
-        """Return the context for forward and loss, but not for backward: autocast, or nothing.
-
-        Args:
-            kinds: types of the devices that compute, such as "cpu" or "cuda".
-
-        Returns:
-            A context manager.
-        """
+        """Return the context for forward and loss, not backward: autocast on these types of devices."""
         return self._autocast(kinds) if self.is_mixed else _NOTHING
 
     def arithmetic(self) -> AbstractContextManager[Any]:
-        """Return the context for a whole step: TF32, or float32 sums in 16-bit matrix products.
-
-        Returns:
-            A context manager that sets torch's global switches and restores them.
-
-        Example:
-            >>> with find_precision("bf16-true").arithmetic():
-            ...     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-            False
-        """
+        """Return the context for a whole step: TF32, or float32 sums in 16-bit matrix products."""
         if self.compute == "tf32":
             return _switched(_TF32)
         return _switched(_FULL_SUMS) if self.is_short else _NOTHING
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values.
-
-        Returns:
-            A dict; `Precision(**values)` reads it.
-        """
+        """Return the fields as JSON values; `Precision(**values)` reads them."""
         return dataclasses.asdict(self) | {"keep_float32": list(self.keep_float32)}
 
     def __str__(self) -> str:
@@ -217,9 +192,14 @@ def find_precision(precision: "str | Precision | None") -> Precision:
         return precision
     name: Any = "float32" if precision is None else precision
     if not isinstance(name, str) or name not in NAMED:
+        text = str(precision)
+        near = "bf16" if "bf" in text else "fp16" if "16" in text or "half" in text else ""
+        advice = (
+            f'Write "{near}-mixed", or "{near}-true" to store the weights so, too' if near else "Name one"
+        )
         raise PlanError(
-            f"Expected a precision, one of {', '.join(NAMED)}, got {precision!r}. Name one, or say each "
-            "dtype by itself with ab.Precision(store=..., compute=...)."
+            f"Expected a precision, one of {', '.join(NAMED)}, got {precision!r}. {advice}; "
+            "ab.Precision(store=..., compute=...) says each dtype by itself."
         )
     return NAMED[cast("PrecisionName", name)]
 

@@ -12,6 +12,7 @@ from anybatch.core import DataError, PlanError
 from anybatch.data import Lines, read_lines
 from anybatch.losses import ModelLoss
 from anybatch.recipes.recipe import Recipe, Training, one_of
+from anybatch.step import Options
 
 SPECIAL = PAD, UNKNOWN, START, END, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 HEADS = {"classify": "BertForSequenceClassification", "mask": "BertForMaskedLM"}
@@ -47,7 +48,7 @@ def _make(data: str, task: str = "classify", size: str = "tiny", block_size: int
         name=f"{data}, lines of up to {block_size} tokens",
         vocabulary=hashlib.sha256(f"{tokenizer.to_str()}{lines.classes}".encode()).hexdigest()[:16],
         scores=lambda outputs: outputs.logits.movedim(-1, 1),
-        order="length",
+        options=Options(order="length"),
     )
 
 

@@ -28,13 +28,7 @@ class Tower(nn.Sequential):
 
 
 class TwoTowers(nn.Module):
-    """A tower for each half, and a learned scale of their products.
-
-    Example:
-        >>> halves = torch.zeros(5, 1, 32, 16), torch.zeros(5, 1, 32, 16)
-        >>> [tuple(output.shape) for output in TwoTowers(1)(*halves)]
-        [(5, 64), (5, 64), ()]
-    """
+    """A tower for each half, and a learned scale of their products."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

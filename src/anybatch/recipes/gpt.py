@@ -37,11 +37,6 @@ class GPT2(nn.Module):
     The layout and initial weights of Radford et al. 2019, "Language models are unsupervised multitask
     learners": LayerNorm first, embeddings shared with the scores, weights at the ends of shortcuts divided by
     the root of their number. There is no dropout, so that no cut changes random draws.
-
-    Example:
-        >>> import torch
-        >>> GPT2(65, 32, layers=2, heads=2, width=16)(torch.zeros(4, 32, dtype=torch.long)).shape
-        torch.Size([4, 65, 32])
     """
 
     def __init__(self, vocabulary: int, block_size: int, *, layers: int, heads: int, width: int) -> None:

@@ -13,11 +13,6 @@ class LeNet5(nn.Module):
 
     The layout of LeCun et al. 1998, "Gradient-based learning applied to document recognition", section II.B,
     with ReLU and max-pooling, as it is trained today.
-
-    Example:
-        >>> import torch
-        >>> LeNet5(1, 10)(torch.zeros(4, 1, 32, 32)).shape
-        torch.Size([4, 10])
     """
 
     def __init__(self, channels: int, num_classes: int) -> None:

@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from anybatch.batchnorm import BatchNormChoice
 from anybatch.core import Collate, DataError, PlanError, tree
 from anybatch.data import hold_out_rows
 from anybatch.state import rng
+from anybatch.step import DEFAULT, Options
 
 OptimizerName = Literal["sgd", "adamw"]
 
@@ -30,8 +30,7 @@ class Training:
     vocabulary: str = ""  # digest of the meaning of numbers in the rows, on which a trained model depends
     # Takes the model's outputs, returns scores of shape (rows, classes, ...); None if there is no accuracy.
     scores: Callable[[Any], torch.Tensor] | None = None
-    order: Literal["length"] | None = None  # of the rows within a step
-    batch_norm: BatchNormChoice | None = None
+    options: Options = DEFAULT  # of the step
     collate: Collate | None = None  # builds tensors from samples; None if rows are tensors
     optimizer: Optimizer | None = None  # comes with the model; None for one from the options
 

@@ -11,6 +11,7 @@ from anybatch.batchnorm import batch_norm_to_group_norm
 from anybatch.core import PlanError
 from anybatch.data import load
 from anybatch.recipes.recipe import Recipe, Training, one_of
+from anybatch.step import Options
 
 SMALL = 64  # up to this many pixels the first layer is that for CIFAR-10, which keeps the resolution
 
@@ -50,11 +51,6 @@ class ResNet(nn.Module):
     He, Zhang, Ren, Sun 2016, "Deep residual learning for image recognition", table 1; for small images the
     first layer is that of their section 4.2, without the first two halvings (`small`). `blocks` counts the
     blocks of each stage, `width` the channels of the first stage. Bottlenecks have four times as many.
-
-    Example:
-        >>> import torch
-        >>> ResNet((2, 2, 2, 2), False, 3, 10, small=True, width=8)(torch.zeros(4, 3, 32, 32)).shape
-        torch.Size([4, 10])
     """
 
     def __init__(
@@ -115,7 +111,7 @@ def _make(
         test=(rows.test.inputs, rows.test.targets),
         name=rows.train.name,
         scores=lambda scores: scores,
-        batch_norm=batch_norm,
+        options=Options(batch_norm=batch_norm),
     )
 
 

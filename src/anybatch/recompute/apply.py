@@ -36,9 +36,8 @@ def apply_policies(model: nn.Module, choice: Choice, *, verify: bool = True) -> 
 
     A recomputation starts from the buffers, attributes and random streams of the first run, and everything
     it writes is put back: BatchNorm's statistics are updated once, dropout repeats its masks. Its outputs are
-    compared bit for bit with those of the first run, until they were equal once in this process under this
-    policy. That takes one more run, which saves nothing.
-    Hooks of the block itself run once; those of modules inside it run again.
+    compared bit for bit with those of the first run, until they were equal once under this policy. Hooks of
+    the block itself run once; those of modules inside it run again.
 
     Args:
         model: the model.
@@ -158,7 +157,6 @@ def _run(call: BlockCall, contexts: Callable[[], Any], *, stops: bool) -> Any:
 
 
 def _watched(policy: str, block: nn.Module, forward: Forward, offload: Offload) -> Forward:
-    """Wrap a forward: tell the offload when it runs, and save under it if the policy is "offload"."""
     kinds = {parameter.device.type for parameter in block.parameters()}
     kind = next(iter(kinds - {"cpu"}), "cpu") if policy == "offload" else ""
 
@@ -175,7 +173,6 @@ def _watched(policy: str, block: nn.Module, forward: Forward, offload: Offload) 
 
 
 def _block(model: nn.Module, name: str) -> nn.Module:
-    """Return the module of this name; raise PlanError if a module around it is compiled."""
     block = model
     for part in name.split(".") if name else ():
         if private.compiled_call_of(block) is not None or private.compiled_from(block) is not None:

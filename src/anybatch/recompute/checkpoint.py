@@ -187,7 +187,6 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _versions(inside: Reachable) -> list[tuple[Tensor, int]]:
-    """Return versions of parameters and of tensors that are no buffers, which are never put back."""
     held = [one for module in inside.modules for one in private.parameters_of(module).values()]
     leaves = [one for one in inside.values if isinstance(one, Tensor) and one.is_leaf]
     found = [one for one in (*held, *leaves) if one is not None and not (is_lazy(one) or one.is_inference())]
@@ -200,7 +199,6 @@ class _Place:
 
 
 def _taken_apart(value: object, tensors: list[Tensor], places: dict[int, _Place]) -> Any:
-    """Replace each tensor of a nest by its place; the same tensor has the same place."""
     if not isinstance(value, Tensor):
         return _rebuilt(value, lambda one: _taken_apart(one, tensors, places))
     if value.is_inference():  # a constant, and autograd could not keep it

@@ -73,8 +73,6 @@ def _nothing() -> None:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Moved:
-    """A storage of a device, in host memory or on its way."""
-
     device: torch.device
     version: int  # of the source when it was saved
     source: Tensor | None  # the storage on the device, until its copy is done

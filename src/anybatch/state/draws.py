@@ -21,13 +21,6 @@ class SeenDraws(private.TorchDispatchMode):
         dtypes: floating dtypes of results.
         unreplayed: draws whose numbers differ in another split.
         is_watching: set to False to stop noting and replacing.
-
-    Example:
-        >>> with SeenDraws() as draws:
-        ...     print(torch.nn.functional.dropout(torch.ones(3), 0.5))
-        tensor([1., 1., 1.])
-        >>> draws.unreplayed, draws.dtypes
-        (0, {torch.float32})
     """
 
     def __init__(self) -> None:
@@ -49,7 +42,6 @@ class SeenDraws(private.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation, or draw."""
         kwargs = kwargs or {}
         if not self.is_watching:
             return func(*args, **kwargs)
@@ -79,8 +71,6 @@ def _is_floating(value: object) -> bool:
 @cache
 def _uncompiled(kind: type[SeenDraws]) -> type[SeenDraws]:
     class Uncompiled(kind):  # pyright: ignore[reportGeneralTypeIssues]
-        """The same class, skipped by torch's compiler."""
-
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
             return True

@@ -45,24 +45,9 @@ class ObjectState:
     """The state of everything that can be reached from some objects, which can be put back in place.
 
     It covers attributes of objects, lists, dicts, sets, closures, random generators, small arrays, and the
-    gradients of all tensors. Values of tensors are optional. Only what has changed is written to. A
-    `functools.lru_cache` that was filled meanwhile is cleared. Names of modules and classes, and slots, are
-    followed but not put back.
-
-    Args:
-        roots: models, losses, functions, optimizers.
-        but_for: copy also the values of small tensors except these; None to copy only NumPy arrays.
-
-    Attributes:
-        modules: all reached modules.
-
-    Example:
-        >>> model = nn.Linear(1, 1)
-        >>> noted = ObjectState([model])
-        >>> model.calls = 1
-        >>> noted.put_back()
-        >>> hasattr(model, "calls")
-        False
+    gradients of all tensors; with `but_for` also the values of small tensors except these. Only what has
+    changed is written to. A `functools.lru_cache` that was filled meanwhile is cleared. Names of modules and
+    classes, and slots, are followed but not put back.
     """
 
     def __init__(self, roots: Iterable[object], *, but_for: Iterable[Tensor] | None = None) -> None:
@@ -214,29 +199,27 @@ class Reachable:
 
 
 class Contents:
-    """The contents of lists, dicts, sets and deques, which can be put back.
-
-    Example:
-        >>> found = [1]
-        >>> noted = Contents([found])
-        >>> found.append(2)
-        >>> noted.put_back()
-        >>> found
-        [1]
-    """
+    """The contents of lists, dicts, sets and deques, which can be put back."""
 
     def __init__(self, containers: Iterable[Any]) -> None:
         self._noted = [(one, _content(one)) for one in containers]
 
+    def pairs(self) -> Iterable[tuple[Any, Any]]:
+        """Return each container with its former content."""
+        return self._noted
+
+    def changed(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the pairs whose container has changed."""
+        return (pair for pair in self.pairs() if not holds(*pair))
+
     def keep_what_changed(self) -> None:
         """Forget containers that are unchanged."""
-        self._noted = [pair for pair in self._noted if not holds(*pair)]
+        self._noted = [*self.changed()]
 
     def put_back(self) -> None:
         """Restore containers that have changed."""
-        for container, content in self._noted:
-            if not holds(container, content):
-                fill(container, content)
+        for container, content in self.changed():
+            fill(container, content)
 
 
 def _top(module: object) -> str:
@@ -256,7 +239,6 @@ def _is_top_read(top: str) -> bool:
 
 
 def _known_caches() -> list[Any]:
-    """Return the `lru_cache`s of all loaded modules but torch's and Python's."""
     return [cache for one in _caches_of(len(sys.modules)) if (cache := one()) is not None]
 
 
@@ -287,7 +269,6 @@ def _base(container: Any) -> Any:
 
 
 def _content(container: Any) -> Any:
-    """Return a copy of the content in its order: a dict, a set or a list."""
     if type(container) is dict:
         return container.copy()
     base = _base(container)
@@ -347,7 +328,6 @@ def _put_cell_back(cell: CellType, *content: Any) -> None:
 
 
 def _copies(values: Iterable[Any], known: Collection[int]) -> Iterator[Callable[[], object]]:
-    """Yield functions that put back small tensors and arrays."""
     room = ALL_BYTES
     for value in values:
         if id(value) in known or not _is_copied(value) or value.nbytes > min(room, MOST_BYTES):

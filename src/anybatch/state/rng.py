@@ -23,18 +23,7 @@ class RandomState(NamedTuple):
 
 
 def capture(generators: Iterable[Any] = ()) -> RandomState:
-    """Return the states of torch's default generators, and of others.
-
-    Args:
-        generators: generators of torch, NumPy or Python, or the modules `random` and `numpy.random`.
-
-    Example:
-        >>> state = capture()
-        >>> first = torch.rand(2)
-        >>> restore(state)
-        >>> torch.equal(torch.rand(2), first)
-        True
-    """
+    """Return the states of torch's default generators and of these, also Python's and NumPy's."""
     cuda = tuple([one.get_state() for one in _of_cuda()])
     return RandomState(torch.get_rng_state(), cuda, tuple([(one, ways(one)[0]()) for one in generators]))
 
@@ -115,10 +104,6 @@ def derive_seed(seed: int, *keys: int | str) -> int:
 
     Returns:
         A seed of 63 bits.
-
-    Example:
-        >>> derive_seed(0, "order", 1) == derive_seed(0, "order", 1) != derive_seed(0, "order", 2)
-        True
     """
     digest = hashlib.sha256(repr((seed, *keys)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
@@ -134,18 +119,7 @@ def seed_process(seed: int) -> None:
 
 
 def capture_process() -> dict[str, Any]:
-    """Return the states of torch's, Python's and, if it is loaded, NumPy's streams, for a checkpoint.
-
-    Returns:
-        Nested tensors, tuples and numbers.
-
-    Example:
-        >>> state = capture_process()
-        >>> first = random.random()
-        >>> restore_process(state)
-        >>> random.random() == first
-        True
-    """
+    """Return the states of torch's, Python's and, if loaded, NumPy's streams: tensors, tuples and numbers."""
     with private.disable_current_modes():  # real tensors even while a step is traced
         torch_state = capture()
         state = {"cpu": torch_state.cpu, "cuda": torch_state.cuda, "python": random.getstate()}
@@ -167,20 +141,7 @@ def restore_process(state: Mapping[str, Any]) -> None:
 
 
 class OwnStreams:
-    """The random streams of one purpose, such as loading data, separate from the caller's.
-
-    Args:
-        seed: of torch's, Python's and NumPy's streams.
-
-    Example:
-        >>> state, one, other = torch.get_rng_state(), OwnStreams(3), OwnStreams(3)
-        >>> with one.drawn():
-        ...     first = torch.rand(2)
-        >>> with other.drawn():
-        ...     again = torch.rand(2)
-        >>> torch.equal(first, again), torch.equal(torch.get_rng_state(), state)
-        (True, True)
-    """
+    """The random streams of one purpose, such as loading data, separate from the caller's."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

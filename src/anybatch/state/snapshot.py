@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.core import ran_out_of_memory, torch_private as private
 from anybatch.state import rng
-from anybatch.state.objects import fill, holds
+from anybatch.state.objects import Contents
 
 FIRST, EVERY = 3, 64  # looking steps: the first ones, then one of every so many
 
@@ -85,8 +85,7 @@ class Effects:
         self.parameters: tuple[Tensor, ...] = ()
 
     def __reduce__(self) -> tuple[type["Effects"], tuple[()]]:
-        """Start deep copies with empty statistics."""
-        return Effects, ()
+        return Effects, ()  # deep copies start with empty statistics
 
     def begin(self, modules: Sequence[nn.Module]) -> None:
         """Begin a step."""
@@ -115,14 +114,6 @@ class Snapshot:
         parameters: their gradients are kept by reference.
         rows: tensors of the batch, which a forward should not write to.
         draws: True if making a micro-batch may draw random numbers, as a `collate` may.
-
-    Example:
-        >>> norm = nn.BatchNorm1d(2)
-        >>> before = Snapshot(ModuleState([norm]))
-        >>> _ = norm(torch.randn(4, 2))
-        >>> before.put_back()
-        >>> norm.running_mean
-        tensor([0., 0.])
     """
 
     def __init__(
@@ -182,7 +173,7 @@ class Snapshot:
         effects, noted = self._effects, set(known)
         new = [one for one, value in self._copies.items() if one not in noted and not _is_same(one, value)]
         effects.changes(new)
-        has_moved = attributes.are_moved()
+        has_moved = any(True for _ in attributes.changed())
         effects.attributes = effects.attributes or has_moved
         return bool(new) or has_moved
 
@@ -250,7 +241,7 @@ class Snapshot:
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
 
 
-class _Attributes:
+class _Attributes(Contents):
     """A copy of the attributes of modules, of containers among them, and of tables of buffers and hooks."""
 
     def __init__(self, state: ModuleState) -> None:
@@ -264,26 +255,15 @@ class _Attributes:
             if any(tables):
                 self._tables |= {id(table): table.copy() for table in tables if table}
 
-    def _pairs(self) -> Iterator[tuple[Any, Any]]:
-        """Yield every table and container, and its former content."""
+    def pairs(self) -> Iterator[tuple[Any, Any]]:
         yield from zip(self._state.attributes, self.values, strict=True)
         yield from zip(self._containers, self._items, strict=True)
         for table in (*self._state.buffers, *self._state.hooks):
             yield table, self._tables.get(id(table), {})
 
-    def are_moved(self) -> bool:
-        return not all(holds(container, found) for container, found in self._pairs())
-
-    def put_back(self) -> None:
-        for container, found in self._pairs():
-            if not holds(container, found):
-                fill(container, found)
-
 
 @dataclass(slots=True)
 class _BeforeForward:
-    """The state before the current micro-batch."""
-
     random: rng.RandomState
     copies: dict[Tensor, Tensor]
     attributes: _Attributes | None
@@ -295,7 +275,6 @@ _CONTAINERS = (list, dict, set)
 
 
 def _items_of(value: Any) -> Iterable[Any]:
-    """Return the items of a list, dict or set."""
     if type(value) not in _CONTAINERS:
         return ()
     return cast("Any", value).values() if isinstance(value, dict) else value

@@ -1,18 +1,31 @@
 """BatchLoss: the loss of a whole batch as one tensor, whose backward() hands over the exact gradient."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import LossError, OptimizerError, PlanError, StepReport, torch_private as private
+from anybatch.core import (
+    CallbackLike,
+    Collate,
+    LossError,
+    OptimizerError,
+    PlanError,
+    StepReport,
+    check_callbacks,
+    torch_private as private,
+)
 from anybatch.engine import Accumulation, Gradient, Task, check_parts, multiply
-from anybatch.losses import module_of
+from anybatch.losses import LossLike, module_of
 from anybatch.precision import Precision, PrecisionName, find_precision
+from anybatch.step.options import DEFAULT, Options, known_keywords
 from anybatch.step.step import Step
-from anybatch.step.window import Window
+from anybatch.step.window import Window, refuse_others
+
+_LOOP = "Do it in your loop after backward(), or use ab.Step."
 
 
 class BatchLoss:
@@ -39,15 +52,15 @@ class BatchLoss:
             `.grad` holds) and activations. Leave room for the state of your optimizer.
         precision: None for the dtypes and the autocast of the loop. Otherwise as for `anybatch.Step`, but for
             "bf16-true" and "fp16-true".
-        options: further options of `anybatch.Step`: recompute, collate, order, accumulate, compensated,
-            batch_norm, non_finite, check, listeners, observers, strategy.
+        collate, callbacks: as for `anybatch.Step`.
+        options: as for `anybatch.Step`, but for those of the update: scheduler, clip_value.
 
     Attributes:
         report: the report of the last call; None before.
 
     Raises:
-        PlanError: an option of the update (`clip_norm`, `scheduler`, `optimizer`, a `ParameterServer`), or a
-            precision that stores weights in 16 bits.
+        PlanError: an option of the update (`clip_norm`, `clip_value`, `scheduler`, `optimizer`, a
+            `ParameterServer`), or a precision that stores weights in 16 bits.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -58,31 +71,44 @@ class BatchLoss:
         (torch.Size([2, 3]), 3)
     """
 
+    @known_keywords(clip_norm=_LOOP, optimizer=_LOOP, scheduler=_LOOP, clip_value=_LOOP)
     def __init__(
         self,
         model: nn.Module,
-        loss: object,
+        loss: LossLike,
         *,
         parameters: Sequence[nn.Parameter] | None = None,
         micro_batch: int | None = None,
         memory: str | int | None = None,
         precision: PrecisionName | Precision | None = None,
-        **options: Any,
+        collate: Collate | None = None,
+        callbacks: Iterable[CallbackLike] = (),
+        options: Options = DEFAULT,
     ) -> None:
-        odd = [name for name in ("clip_norm", "scheduler", "optimizer") if name in options]
-        if odd or not getattr(options.get("strategy"), "takes_windows", True):
+        odd = [name for name in ("scheduler", "clip_value") if getattr(options, name) is not None]
+        if odd or not getattr(options.strategy, "takes_windows", True):
             raise PlanError(
-                f"Expected options of the gradient, got {odd[0] if odd else options['strategy']!r}, which "
-                "belongs to the update. Do it in your loop after backward(), or use ab.Step."
+                f"Expected options of the gradient, got {odd[0] if odd else options.strategy!r}, which "
+                f"belongs to the update. {_LOOP}"
             )
-        self._parts = model, loss, None if parameters is None else [*dict.fromkeys(parameters)]
-        self._options = options | {"micro_batch": micro_batch, "memory": memory}
+        self._model = model
+        self._make = partial(
+            GradientStep,
+            model,
+            loss,
+            None if parameters is None else [*dict.fromkeys(parameters)],
+            micro_batch=micro_batch,
+            memory=memory,
+            collate=collate,
+            callbacks=check_callbacks(callbacks),
+            options=options,
+        )
         self._precision = None if precision is None else find_precision(precision)
         self._steps: dict[str, GradientStep] = {}
         self._step(self._precision or "float32")  # refuses what cannot be
         self.report: StepReport | None = None
 
-    def __call__(self, batch: Any) -> Tensor:
+    def __call__(self, batch: Any, *others: Any) -> Tensor:
         """Return the loss of a whole batch: a scalar, in float32 or the parameters' dtype if that is wider.
 
         Args:
@@ -91,6 +117,7 @@ class BatchLoss:
         Raises:
             BatchError, PlanError, LossError, OutOfMemoryError: see `anybatch.Step`.
         """
+        refuse_others("batch_loss", others)
         if isinstance(batch, Window):
             step = next((one for one in self._steps.values() if one.open_window is batch), None)
             if step is None:
@@ -121,7 +148,7 @@ class BatchLoss:
     def _found(self) -> tuple["GradientStep", AbstractContextManager[object]]:
         """Return the step for the autocast that is on, and a context in which it is off."""
         precision: PrecisionName | Precision = "float32"
-        kinds = {p.device.type for p in self._parts[0].parameters()} - {"meta"}
+        kinds = {p.device.type for p in self._model.parameters()} - {"meta"}
         kind = next((kind for kind in sorted(kinds) if torch.is_autocast_enabled(kind)), None)
         if kind is not None:
             precision = "fp16-mixed" if torch.get_autocast_dtype(kind) == torch.float16 else "bf16-mixed"
@@ -131,8 +158,7 @@ class BatchLoss:
     def _step(self, precision: PrecisionName | Precision) -> "GradientStep":
         name = str(find_precision(precision))
         if name not in self._steps:
-            model, loss, parameters = self._parts
-            self._steps[name] = GradientStep(model, loss, parameters, precision, self._options)
+            self._steps[name] = self._make(precision=precision)
         return self._steps[name]
 
     def __repr__(self) -> str:
@@ -147,10 +173,11 @@ class GradientStep(Step):
     def __init__(
         self,
         model: nn.Module,
-        loss: object,
+        loss: LossLike,
         chosen: Sequence[nn.Parameter] | None,
+        *,
         precision: PrecisionName | Precision,
-        options: Mapping[str, Any],
+        **keywords: Any,
     ) -> None:
         asked = find_precision(precision)
         if asked.store is not None:
@@ -159,7 +186,7 @@ class GradientStep(Step):
                 'through float32 copies, which only ab.Step knows. Choose "bf16-mixed".'
             )
         self._chosen, self._taken = chosen, dict[nn.Parameter, Tensor]()
-        super().__init__(model, loss, (), precision=precision, **options)
+        super().__init__(model, loss, (), precision=precision, **keywords)
 
     def _checked(self, model: object, loss: object, optimizer: object, scheduler: object) -> Any:
         held = self.held() if isinstance(model, nn.Module) else []

@@ -92,13 +92,20 @@ class Planning:
 
     Args:
         settings: a plan without rows that holds all that does not depend on the batch.
+        guard: checks a batch before it is split.
         may_choose_blocks: whether it is for a budget to say which blocks are rebuilt or moved.
     """
 
     def __init__(
-        self, settings: Plan, *, micro_batch: int | None, memory: str | int | None, may_choose_blocks: bool
+        self,
+        settings: Plan,
+        guard: "Guard",
+        *,
+        micro_batch: int | None,
+        memory: str | int | None,
+        may_choose_blocks: bool,
     ) -> None:
-        self.settings, self._may_choose_blocks = settings, may_choose_blocks
+        self.settings, self.guard, self._may_choose_blocks = settings, guard, may_choose_blocks
         self.micro_batch = whole_number(micro_batch)
         self.budget = None if memory is None else Budget(memory)
         self._distrusted: set[tuple[str, str]] = set()  # block and policy
@@ -122,11 +129,11 @@ class Planning:
             )
         return _of_size(self.settings, rows, self.limits.size(like, self._size(rows)))
 
-    def of(self, task: Task, batch: Batch, guard: "Guard") -> tuple[Plan, Task]:
+    def of(self, task: Task, batch: Batch) -> tuple[Plan, Task]:
         """Return the plan of a batch; and the task, with a reader if micro-batches are to be read."""
         if self.budget is None:
             return self._as_set(batch.rows, self._limited(task, batch, self._size(batch.rows))), task
-        measured, cut = self._by_readings(task, batch, guard, self.budget)
+        measured, cut = self._by_readings(task, batch, self.budget)
         if measured is not None and cut:
             plan = _of_cut(self.settings, cut)
             task = replace(task, reader=measured) if measured.is_wanted else task
@@ -137,12 +144,12 @@ class Planning:
         size = self._limited(task, batch, plan.micro_batch)
         return (plan if size == plan.micro_batch else _of_size(plan, batch.rows, size)), task
 
-    def of_window(self, task: Task, batch: Batch, guard: "Guard") -> Plan:
+    def of_window(self, task: Task, batch: Batch) -> Plan:
         """Return the plan of one micro-batch of a window: as it comes, unless it does not fit."""
         rows = self._wanted = batch.rows
         if self.budget is None:
             return self._as_set(rows, self._limited(task, batch, rows))
-        _, cut = self._by_readings(task, batch, guard, self.budget, in_window=True)
+        _, cut = self._by_readings(task, batch, self.budget, in_window=True)
         if cut:
             self._wanted = max(cut)
             return _of_size(self.settings, rows, self._limited(task, batch, self._wanted))
@@ -157,7 +164,7 @@ class Planning:
         return _of_size(like, rows, self._limited(task, batch, self._wanted))
 
     def _by_readings(
-        self, task: Task, batch: Batch, guard: "Guard", budget: Budget, *, in_window: bool = False
+        self, task: Task, batch: Batch, budget: Budget, *, in_window: bool = False
     ) -> tuple[Measured | None, tuple[int, ...]]:
         """Return the rows of each micro-batch by readings; none if the step has to be traced."""
         norms = task.network.batch_norms and self.settings.batch_norm != "frozen"
@@ -171,7 +178,7 @@ class Planning:
             like, read_by = _of_size(self.settings, batch.rows, 2), replace(task, reader=measured)
             try:
                 with measured.looking(static, length) as fits:
-                    guard.read(read_by, batch, like, fits)
+                    self.guard.read(read_by, batch, like, fits)
             except LossError as error:
                 measured.refused, measured.is_refused = str(error), True
         self._refused = measured.refused
@@ -324,7 +331,7 @@ class Guard:
     def look(self, task: Task, batch: Batch, plan: Plan, most: int) -> None:
         """Refuse a result that depends on the cut; once for each kind of rows, if these can tell."""
         if not self.checks:
-            task.progress.unchecked = "the Step was made with check=False"
+            task.progress.unchecked = "the Step was made with Options(check=False)"
         elif batch.rows > 1:
             self._note(task, batch, lambda: refuse_what_depends_on_the_cut(task, batch, plan, most))
 
@@ -348,7 +355,7 @@ class Guard:
                 warnings.warn(
                     f"Expected to find the same loss and gradient for every split, but {doubt.reason}. The "
                     "step goes on, and its reports say checked=False. ab.check(model, loss, batch) judges "
-                    "it; Step(check=False) skips this look.",
+                    "it; Options(check=False) skips this look.",
                     stacklevel=2,
                 )
         if doubt is not None:

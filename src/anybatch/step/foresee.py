@@ -2,25 +2,27 @@
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.batchnorm import BatchNormChoice
 from anybatch.core import Collate, torch_private as private
+from anybatch.losses import LossLike
 from anybatch.parallel import unwrapped
 from anybatch.planner import PlanReport
 from anybatch.precision import Precision, PrecisionName, find_precision
-from anybatch.recompute import Asked
 from anybatch.state import Contents
+from anybatch.step.options import DEFAULT, Options, known_keywords
 from anybatch.step.step import Step
 
 
+@known_keywords()
 def plan(
     model: nn.Module,
-    loss: object,
+    loss: LossLike,
     optimizer: Optimizer | Sequence[Optimizer],
     batch: Any,
     *,
@@ -28,13 +30,10 @@ def plan(
     rows: int | None = None,
     device: str | torch.device | None = None,
     micro_batch: int | None = None,
-    recompute: Asked = None,
+    precision: PrecisionName | Precision = "float32",
     clip_norm: float | None = None,
     collate: Collate | None = None,
-    accumulate: torch.dtype | None = None,
-    compensated: bool = False,
-    batch_norm: BatchNormChoice | None = None,
-    precision: PrecisionName | Precision = "float32",
+    options: Options = DEFAULT,
 ) -> PlanReport:
     """Return the fastest plan of one step within a budget, and every byte of it.
 
@@ -48,11 +47,12 @@ def plan(
             `recompute` the plan chooses.
         batch: rows of the form that the step will see; only shapes and dtypes matter.
         memory: "12GB", "2GiB", "80%" of the device, "auto" for what is free, or bytes; None for no limit:
-            then nothing is chosen, and the plan is that of `micro_batch` and `recompute`.
+            then nothing is chosen, and the plan is that of `micro_batch` and `Options(recompute=...)`.
         rows: of the logical batch; None for those of `batch`.
         device: "cpu", "cuda", or a card that need not be here, such as "cuda:a100"; None for where the model
             is.
         precision: as for a step; a true one is planned for, and the model stays as it is.
+        options: as for a step; its scheduler, strategy and check do not matter.
 
     Raises:
         BudgetError: nothing fits; says the smallest budget that would, and what holds it up.
@@ -76,15 +76,10 @@ def plan(
             loss,
             optimizer,
             micro_batch=micro_batch,
-            recompute=recompute,
+            precision=chosen,
             clip_norm=clip_norm,
             collate=collate,
-            accumulate=accumulate,
-            compensated=compensated,
-            batch_norm=batch_norm,
-            precision=chosen,
-            check=False,
-            strategy="local",
+            options=replace(options, scheduler=None, check=False, strategy="local"),
         )
         return step.foresee(batch, memory=memory, rows=rows, device=device)
 

@@ -1,13 +1,13 @@
 """A step for the workers of a parameter server: all that it is made of, to be sent to another process"""
 
 import copy
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from anybatch.losses import module_of
+from anybatch.step.options import Options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +20,13 @@ class Remote:
     optimizers: Any
     device: str = "cpu"
     modes: tuple[torch.dtype, str] = (torch.float32, "highest")
-    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    keywords: dict[str, Any]
+    options: Options
 
     @staticmethod
     def of(step: Any, device: str = "cpu") -> "Remote":
-        """Return a maker of steps like this one, without the listeners and schedulers of the driver."""
-        settings, planning = step.planning.settings, step.planning
+        """Return a maker of steps like this one, without the callbacks and schedulers of the driver."""
+        planning = step.planning
         made = Remote(
             device=device,
             modes=(torch.get_default_dtype(), torch.get_float32_matmul_precision()),
@@ -33,19 +34,13 @@ class Remote:
             model=step.model,
             loss=step.loss,
             optimizers=step.optimizers,
-            options={
+            keywords={
                 "micro_batch": planning.micro_batch,
                 "memory": None if planning.budget is None else planning.budget.memory,
-                "recompute": dict(settings.blocks) or None,
-                "clip_norm": None if math.isinf(settings.clip_norm) else settings.clip_norm,
                 "collate": step.collate,
-                "order": step.order,
-                "accumulate": settings.accumulation_dtype,
-                "compensated": settings.compensated,
-                "batch_norm": settings.batch_norm,
                 "precision": step.precision,
-                "check": step.guard.checks,
             },
+            options=replace(step.options, strategy="local", scheduler=None),
         )
         is_ready = all(p.device.type == "cpu" for p in step.model.parameters())
         return made if is_ready else copy.deepcopy(made)._on("cpu")  # where it goes may be no such device
@@ -63,4 +58,5 @@ class Remote:
         torch.set_float32_matmul_precision(self.modes[1])
         if self.device != "cpu":
             self._on(self.device)
-        return self.kind(self.model, self.loss, self.optimizers, strategy=strategy, **self.options)
+        options = replace(self.options, strategy=strategy)
+        return self.kind(self.model, self.loss, self.optimizers, options=options, **self.keywords)

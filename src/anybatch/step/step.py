@@ -1,7 +1,7 @@
 """The step: one exact optimizer update per batch, for any size of the micro-batches."""
 
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,22 +9,22 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.batchnorm import BatchNormChoice, warn_of_untrained
+from anybatch.batchnorm import warn_of_untrained
 from anybatch.core import (
     BlockError,
+    CallbackLike,
+    Callbacks,
     Collate,
-    Listener,
     OutOfMemoryError,
     ReadOnlyError,
     StepReport,
     WindowError,
+    check_callbacks,
     counted,
 )
 from anybatch.engine import (
     Accumulation,
-    Observer,
     Plan,
     Progress,
     Signature,
@@ -39,9 +39,8 @@ from anybatch.engine import (
     refuse_hooks,
 )
 from anybatch.integrations import computes_in_float16
-from anybatch.losses import module_of, resolve
+from anybatch.losses import LossLike, module_of, resolve
 from anybatch.parallel import (
-    StrategyName,
     choose_strategy,
     group_of,
     refuse_late_group,
@@ -49,13 +48,14 @@ from anybatch.parallel import (
     unwrapped,
 )
 from anybatch.planner import PlanReport, single_rows
-from anybatch.precision import NonFinitePolicy, Precision, PrecisionName, at_work, find_precision
-from anybatch.recompute import Asked, choose_blocks
+from anybatch.precision import LossScale, Masters, Precision, PrecisionName, at_work, find_precision
+from anybatch.recompute import choose_blocks
 from anybatch.state import Effects
 from anybatch.step.decide import Guard, Planning, whole_number
-from anybatch.step.length import Order, check_order, ordered
+from anybatch.step.length import ordered
+from anybatch.step.options import DEFAULT, Options, known_keywords
 from anybatch.step.remote import Remote
-from anybatch.step.window import Window
+from anybatch.step.window import Window, refuse_others
 
 
 class Step:
@@ -69,8 +69,8 @@ class Step:
     the size. The update stays exact. Later steps start with the size that fitted.
 
     A batch cannot be split exactly if the model mixes its rows. If BatchNorm is in training mode, a batch
-    that would be split is refused, unless `batch_norm` says what to do. `anybatch.check` finds the other
-    cases. Dropout draws its masks for each micro-batch, as in any gradient accumulation.
+    that would be split is refused, unless `Options(batch_norm=...)` says what to do. `anybatch.check` finds
+    the other cases. Dropout draws its masks for each micro-batch, as in any gradient accumulation.
 
     Args:
         model: called on each micro-batch.
@@ -85,37 +85,16 @@ class Step:
         memory: budget in bytes: a number, "12GB", "2GiB", "80%" of the device, or "auto" for what is free.
             The fastest plan that fits is chosen for each shape of rows. With `micro_batch`, that size is
             checked against it. None for no budget.
-        recompute: modules whose activations are recomputed in backward (checkpointing): "all", "selective",
-            "offload", patterns of module names, or a mapping from pattern to one of these policies. None for
-            none, or, with `memory`, for what fits.
         clip_norm: largest 2-norm of the gradient of the whole batch. None for no clipping.
-        scheduler: learning-rate scheduler, or several, stepped once per update. None for none.
         collate: builds the tensors of a micro-batch from a list of samples. With it, a batch is such a list.
-        order: "length" sorts the rows of a batch by length, cuts them by tokens (at most those of
-            `micro_batch` rows of the batch's longest) and trims each micro-batch to its longest row. Rows are
-            padded tensors with a mask or a padding token, or samples with a `collate`.
-            `anybatch.step.ByLength(keep=...)` names columns that are not trimmed. None for the order in which
-            they come.
-        accumulate: dtype of the gradient sums. None for float32, or the parameter's dtype if wider.
-        compensated: use Kahan summation for the gradients. Takes one more buffer per parameter.
-        batch_norm: BatchNorm in training mode. None refuses to split the batch. "micro" uses the statistics
-            of each micro-batch, so that the result depends on the split. "frozen" uses the running statistics
-            and does not update them, split or not.
         precision: "float32" to compute in the dtypes as they are, "bf16-mixed", "fp16-mixed", "bf16-true",
             "fp16-true", "tf32", or an `ab.Precision`. The true ones convert the model's weights.
-        non_finite: if the loss or gradient of a micro-batch is not finite, "raise" stops and names its rows,
-            "drop" leaves out its rows and their weight, "skip" makes no update.
-        check: before a batch is split for the first time, compare the loss and gradient of a few rows
-            between several splits (`anybatch.compare.look`).
-        listeners: functions called with each event: `MicroBatchDone`, `MicroBatchRedone`, `StepReport`.
-        observers: objects that read the gradients of each update (`anybatch.engine.Observer`).
-        strategy: "auto" sums gradients over all ranks of the process group, if there are several;
-            torchrun starts one. Each rank passes its own rows. "replicate" refuses to run
-            alone. "local" lets each rank make updates of its own. A DistributedDataParallel is unwrapped.
+        callbacks: objects that look at steps (`ab.Callback`), and functions called with each `StepReport`.
+        options: `anybatch.Options`, for all else: recompute, scheduler, order, accumulate, compensated,
+            batch_norm, non_finite, check, strategy, clip_value.
 
     Attributes (read-only, except `micro_batch`):
         planning: chooses how batches are split, and remembers what did not fit.
-        guard: checks a batch before it is split.
         open_window: the window that is open, or None.
         working: the precision, the float32 copies of short weights (also `masters`) and the loss `scale`.
 
@@ -132,73 +111,50 @@ class Step:
         (10, 3, True)
     """
 
-    _is_made = False
-
+    @known_keywords()
     def __init__(
         self,
         model: nn.Module,
-        loss: object,
+        loss: LossLike,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
         micro_batch: int | None = None,
         memory: str | int | None = None,
-        recompute: Asked = None,
-        clip_norm: float | None = None,
-        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
-        collate: Collate | None = None,
-        order: Order | None = None,
-        accumulate: torch.dtype | None = None,
-        compensated: bool = False,
-        batch_norm: BatchNormChoice | None = None,
         precision: PrecisionName | Precision = "float32",
-        non_finite: NonFinitePolicy = "raise",
-        check: bool = True,
-        listeners: Sequence[Listener] = (),
-        observers: Sequence[Observer] = (),
-        strategy: StrategyName | Strategy = "auto",
+        clip_norm: float | None = None,
+        collate: Collate | None = None,
+        callbacks: Iterable[CallbackLike] = (),
+        options: Options = DEFAULT,
     ) -> None:
+        strategy, chosen = options.strategy, find_precision(precision)
         group, model = group_of(model), unwrapped(model, strategy)
-        self.model, self.loss = model, loss
-        self.optimizers, self.schedulers = self._checked(model, loss, optimizer, scheduler)
-        check_order(order, batch_norm)
+        self.model, self.loss, self.collate, self.options = model, loss, collate, options
+        self.optimizers, self.schedulers = self._checked(model, loss, optimizer, options.scheduler)
         refuse_wrapped([*model.modules(), *module_of(loss).modules()], strategy)
         self.strategy: Strategy = choose_strategy(strategy, group)
-        chosen = find_precision(precision)
         if chosen == Precision() and computes_in_float16(model):
             chosen = Precision(loss_scale="dynamic")  # autocast is in the model
-        sums_in = chosen.accumulate if accumulate is None else str(accumulate).removeprefix("torch.")
-        settings = Plan(
-            rows=0,
-            micro_batch=0,
-            clip_norm=math.inf if clip_norm is None else clip_norm,
-            accumulate=sums_in or "auto",
-            compensated=compensated,
-            batch_norm=batch_norm,
-            blocks=choose_blocks(model, recompute),
-            precision=chosen,
-            non_finite=non_finite,
-        )
+        blocks = choose_blocks(model, options.recompute)
         self.planning = Planning(
-            settings, micro_batch=micro_batch, memory=memory, may_choose_blocks=recompute is None
+            options.settings(clip_norm=clip_norm, blocks=blocks, precision=chosen),
+            Guard(batch_norm=options.batch_norm, check=options.check),
+            micro_batch=micro_batch,
+            memory=memory,
+            may_choose_blocks=options.recompute is None,
         )
-        self.guard = Guard(batch_norm=batch_norm, check=check)
-        self.collate = collate
-        self.order: Order | None = order
-        self.listeners, self.observers = tuple(listeners), tuple(observers)
+        self.callbacks = check_callbacks(callbacks)
+        self.attach()
         self.effects = Effects()
         self.open_window: Window | None = None
-        self._named = strategy
         self._progress = Progress()
         self._gathered: tuple[Task, Signature] | None = None
         self.working = at_work(model, chosen, self.optimizers)  # last: a refusal changes nothing
-        self.precision, self.masters, self.scale = chosen, self.working.masters, self.working.scale
-        self._is_made = True
 
-    def __call__(self, batch: Any) -> StepReport:
+    def __call__(self, batch: Any, *others: Any) -> StepReport:
         """Run forward and backward for each micro-batch, then update once.
 
         An error before the update leaves everything as it was. An error after it (in a scheduler, in a
-        listener) leaves the update in place. An error inside `optimizer.step()` cannot be undone.
+        callback) leaves the update in place. An error inside `optimizer.step()` cannot be undone.
 
         Args:
             batch: `(inputs, target)`, `(a, b, ..., target)` or a mapping with a target for torch's losses;
@@ -211,6 +167,7 @@ class Step:
             BatchError, PlanError, LossError, OptimizerError, WindowError: see `anybatch.core.errors`.
             OutOfMemoryError: one row does not fit, or smaller micro-batches would change the result.
         """
+        refuse_others("step", others)
         self._refuse_open_window()
         try:
             return self._step(self._begun(), batch, self.end)
@@ -240,23 +197,24 @@ class Step:
         logical = admit(batch, task, self.collate)
         settings = self.planning.settings
         if report := self.strategy.carry_out(task, logical, settings, partial(Remote.of, self)):
+            task.callbacks.tell(report)
             return report
         is_synced = task.is_synced(settings)
         if is_synced:
-            self.guard.refuse_in_synced(task, self.planning)
+            self.planning.guard.refuse_in_synced(task, self.planning)
         if not logical.rows:
             if is_synced:
                 self.strategy.meet(task, 0)
             return carry_out(settings, task, logical, end)
-        rows = ordered(self.order, task, logical)
+        rows = ordered(self.options.order, task, logical)
         while True:
-            plan, running = self.planning.of(task, logical, self.guard)
+            plan, running = self.planning.of(task, logical)
             cut = rows.cut(plan, is_asked=self.planning.is_asked) if rows.needs else plan
             if is_synced:
                 self.strategy.meet(task, len(cut.parts.sizes))
                 task.progress.unchecked = "rows of all ranks meet in SyncBatchNorm, and no rank has them all"
             elif cut.is_cut or rows.needs or is_many:
-                self.guard.before_cut(task, rows.batch, cut, plan.micro_batch)
+                self.planning.guard.before_cut(task, rows.batch, cut, plan.micro_batch)
             try:
                 with self.planning.enforced(task):
                     report = carry_out(cut, running, rows.batch, end)
@@ -296,7 +254,7 @@ class Step:
         logical = admit(batch, task, self.collate, anywhere=device is not None)
         report = self.planning.foresee(task, logical, memory=memory, rows=rows, device=device)
         if report.plan.is_cut:
-            self.guard.refuse_meetings(task)
+            self.planning.guard.refuse_meetings(task)
         return report
 
     def window(self, state: Mapping[str, Any] | None = None) -> Window:
@@ -321,10 +279,10 @@ class Step:
             6
         """
         self._refuse_open_window()
-        if self.order is not None:
+        if self.options.order is not None:
             raise WindowError(
-                f"Expected whole batches with order={self.order!r}, got a window, whose rows are never all "
-                "there. Call step(batch), or make a Step without order."
+                f"Expected whole batches with order={self.options.order!r}, got a window, whose rows are "
+                "never all there. Call step(batch), or make a Step without order."
             )
         if not self.strategy.takes_windows:
             raise WindowError(
@@ -360,6 +318,21 @@ class Step:
         return self.planning.by_rows(rows, like)
 
     @property
+    def precision(self) -> Precision:
+        """The dtypes of the step."""
+        return self.working.precision
+
+    @property
+    def masters(self) -> Masters:
+        """The float32 copies of 16-bit weights."""
+        return self.working.masters
+
+    @property
+    def scale(self) -> LossScale:
+        """The loss scale."""
+        return self.working.scale
+
+    @property
     def micro_batch(self) -> int | None:
         """Rows per micro-batch, as requested. May be set."""
         return self.planning.micro_batch
@@ -370,7 +343,7 @@ class Step:
 
     def __setattr__(self, name: str, value: object) -> None:
         """Refuse what would have no effect: attributes are set by `Step(...)`."""
-        if self._is_made and name[0] != "_" and name != "micro_batch":
+        if "working" in vars(self) and name[0] != "_" and name != "micro_batch":
             raise ReadOnlyError(
                 f"Expected attributes of a Step to be only read, got a value for {name!r}. Make a new "
                 "Step(...) with what is to be different; only `micro_batch` may be set."
@@ -385,7 +358,8 @@ class Step:
         return (
             f"Step({', '.join(names)}, {sum(p.numel() for p in trained):,} trained parameters, "
             f"micro_batch={self.micro_batch}, memory={memory!r}, precision={str(self.precision)!r}, "
-            f"{counted(self._progress.updates, 'update')} made)"
+            f"{counted(self._progress.updates, 'update')} made"
+            f"{'' if self.open_window is None else f', {self.open_window!r}'})"
         )
 
     def _begun(self) -> Task:
@@ -393,16 +367,22 @@ class Step:
         if self.schedulers:
             self._progress.warn_of_other_steps(self.schedulers)
         known = self._gathered
-        if known is None or self.effects.looks_next or not known[1].is_current():
+        is_told = known is not None and known[0].callbacks is self._told
+        if known is None or not is_told or self.effects.looks_next or not known[1].is_current():
             task = self.task()
-            refuse_wrapped(task.network.modules, self._named)
-            refuse_late_group(self.strategy, self._named)
-            if known is None and self.guard.batch_norm == "frozen":
+            refuse_wrapped(task.network.modules, self.options.strategy)
+            refuse_late_group(self.strategy, self.options.strategy)
+            if known is None and self.options.batch_norm == "frozen":
                 warn_of_untrained(task.model, task.network.batch_norms)
             known = self._gathered = task, Signature(task, self.loss)
         refuse_hooks(known[0])
         self.effects.begin(known[0].network.modules)
         return known[0]
+
+    def attach(self, callbacks: Sequence[object] = ()) -> None:
+        """Call the methods of these callbacks in steps, too, but for `update`; none to detach all."""
+        own = Callbacks.of(self.callbacks)
+        self._told = replace(Callbacks.of([*self.callbacks, *callbacks]), update=own.update)
 
     def task(self) -> Task:
         """Return the parts of a step, gathered and checked."""
@@ -411,13 +391,12 @@ class Step:
             self.loss,
             self.optimizers,
             self.schedulers,
-            self.listeners,
-            before_cut=self.guard.before_cut,
+            before_cut=self.planning.guard.before_cut,
             effects=self.effects,
             working=self.working,
             strategy=self.strategy,
             progress=self._progress,
-            observers=self.observers,
+            callbacks=self._told,
             held=self.held(),
         )
 

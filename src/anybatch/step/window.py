@@ -18,6 +18,7 @@ from anybatch.core import (
     StepReport,
     WindowError,
     all_finite,
+    counted,
 )
 from anybatch.engine import (
     Accumulation,
@@ -29,16 +30,16 @@ from anybatch.engine import (
     no_room_for_update,
     window_state,
 )
-from anybatch.step.decide import Guard, Planning
+from anybatch.losses import LossLike
+from anybatch.step.decide import Planning
 
 
 class Opener(Protocol):
     """The step that opens a window."""
 
     collate: Collate | None
-    guard: Guard
     planning: Planning
-    loss: object
+    loss: LossLike
 
     def end(self, window: Accumulation) -> StepReport:
         """Update, or hand the gradient over."""
@@ -102,7 +103,7 @@ class Window(Accumulation):
         """The report of the update; None before it."""
         return self._report
 
-    def add(self, micro: Any) -> None:
+    def add(self, micro: Any, *others: Any) -> None:
         """Run forward and backward on one micro-batch, and add its gradient to the sums.
 
         If this fails, the window is as before; on several ranks it ends, and the others raise at `close`.
@@ -114,6 +115,7 @@ class Window(Accumulation):
             WindowError: the window is not open, or a `.grad` is not zero.
             BatchError, LossError: see `Step.__call__`.
         """
+        refuse_others("add", others)
         self._expect("open", "add a micro-batch")
         try:
             self._add(micro)
@@ -147,10 +149,11 @@ class Window(Accumulation):
         self._seconds += perf_counter() - began
 
     def _plan(self, batch: Batch) -> Plan:
-        guard, task = self._step.guard, self._task
+        planning, task = self._step.planning, self._task
+        guard = planning.guard
         if self._rows or task.strategy.is_many:
             guard.refuse_meetings(task)
-        plan = self._step.planning.of_window(task, batch, guard)
+        plan = planning.of_window(task, batch)
         if plan.is_cut:
             guard.refuse_meetings(task)
         if plan.is_cut or self._rows:
@@ -216,7 +219,7 @@ class Window(Accumulation):
                 raise failed from None
             raise
         try:
-            task.tell(self._report)
+            task.callbacks.tell(self._report)
         except BaseException as error:
             task.strategy.abandon(error)
             raise
@@ -243,6 +246,9 @@ class Window(Accumulation):
         finally:
             if self._phase == "updated":
                 self.clear()
+
+    def __repr__(self) -> str:
+        return f"Window({self._phase}, {counted(self._rows, 'row')})"
 
     def __enter__(self) -> "Window":
         return self
@@ -286,6 +292,15 @@ class Window(Accumulation):
                 f"Expected a window that is {phase} to {wish}, got one that is {self._phase}. "
                 "Open a new one with step.window()."
             )
+
+
+def refuse_others(name: str, others: tuple[object, ...]) -> None:
+    """Raise BatchError for a call as in `step(inputs, target)`: a batch is one argument."""
+    if others:
+        raise BatchError(
+            f"Expected one batch, got {1 + len(others)} arguments. Put them into a tuple, as in "
+            f"{name}((inputs, target))."
+        )
 
 
 _gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")

@@ -3,13 +3,12 @@
 from anybatch.train import checkpoint as checkpoint, learning_rate as learning_rate
 from anybatch.train.callbacks import (
     EMA as EMA,
-    Callback as Callback,
     EarlyStopping as EarlyStopping,
     LossMonitor as LossMonitor,
 )
 from anybatch.train.checkpoint import write_whole as write_whole
 from anybatch.train.folder import BEST as BEST, LAST as LAST, load_newest as load_newest
 from anybatch.train.loggers import to_json as to_json
-from anybatch.train.metrics import accuracy as accuracy
+from anybatch.train.metrics import Metrics as Metrics, accuracy as accuracy
 from anybatch.train.progress import peak_bytes as peak_bytes
 from anybatch.train.trainer import Trainer as Trainer

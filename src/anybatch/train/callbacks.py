@@ -1,4 +1,4 @@
-"""Callbacks for starts, updates and epochs: early stopping, averaged weights, a loss monitor."""
+"""Callbacks of a training: early stopping, averaged weights, a loss monitor; the states of all."""
 
 import math
 import sys
@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,97 +16,35 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from anybatch.core import (
     SHORT_DTYPES,
+    Callback,
+    EpochReport,
     PlanError,
+    RunInfo,
     StepReport,
     check_whole,
     format_count,
-    format_seconds,
     torch_private as private,
 )
 from anybatch.step import Step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunInfo:
-    """The size of a training when it starts or resumes."""
+class TrainerCallback(Callback):
+    """A callback that needs the trainer in `update`; a step alone refuses it, before anything runs."""
 
-    epochs: int  # number of the last epoch
-    done_epochs: int  # epochs finished before this start
-    done_updates: int  # updates made before this start
-    total_updates: int | None  # updates after all epochs; None if unknown
-    rows: int | None  # rows of an epoch; None if unknown
+    _trainer: Any = None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochReport:
-    """The result of one epoch."""
-
-    epoch: int  # 1 for the first
-    updates: int  # updates since the start of the run
-    loss: float  # mean over all rows of the epoch, each at the weights before its update
-    validation: Mapping[str, float]  # loss, terms and metrics; empty without validation rows
-    learning_rate: float  # learning rate of the first parameter group after the epoch
-    seconds: float  # wall time of this epoch's training, without validation
-    samples_per_second: float  # trained rows per second
-    dropped: int = 0  # rows that were left out, because they were not finite
-    skipped: int = 0  # steps without an update: all rows masked or left out, or the update skipped
-
-    def __str__(self) -> str:
-        held_out = "".join(f"  validation {name} {value:.4f}" for name, value in self.validation.items())
-        lost = f"  {format_count(self.dropped)} rows left out" if self.dropped else ""
-        lost += f"  {format_count(self.skipped)} steps without update" if self.skipped else ""
-        return (
-            f"epoch {self.epoch:3}  loss {self.loss:.4f}{held_out}  lr {self.learning_rate:.3g}  "
-            f"{format_count(self.samples_per_second)} samples/s  {format_seconds(self.seconds)}{lost}"
-        )
-
-
-class Callback:
-    """Base class of callbacks; its methods do nothing. Subclasses override the methods they need.
-
-    The trainer is passed to each method. `trainer.stop(reason)` ends the training after the update or epoch.
-    If a callback raises an Exception, the other callbacks are still called, a checkpoint is saved, and the
-    error is raised.
-
-    With several ranks each rank calls its own callbacks, with the same arguments. Set `on_every_rank = False`
-    in a class that only prints or writes: it is then called on rank 0 only.
-
-    Example:
-        >>> class Losses(Callback):
-        ...     def __init__(self):
-        ...         self.losses = []
-        ...     def update(self, trainer, report):
-        ...         self.losses.append(report.loss)
-        ...     def state_dict(self):
-        ...         return {"losses": self.losses}
-        ...     def load_state_dict(self, state):
-        ...         self.losses = list(state["losses"])
-    """
-
-    on_every_rank = True
+    def begin(self, done: int) -> None:
+        """Raise PlanError without a trainer."""
+        if self._trainer is None:
+            raise PlanError(f"Expected {self!r} in a training, got a step alone. Train by ab.Trainer.fit().")
 
     def start(self, trainer: Any, info: RunInfo) -> None:
-        """Handle the start or the resume of a training."""
-
-    def update(self, trainer: Any, report: StepReport) -> None:
-        """Handle the end of a step. `report.updated` is False if it changed no parameter."""
-
-    def epoch(self, trainer: Any, report: EpochReport) -> None:
-        """Handle the end of an epoch and its validation. Its checkpoint is saved after this."""
+        """Keep the trainer."""
+        self._trainer = trainer
 
     def stop(self, trainer: Any) -> None:
-        """Handle the end of a training: it is done, or an exception was raised."""
-
-    def validation(self, trainer: Any) -> AbstractContextManager[None]:
-        """Return a context for the validation after each epoch."""
-        return nullcontext()
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return the state for a checkpoint: nested numbers, strings, lists, dicts and tensors."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Drop the trainer."""
+        self._trainer = None
 
 
 class EarlyStopping(Callback):
@@ -196,7 +133,7 @@ class EarlyStopping(Callback):
         self.best, self.waited = state["best"], state["waited"]
 
 
-class EMA(Callback):
+class EMA(TrainerCallback):
     """A callback that averages the weights exponentially over updates (Polyak averaging).
 
     After the first update the average is the weights, after each later one `decay * average + (1 - decay) *
@@ -243,10 +180,10 @@ class EMA(Callback):
         self.average: dict[str, Tensor] = {}
         self._mix: Callable[..., None] = get_ema_multi_avg_fn(decay)
 
-    def update(self, trainer: Any, report: StepReport) -> None:
+    def update(self, report: StepReport) -> None:
         """Add the weights to the average if the step made an update."""
         if report.updated:
-            self._add(trainer.step)
+            self._add(self._trainer.step)
 
     @torch.no_grad()
     def _add(self, step: Step) -> None:
@@ -312,7 +249,7 @@ def _write(pairs: Any) -> None:
         place.copy_(value)
 
 
-class LossMonitor(Callback):
+class LossMonitor(TrainerCallback):
     """A callback that prints loss, time per update and rows per second on standard error.
 
     Args:
@@ -330,12 +267,14 @@ class LossMonitor(Callback):
 
     def start(self, trainer: Any, info: RunInfo) -> None:
         """Start the measurement."""
+        super().start(trainer, info)
         self._began, self._updates, self._rows = time.perf_counter(), 0, 0
 
-    def update(self, trainer: Any, report: StepReport) -> None:
+    def update(self, report: StepReport) -> None:
         """Count the update; print a line after every n-th."""
         self._updates += 1
         self._rows += report.rows
+        trainer = self._trainer
         if trainer.steps % self.every == 0:
             seconds = time.perf_counter() - self._began
             sys.stderr.write(
@@ -346,15 +285,10 @@ class LossMonitor(Callback):
             self._began, self._updates, self._rows = time.perf_counter(), 0, 0
 
 
-def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Raise PlanError unless all are callbacks."""
-    for one in callbacks:
-        if not isinstance(one, Callback):
-            name = one.__name__ if isinstance(one, type) else type(one).__name__
-            raise PlanError(
-                f"Expected callbacks that are objects of a subclass of ab.Callback, got {name}. Derive its "
-                "class from ab.Callback, and pass an object of it."
-            )
+def records(trainer: Any) -> dict[str, dict[str, Any]]:
+    """Return what callbacks recorded of the last update, by their names; for logs."""
+    named = [one for one in (*trainer.step.callbacks, *trainer.callbacks) if getattr(one, "name", "")]
+    return {one.name: dict(one.record()) for one in named if hasattr(one, "record")}
 
 
 def states(ones: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -377,4 +311,4 @@ def load_states(path: Path, ones: Sequence[Any], saved: Iterable[tuple[str, Mapp
     for what, names in {"begin anew": new, "are gone": [name for name, _ in left]}.items():
         if names:
             told = ", ".join(f"{name} ({count})" for name, count in Counter(names).items())
-            warnings.warn(f"{path}: of the run's callbacks and observers, these {what}: {told}", stacklevel=3)
+            warnings.warn(f"{path}: of the run's callbacks, these {what}: {told}", stacklevel=3)

@@ -15,10 +15,10 @@ class Interruption:
     def __init__(self) -> None:
         self.signal = 0  # number of the signal; 0 for none
 
-    def obey(self) -> None:
-        """Raise KeyboardInterrupt after Ctrl-C, SystemExit after SIGTERM; else do nothing."""
+    def obey(self, told: str = "") -> None:
+        """Raise KeyboardInterrupt with this text after Ctrl-C, SystemExit after SIGTERM; else do nothing."""
         if self.signal == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(told)
         if self.signal:
             raise SystemExit(128 + self.signal)
 

@@ -51,7 +51,7 @@ def warm_up(optimizer: Optimizer, *, updates: int) -> LinearLR:
         updates: number of updates of the warm-up, at least 1.
 
     Returns:
-        Torch's `LinearLR`, for `scheduler=` of a step.
+        Torch's `LinearLR`, for `Options(scheduler=...)` of a step.
 
     Example:
         >>> import torch

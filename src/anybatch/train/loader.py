@@ -134,16 +134,16 @@ class Stream:
         if count < start:
             raise CheckpointError(self._differs(f"{count} batches where it had {start}", epoch))
         if not count:
-            raise BatchError(
-                f"Expected a batch in epoch {epoch + 1}, got none from the {type(self._data).__name__}. Pass "
-                "data that can be iterated anew in each epoch, and is not empty."
-            )
+            raise self._is_empty(f"epoch {epoch + 1}")
 
     def in_order(self, size: int | None) -> Iterator[Any]:
         """Yield all rows, `size` at a time or one item at a time, for an evaluation; always the same rows."""
+        index = -1
         for index, batch in enumerate(self._repeatable(size, rng.derive_seed(0, "validation"), 0)):
             if self.share.has_turn(index):
                 yield _brought(batch, self._step)
+        if index < 0:
+            raise self._is_empty("a validation")
 
     def _repeatable(self, size: int | None, seed: int, epoch: int) -> Iterator[Any]:
         apart, end = rng.OwnStreams(seed), object()
@@ -212,6 +212,16 @@ class Stream:
             return None
         rows, size = _length(loader.sampler), loader.batch_size
         return rows if rows is None or not loader.drop_last else rows // size * size
+
+    def _is_empty(self, place: str) -> BatchError:
+        advice = "Pass data that can be iterated anew in each epoch, and is not empty."
+        if getattr(self._data, "drop_last", False):
+            advice = (
+                "drop_last=True leaves out a batch that is not full: set it to False, or batch_size lower."
+            )
+        return BatchError(
+            f"Expected a batch in {place}, got none from the {type(self._data).__name__}. {advice}"
+        )
 
     def _differs(self, what: str, epoch: int) -> str:
         return (

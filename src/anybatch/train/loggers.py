@@ -18,10 +18,10 @@ from typing import Any, cast
 import torch
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import StepReport
+from anybatch.core import EpochReport, RunInfo, StepReport
 from anybatch.losses import function_of
 from anybatch.step import Step
-from anybatch.train.callbacks import Callback, EpochReport, RunInfo
+from anybatch.train.callbacks import TrainerCallback, records
 from anybatch.train.checkpoint import write_whole
 
 FORMAT = 2  # of `JsonLog`; the first format had no number
@@ -29,7 +29,7 @@ _FIELDS = ("loss", "terms", "weights", "rows", "micro_batches", "grad_norm", "up
 _TRIVIAL = {"scale": 1.0, "redone": 0, "dropped": 0, "counts": {}}  # values that are not logged
 
 
-class JsonLog(Callback):
+class JsonLog(TrainerCallback):
     """A callback that appends one JSON object per update and per epoch to a file.
 
     Each update, numbered by `step` from 1 on, and each epoch occurs once: a resume drops the lines written
@@ -38,7 +38,7 @@ class JsonLog(Callback):
     | event | content |
     |---|---|
     | start | `RunInfo`, machine, command, names of model, loss and optimizer |
-    | step | the report of an update, the training time so far, peak bytes, records of observers |
+    | step | the report of an update, the training time so far, peak bytes, records of callbacks |
     | plan | a memory budget changed the micro-batches: the reason, and bytes by owner |
     | epoch | `EpochReport` |
     | stop | the reason, if a callback stopped the training |
@@ -46,7 +46,7 @@ class JsonLog(Callback):
 
     def __init__(self, path: Path, peak_bytes: Callable[[torch.device], int] = lambda device: 0) -> None:
         self._path, self._peak_bytes = path, peak_bytes
-        self._layers: dict[str, object] = {}  # last logged layer names of each observer
+        self._layers: dict[str, object] = {}  # last logged layer names of each callback
         self._planned = 0  # last logged rows of a micro-batch
         self._lines: list[str] = []
         self._flushed = time.monotonic()
@@ -54,6 +54,7 @@ class JsonLog(Callback):
 
     def start(self, trainer: Any, info: RunInfo) -> None:
         """Write the start line; drop lines of updates and epochs that will be repeated."""
+        super().start(trainer, info)
         done = {"step": info.done_updates, "epoch": info.done_epochs}
 
         def is_redone(line: bytes) -> bool:
@@ -68,8 +69,9 @@ class JsonLog(Callback):
         self._add("start", {"format": FORMAT, **asdict(info), **describe(trainer)})
         self.flush()
 
-    def update(self, trainer: Any, report: StepReport) -> None:
+    def update(self, report: StepReport) -> None:
         """Buffer the update's line; the buffer is written once a second, so that small steps stay fast."""
+        trainer = self._trainer
         self._at["step"] += 1
         values = {"step": self._at["step"]} | {name: getattr(report, name) for name in _FIELDS}
         # Runs of equal micro-batches, as pairs of rows and count.
@@ -78,7 +80,7 @@ class JsonLog(Callback):
         values |= {name: told[name] for name in told if told[name] != _TRIVIAL[name]}
         self._tell_plan(trainer, report)
         values |= {"seconds": trainer.seconds, "memory": self._peak_bytes(_device(trainer.step))}
-        observed = self._observed(trainer.step)
+        observed = self._observed(records(trainer))
         values |= {"observed": observed} if observed else {}
         self._add("step", values)
         if time.monotonic() - self._flushed > 1:
@@ -101,9 +103,9 @@ class JsonLog(Callback):
         """Write the stop line, with the reason if a callback stopped the training."""
         self._add("stop", {"reason": trainer.stopped} if trainer.stopped else {})
         self.flush()
+        super().stop(trainer)
 
-    def _observed(self, step: Step) -> dict[str, dict[str, Any]]:
-        found = {one.name: dict(one.record()) for one in step.observers if one.name}
+    def _observed(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for name, record in found.items():
             if "layers" in record and self._layers.get(name) == record["layers"]:
                 del record["layers"]

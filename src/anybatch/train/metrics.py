@@ -9,10 +9,12 @@ from typing import Any, cast
 from torch import Tensor
 
 from anybatch.core import (
+    Callback,
     Cut,
     Fold,
     LossError,
     OpenBatch,
+    PlanError,
     SampleBatch,
     StepReport,
     TensorBatch,
@@ -49,6 +51,31 @@ def accuracy(outputs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> T
     """
     valid = targets != ignore_index
     return Total(((outputs.argmax(1) == targets) & valid).sum(), valid.sum())
+
+
+class Metrics(Callback):
+    """A callback with named metrics of a trainer's validation, as sums over all rows, divided once.
+
+    Args:
+        named: functions of (outputs, targets) that return a `Total`, such as `anybatch.accuracy`, or folds.
+
+    Example:
+        >>> Metrics(accuracy=accuracy)
+        Metrics(accuracy=accuracy)
+    """
+
+    def __init__(self, **named: Metric) -> None:
+        for name, metric in named.items():
+            if not (callable(metric) or hasattr(metric, "merge")):
+                raise PlanError(
+                    f"Expected functions as metrics, got {name}={metric!r}. Pass functions of (outputs, "
+                    "targets) that return an ab.Total, as in ab.Metrics(accuracy=ab.accuracy)."
+                )
+        self.named = named
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return the metrics by name."""
+        return self.named
 
 
 def evaluate(

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.core import StepReport, format_bytes, format_count
-from anybatch.train.callbacks import Callback, EpochReport, RunInfo
+from anybatch.core import Callback, EpochReport, RunInfo, StepReport, format_bytes, format_count
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 class ProgressBar(Callback):
-    """A bar over all updates, with the peak memory of a device, and a line for every finished epoch.
+    """A bar over all updates, with the peak memory if there is room, and a line for every finished epoch.
 
     The default console is standard error. If it is no terminal, only the lines of epochs are printed.
     """
@@ -38,22 +37,27 @@ class ProgressBar(Callback):
         self._epochs = info.epochs
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("update"),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             console=self._console,
             disable=not self._console.is_terminal,
             transient=True,
         )
         self._task = self._bar.add_task(
-            "training", total=info.total_updates, completed=info.done_updates, figures=""
+            self._epoch_after(info.done_epochs),
+            total=info.total_updates,
+            completed=info.done_updates,
+            figures="",
         )
         self._done = info.done_updates
         self._last, self._rows = time.perf_counter(), 0
         self._bar.start()
 
-    def update(self, trainer: Any, report: StepReport) -> None:
+    def update(self, report: StepReport) -> None:
         """Advance the bar, at most ten times a second."""
         self._done += 1
         self._rows += report.rows
@@ -63,13 +67,14 @@ class ProgressBar(Callback):
             return
         speed = self._rows / (now - self._last)
         self._last, self._rows = now, 0
-        memory = format_bytes(peak_bytes(self._device))
-        figures = f"loss {self._loss:.4f}  {format_count(speed)} samples/s  peak {memory}"
+        figures = f"loss {self._loss:.4f}  {format_count(speed)} samples/s"
+        if self._console.width >= 100:
+            figures += f"  peak {format_bytes(peak_bytes(self._device))}"
         self._bar.update(self._task, completed=self._done, figures=figures)
 
     def epoch(self, trainer: Any, report: EpochReport) -> None:
         """Print the epoch's line above the bar."""
-        self._bar.update(self._task, completed=self._done, description=f"epoch {report.epoch}/{self._epochs}")
+        self._bar.update(self._task, completed=self._done, description=self._epoch_after(report.epoch))
         self._console.print(str(report), markup=False, highlight=False, soft_wrap=True)
 
     def stop(self, trainer: Any) -> None:
@@ -77,6 +82,9 @@ class ProgressBar(Callback):
         self._bar.stop()
         if trainer.stopped:
             self._console.print(f"stopped: {trainer.stopped}", markup=False, highlight=False, soft_wrap=True)
+
+    def _epoch_after(self, done: int) -> str:
+        return f"epoch {min(done + 1, self._epochs)}/{self._epochs}"
 
 
 def _import_rich() -> None:

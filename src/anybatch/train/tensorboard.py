@@ -1,22 +1,22 @@
-"""TensorBoard: loss, speed and records of observers, written during training."""
+"""TensorBoard: loss, speed and records of callbacks, written during training."""
 
 from pathlib import Path
 from typing import Any
 
-from anybatch.core import PlanError, StepReport
-from anybatch.train.callbacks import Callback, EpochReport, RunInfo
+from anybatch.core import EpochReport, PlanError, RunInfo, StepReport
+from anybatch.train.callbacks import TrainerCallback, records
 
 
-class TensorBoard(Callback):
+class TensorBoard(TrainerCallback):
     """A callback that writes scalars for TensorBoard: `Trainer(..., callbacks=[TensorBoard(folder)])`.
 
     The scalars are loss, terms, learning rate, rows per second, rows of a micro-batch and gradient norm;
-    values of each epoch; and records of the step's observers, by layer. Updates are numbered as in the log.
+    values of each epoch; and records of callbacks, by layer. Updates are numbered as in the log.
     A resume drops the events after its checkpoint.
 
     Args:
         folder: the folder for `tensorboard --logdir`.
-        every: updates between two writes; records of observers are always written.
+        every: updates between two writes; records of callbacks are always written.
 
     Raises:
         PlanError: tensorboard is not installed; from `start`.
@@ -31,6 +31,7 @@ class TensorBoard(Callback):
 
     def start(self, trainer: Any, info: RunInfo) -> None:
         """Open an event file."""
+        super().start(trainer, info)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -40,7 +41,7 @@ class TensorBoard(Callback):
         self._at = info.done_updates
         self._writer = SummaryWriter(str(self.folder), purge_step=self._at + 1)
 
-    def update(self, trainer: Any, report: StepReport) -> None:
+    def update(self, report: StepReport) -> None:
         """Write the scalars of an update."""
         self._at += 1
         if self._at % self.every == 0 or self._at == 1:
@@ -53,11 +54,10 @@ class TensorBoard(Callback):
             }
             terms = report.terms if len(report.terms) > 1 else {}
             self._write(values | {f"terms/{name}": value for name, value in terms.items()})
-        for observer in trainer.step.observers:
-            record = dict(observer.record())
+        for callback, record in records(self._trainer).items():
             layers = record.pop("layers", ())
             for name, value in record.items():
-                tag = f"{observer.name} {name}"
+                tag = f"{callback} {name}"
                 named = zip(layers, value, strict=True) if isinstance(value, list) else [("", value)]
                 self._write({f"{tag}/{layer}" if layer else tag: number for layer, number in named})
 
@@ -71,6 +71,7 @@ class TensorBoard(Callback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        super().stop(trainer)
 
     def _write(self, values: dict[str, Any]) -> None:
         for name, value in values.items():

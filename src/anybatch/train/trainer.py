@@ -2,24 +2,36 @@
 
 import math
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from anybatch.core import AnybatchError, CheckpointError, PlanError, StepReport, WindowError, check_whole
+from anybatch.core import (
+    AnybatchError,
+    CallbackLike,
+    CheckpointError,
+    EpochReport,
+    PlanError,
+    RunInfo,
+    WindowError,
+    bound,
+    check_callbacks,
+    check_whole,
+    kind_of,
+)
 from anybatch.engine import learning_rate_of
 from anybatch.losses import summed_loss
 from anybatch.state import rng
-from anybatch.step import Step
+from anybatch.step import Step, known_keywords
 from anybatch.train import checkpoint
-from anybatch.train.callbacks import EMA, Callback, EpochReport, RunInfo, check_callbacks, load_states, states
+from anybatch.train.callbacks import EMA, load_states, states
 from anybatch.train.folder import BEST, LAST, has_run, load_newest, make_folder, number
 from anybatch.train.identity import check_config, check_run, identity
 from anybatch.train.interrupt import Interruption, deferred
 from anybatch.train.loader import Rows, Stream, open_data
 from anybatch.train.loggers import JsonLog
-from anybatch.train.metrics import Metric, RunningLoss, evaluate
+from anybatch.train.metrics import RunningLoss, evaluate
 from anybatch.train.progress import ProgressBar, peak_bytes
 
 
@@ -46,21 +58,16 @@ class Trainer:
         validation: rows or a loader for validation after each epoch. None for no validation.
         batch_size: rows of a batch. The last batch of an epoch may be smaller. The items of a loader are
             joined and divided to this size. None, for a loader, makes one update per item.
-        seed: seed for the order of the rows, and for random numbers while loading. Random numbers inside the
-            model follow torch's own seed, on ranks after the first this seed.
-        metrics: named functions of (outputs, targets) that return a `Total`, such as `anybatch.accuracy`, or
-            folds.
+        seed: seed for the order of the rows and for loading. Random numbers inside the model follow torch's
+            own seed, on ranks after the first this seed.
         best_by: name of the validation value that determines the best checkpoint. NaN never counts.
         larger_is_better: True if larger values of `best_by` are better.
         out: folder for checkpoints and logs. None to write nothing.
-        save_every: also save after this many batches of an epoch. 0 to save after each epoch only.
-        save_minutes: also save when this many minutes have passed since the last time. 0 for never.
-        keep: number of numbered checkpoints (`step-00000012.safetensors`) to keep in addition to the last and
-            the best; each last checkpoint is also saved under its number.
-        config: values stored in every checkpoint, such as the recipe's name. A resumed run must have the
-            same.
+        save_every, save_minutes: also save after so many batches of an epoch, or minutes. 0 for never.
+        keep: numbered checkpoints (`step-00000012.safetensors`) to keep besides the last and the best.
+        config: values stored in every checkpoint, such as a recipe's name. A resumed run must have the same.
         progress: show a progress bar with throughput and memory, and a line per epoch, on standard error.
-        callbacks: `ab.Callback` objects, called at start, updates and epochs.
+        callbacks: objects such as `ab.Metrics` (see `ab.Callback`); functions, called with each `StepReport`.
 
     Attributes:
         epoch, steps, updates: finished epochs, batches and updates since the start of the run.
@@ -81,6 +88,7 @@ class Trainer:
         [3, 6]
     """
 
+    @known_keywords(metrics="Write callbacks=[ab.Metrics(accuracy=ab.accuracy)].")
     def __init__(
         self,
         step: Step,
@@ -89,7 +97,6 @@ class Trainer:
         *,
         batch_size: int | None = None,
         seed: int = 0,
-        metrics: Mapping[str, Metric] | None = None,
         best_by: str = "loss",
         larger_is_better: bool = False,
         out: str | Path | None = None,
@@ -98,9 +105,9 @@ class Trainer:
         keep: int = 0,
         config: Mapping[str, Any] | None = None,
         progress: bool = True,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Iterable[CallbackLike] = (),
     ) -> None:
-        self.step = step
+        self.step = _checked(step)
         self.train = open_data(train, step)
         self.validation = None if validation is None else open_data(validation, step)
         if batch_size is not None or isinstance(self.train, Rows):
@@ -108,23 +115,25 @@ class Trainer:
         for name, value in (("save_every", save_every), ("keep", keep), ("seed", seed)):
             check_whole(name, value, least=0)
         _check_saving(out, save_minutes, keep)
-        check_callbacks(callbacks)
-        names = {"loss", *(metrics or {})}
+        own = check_callbacks(callbacks)
+        given = check_callbacks([*step.callbacks, *own])  # refuses one that both have
+        self.metrics = {name: one for each in bound(given, "metrics") for name, one in each().items()}
+        names = {"loss", *self.metrics}
         # The names of a user's terms are unknown before a forward.
         if validation is not None and best_by not in names and summed_loss(step.loss) is not None:
             raise _unknown_best(best_by, names)
-        self.batch_size, self.seed, self.metrics = batch_size, seed, dict(metrics or {})
+        self.batch_size, self.seed = batch_size, seed
         self.best_by, self.larger_is_better = best_by, larger_is_better
-        self.config = check_config(config or {})
-        self._share = self.train.share
+        self.config, self._share = check_config(config or {}), self.train.share
         self.out = None if out is None or self._share.rank else make_folder(Path(out))
         self.save_every, self.save_minutes, self.keep = save_every, save_minutes, keep
-        bars = (
-            [ProgressBar(next(step.model.parameters()).device)] if progress and not self._share.rank else []
-        )
-        there = [one for one in callbacks if one.on_every_rank or not self._share.rank]
-        self.callbacks: tuple[Callback, ...] = (*bars, *there)
+        is_shown = progress and not self._share.rank
+        bars = [ProgressBar(next(step.model.parameters()).device)] if is_shown else []
+        there = [one for one in own if getattr(one, "on_every_rank", True) or not self._share.rank]
+        self.callbacks: tuple[Any, ...] = (*bars, *there)
         self._log = None if self.out is None else JsonLog(self.out / "log.jsonl", peak_bytes)
+        self._own = self.callbacks if self._log is None else (*self.callbacks, self._log)
+        self._everyone = (*step.callbacks, *self._own)
         self.epoch = self.steps = self.updates = 0
         self.seconds, self.stopped, self._saved = 0.0, "", time.monotonic()
         self.best: float | None = None
@@ -134,7 +143,7 @@ class Trainer:
         self._fitted = batch_size  # rows of a micro-batch that fitted in every step so far
         self._loss = RunningLoss()  # of the current epoch
 
-    def fit(self, *, epochs: int) -> list[EpochReport]:
+    def fit(self, epochs: int) -> list[EpochReport]:
         """Train until `epochs` epochs are done, including those before a resume, or a callback stops it.
 
         Ctrl-C and SIGTERM take effect after the current update. Then, and after any error of anybatch, of the
@@ -172,12 +181,16 @@ class Trainer:
         reports: list[EpochReport] = []
         self.stopped, self._saved = "", time.monotonic()
         with ExitStack() as stops:
+            stops.callback(self.step.attach)
+            self.step.attach(self._own)
             for callback in self._everyone:
-                callback.start(self, info)
-                stops.callback(callback.stop, self)
+                for start in bound([callback], "start"):
+                    start(self, info)
+                for stop in bound([callback], "stop"):
+                    stops.callback(stop, self)
             while self.epoch < epochs and not self.stopped:
                 reports += self._run_epoch(interruption)
-                interruption.obey()
+                interruption.obey(_how_to_go_on(self))
         return reports
 
     def stop(self, reason: str) -> None:
@@ -240,12 +253,14 @@ class Trainer:
         if self._log is not None:
             self._log.flush()  # a resume from here needs every update in the log
         checkpoint.save(path, **_parts(self.step), progress=progress, random=rng.capture_process())
+        if errors := self._tell(self._everyone, "save", self, Path(path)):
+            raise errors[0]
 
     def resume(self, path: str | Path) -> None:
         """Load a checkpoint: weights, optimizer, scheduler, random state and position in the epoch.
 
         The log in `out` has each update once: `fit` drops those after the checkpoint. A window that was open
-        is open again (`step.open_window`). Callbacks and observers with a state are matched by class and
+        is open again (`step.open_window`). Callbacks with a state are matched by class and
         order; a warning names those without a match.
 
         Args:
@@ -270,24 +285,21 @@ class Trainer:
         self.epoch, self._batch, self.updates = then["epoch"], then["batch"], then["updates"]
         self.seconds, self.best = then["seconds"], then["best"]
         steps = self.epoch * (self.train.per_epoch(self.batch_size) or 0) + self._batch
-        self.steps, self._digest = (
-            then.get("steps", steps),
-            then.get("digest", ""),
-        )  # missing in old checkpoints
+        self.steps = then.get("steps", steps)  # missing in old checkpoints, as is the next
+        self._digest = then.get("digest", "")
         self._loss = RunningLoss(then["totals"], **then.get("counts", {}))
         self.step.scale.load(then.get("scale", self.step.scale.state()))
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
             self.step.planning.budget.load(then.get("plans", ()))
-        load_states(path, [*self.callbacks, *self.step.observers], then.get("callbacks", ()))
+        load_states(path, [*self.callbacks, *self.step.callbacks], then.get("callbacks", ()))
         if then.get("window") is not None:
             self.step.window(then["window"])
         rng.restore_process(found.random)
         homes = (path.parent.resolve(), path.resolve().parent)  # the path may be a symlink or its target
         self._is_ours = self.out is not None and self.out.resolve() in homes
 
-    @property
-    def _everyone(self) -> tuple[Callback, ...]:
-        return self.callbacks if self._log is None else (*self.callbacks, self._log)
+    def __repr__(self) -> str:
+        return f"Trainer(epoch {self.epoch}, update {self.updates}, out={self.out}, {self.step!r})"
 
     def _run_epoch(self, interruption: Interruption) -> list[EpochReport]:
         before = self.seconds
@@ -300,14 +312,14 @@ class Trainer:
             validation: dict[str, float] = {}
             if self.validation is not None:
                 with ExitStack() as contexts:
-                    for callback in self.callbacks:
-                        contexts.enter_context(callback.validation(self))
+                    for context in bound(self._everyone, "validation"):
+                        contexts.enter_context(context(self))
                     validation = self._evaluate(self.validation)
             done = _report(self, self._loss, validation, rows, self.seconds - before)
             is_best = self._is_best(validation)
         self.epoch, self._batch, self._loss = self.epoch + 1, 0, RunningLoss()
         # Before the save: a checkpoint's epochs are in the logs and in the state of callbacks.
-        errors = self._tell("epoch", done)
+        errors = self._tell(self._everyone, "epoch", self, done)
         if is_best:
             self._save(BEST)  # first, so that the last checkpoint never refers to a missing best one
         self._save(LAST)
@@ -316,11 +328,11 @@ class Trainer:
         self._share.meet_with_signal(f"the checkpoint of epoch {self.epoch}", interruption, self.stopped)
         return [done]
 
-    def _tell(self, event: str, report: StepReport | EpochReport) -> list[Exception]:
+    def _tell(self, callbacks: Iterable[object], event: str, *given: Any) -> list[Exception]:
         errors: list[Exception] = []  # all callbacks are called, so that their states agree
-        for callback in self._everyone:
+        for function in bound(callbacks, event):
             try:
-                getattr(callback, event)(self, report)
+                function(*given)
             except Exception as error:
                 errors.append(error)
         return errors
@@ -339,14 +351,14 @@ class Trainer:
             self.steps += 1
             self.updates += report.updated
             self._loss.add(report)
-            errors = self._tell("update", report)
+            errors = self._tell(self._own, "update", report)
             stop = interruption.signal  # read once: a later signal waits for the next update
             if stop or errors or self.stopped or self._is_time_to_save():
                 self._save(LAST)
             if errors:
                 raise errors[0]
             if stop:
-                interruption.obey()
+                interruption.obey(_how_to_go_on(self))
             if self.stopped:
                 break
         return rows
@@ -436,7 +448,7 @@ def _progress(trainer: Trainer) -> dict[str, Any]:
         "config": trainer.config,
         "plans": [] if trainer.step.planning.budget is None else trainer.step.planning.budget.state(),
         "window": None if window is None else window.state(),
-        "callbacks": states([*trainer.callbacks, *trainer.step.observers]),
+        "callbacks": states([*trainer.callbacks, *trainer.step.callbacks]),
     }
 
 
@@ -450,6 +462,12 @@ def _parts(step: Step) -> dict[str, Any]:
     }
 
 
+def _checked(step: object) -> Step:
+    if isinstance(step, Step):
+        return step
+    raise PlanError(f"Expected an ab.Step, got {kind_of(step)}. Make one: ab.Step(model, loss, optimizer).")
+
+
 def _check_saving(out: object, minutes: float, keep: int) -> None:
     if not 0 <= minutes < math.inf:
         raise PlanError(f"Expected save_minutes of at least 0, got {minutes}. Pass 0 to leave them out.")
@@ -458,6 +476,14 @@ def _check_saving(out: object, minutes: float, keep: int) -> None:
             f"Expected a folder for checkpoints, got none with save_minutes={minutes} and keep={keep}. Pass "
             "out= to the trainer."
         )
+
+
+def _how_to_go_on(trainer: Trainer) -> str:
+    out = trainer.out
+    saved = "nothing was saved, as out= is None"
+    if out is not None:
+        saved = f"{out / LAST} is saved; go on with trainer.resume({str(out)!r}) and fit()"
+    return f"stopped at update {trainer.updates}; {saved}"
 
 
 def _unknown_best(best_by: str, names: Iterable[str]) -> PlanError:

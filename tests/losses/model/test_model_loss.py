@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Step
+from anybatch import Options, Step
 from anybatch.core.errors import LossError
 from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
@@ -32,6 +32,7 @@ from tests.losses.own_losses import (
     tokens,
     whole_of,
 )
+from tests.options import flat
 from tests.snapshots import same, same_as_before
 
 LIMIT = 1e-12
@@ -52,7 +53,7 @@ def assert_exact(loss: Callable[..., Any], batch: Any, given: Any = None, **opti
 def take(loss: Callable[..., Any], batch: Any = None, **options: Any) -> tuple[Any, dict[str, Tensor]]:
     model = Own(loss)
     recorder = GradientRecorder(model)
-    step = Step(model, ModelLoss(), recorder, **{"micro_batch": 2} | options)
+    step = Step(model, ModelLoss(), recorder, **flat({"micro_batch": 2} | options))
     return step(BATCH if batch is None else batch), recorder.gradients
 
 
@@ -82,7 +83,9 @@ def test_a_sum_of_parameters_would_be_added_once_per_micro_batch(micro_batch: in
     square = lambda weight: nn.functional.mse_loss(weight, torch.zeros_like(weight), reduction="sum")  # noqa: E731
     for penalty in (lambda weight: weight.flatten().abs().sum(), square):
         model = Layer(lambda weight, scores, x, labels, p=penalty: tokens(scores, labels) + p(weight))
-        step = Step(model, ModelLoss(), GradientRecorder(model), micro_batch=micro_batch, check=False)
+        step = Step(
+            model, ModelLoss(), GradientRecorder(model), micro_batch=micro_batch, options=Options(check=False)
+        )
         with pytest.raises(LossError, match=r"Layer to be made of means .* a sum of parameters"):
             step(BATCH)
 

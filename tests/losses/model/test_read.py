@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from anybatch import ModelLoss, Step
+from anybatch import ModelLoss, Options, Step
 from anybatch.core import LossError
 from anybatch.losses.model import read
 from anybatch.losses.model.intercept import Watch
@@ -82,7 +82,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def stepped(model: nn.Module, micro_batch: int | None) -> tuple[Step, GradientRecorder]:
     recorder = GradientRecorder(model)
-    return Step(model, ModelLoss(), recorder, micro_batch=micro_batch, check=False), recorder
+    return Step(model, ModelLoss(), recorder, micro_batch=micro_batch, options=Options(check=False)), recorder
 
 
 @pytest.mark.parametrize("name", READ)

@@ -63,8 +63,9 @@ def loss_of(model: nn.Module, output: Any) -> Tensor:
     raise NoLossError(
         f"Expected {type(model).__name__} to return its loss (as .loss, ['loss'], a scalar, or one scalar "
         f"in a tuple), got {came} in a {type(output).__name__}. Put the labels into the batch under the name "
-        "that the model's forward takes, or hand over a loss that compares its outputs with them; a function "
-        "in ab.ModelLoss(call=...) returns a mean."
+        "that the model's forward takes, or pass another loss than ab.ModelLoss(): one of torch, "
+        "ab.ModelLoss(call=...) for a function that returns a mean, or ab.WholeBatch where rows meet, as in "
+        "CLIP."
     )
 
 

@@ -1,0 +1,268 @@
+"""Mistakes of the first days with a library: a name, a program, and words that its message must contain.
+
+A program has the names of `PRELUDE`: a small model, its loss, optimizer, rows `x` and `y`, and a step.
+"""
+
+PRELUDE = """
+from tests.options import flat
+import math
+from functools import partial
+import torch, anybatch as ab
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+from tests.messages.small import bert, clip, cli
+
+torch.manual_seed(0)
+x, y = torch.randn(8, 3), torch.randint(2, (8,))
+samples, data = [*zip(x, y)], TensorDataset(x, y)
+model, loss = nn.Linear(3, 2), nn.CrossEntropyLoss()
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def Step(model=model, loss=loss, optimizer=sgd, micro_batch=4, **more):
+    return ab.Step(model, loss, optimizer, micro_batch=micro_batch, **flat(more))
+
+def Trainer(train=(x, y), *more, **options):
+    return ab.Trainer(step, train, *more, **{"batch_size": 4, "progress": False} | options)
+
+step = Step()
+"""
+
+OWN = "Step(loss=lambda model, micro: {})((x, y))"
+SUM = "F.cross_entropy(model(micro[0]), micro[1], reduction='sum')"
+ANY_LOSS = ("nn.CrossEntropyLoss()", "ab.Total(")
+
+Mistakes = dict[str, tuple[str, ...]]
+
+BATCHES: Mistakes = {
+    "inputs and target as two arguments": ("step(x, y)", "got 2 arguments", "step((inputs, target))"),
+    "two arguments of add": ("step.window().add(x, y)", "got 2 arguments", "add((inputs, target))"),
+    "two arguments of a BatchLoss": ("ab.BatchLoss(model, loss)(x, y)", "batch_loss((inputs, target))"),
+    "inputs alone": ("step(x)", "got Tensor", "in one tuple", "def loss(model, micro)"),
+    "a loader": ("step(DataLoader(data, batch_size=4))", "DataLoader", "for batch in loader: step(batch)"),
+    "a data set": ("step(data)", "TensorDataset", "DataLoader(dataset, batch_size=...)"),
+    "an iterator": ("step(iter([(x, y)]))", "list_iterator", "for batch in loader"),
+    "nothing": ("step(None)", "got NoneType", "without `return`"),
+    "no tensor": ("step({'x': None})", "got dict", "the tensors of all rows"),
+    "NumPy": ("step((x.numpy(), y))", "ndarray at [0]", "torch.from_numpy"),
+    "lists of numbers": ("step((x.tolist(), y))", "float at [0][0][0]", "a tensor with one entry per row"),
+    "texts": ("step({'x': x, 'text': ['a'] * 8, 'y': y})", "str at ['text'][0]", "collate="),
+    "samples without a collate": ("step(samples)", "[0][0]: (3,)", "collate="),
+    "a tensor for samples": ("Step(collate=default_collate)(x)", "got Tensor", "leave `collate` out"),
+    "a collate without return": ("Step(collate=print)(samples)", "got NoneType", "from a collate"),
+    "other lengths": ("step((x, y[:5]))", "[0]: (8, 3), [1]: (5,)", "one entry per row"),
+    "time before rows": ("step((torch.randn(5, 8, 3), y))", "[0]: (5, 8, 3)", "one entry per row"),
+    "a number for all rows": ("step((x, y, torch.tensor(2.0)))", "[2]: ()", "in the model or the loss"),
+    "no rows": ("step((x[:0], y[:0]))", "[0]: (0, 3)", "Skip empty batches"),
+    "another device": ("step((x.to('meta'), y))", "device cpu, got meta", ".to(device)"),
+    "a target elsewhere": ("step((x, y.to('meta')))", "device cpu, got meta", ".to(device)"),
+    "a dict without target": ("step({'input': x})", "got ['input']", "micro['input']", "micro['target']"),
+    "two targets": ("step({'input': x, 'y': y, 'labels': y})", "got ['input', 'y', 'labels']", "micro['y']"),
+    "an unknown key": ("step({'input': x, 'y': y, 'idx': y})", "'idx': (4,) int64", "mappings go in by name"),
+    "too many features": ("step((torch.randn(8, 5), y))", "Linear with [(4, 5) float32]", "Compare shapes"),
+    "inputs of another dtype": ("step((x.double(), y))", "Linear with [(4, 3) float64]", "dtypes"),
+    "float classes": ("step((x, y.float()))", "CrossEntropyLoss with [(4, 2) float32, (4,) float32]"),
+    "a column of classes": ("step((x, y[:, None]))", "(4, 1) int64", "Compare shapes"),
+    "classes out of range": ("step((x, y + 5))", "Target 5", "CrossEntropyLoss with", "rows 0 to 3"),
+    "NaN in the data": ("step((x * math.nan, y))", "got nan", "rows 0 to 3", "bad data"),
+    "a row against a column": ("Step(loss=nn.MSELoss())((x, x[:, 0]))", "(4, 2) and (4,)", "target[:, None]"),
+}  # fmt: skip
+
+LOSSES: Mistakes = {
+    "a mean": (OWN.format("F.cross_entropy(model(micro[0]), micro[1])"), "shape ()", "micro[1]", "ab.Total("),
+    "a mean of a dict": (
+        "Step(loss=lambda model, micro: model(micro['a']).mean())({'a': x, 'y': y})",
+        "model(micro['a']), micro['y'], reduction",
+    ),
+    "a float": (OWN.format(f"{SUM}.item()"), "got float", "ab.Total("),
+    "a tuple": (OWN.format(f"({SUM}, 4)"), "got tuple", "ab.Total("),
+    "nothing": (OWN.format("None"), "got NoneType", "ab.Total("),
+    "named means": (OWN.format("{'a': x.mean()}"), "{'a': 'Tensor'}", "ab.Total("),
+    "detached": (OWN.format(f"ab.Total({SUM}.detach(), 4)"), "['loss'] without gradient", ".detach()"),
+    "not summed": (OWN.format("ab.Total(model(micro[0]), 4)"), "shape (4, 2)", ".sum()"),
+    "a mean taken already": (
+        OWN.format("ab.Total(F.cross_entropy(model(micro[0]), micro[1]), 1)"),
+        "8 rows as 4+4",
+        "ab.check(model, loss, batch)",
+    ),
+    "pairs of rows": (
+        OWN.format("ab.Total((model(micro[0]) @ model(micro[0]).T).logsumexp(0).sum(), len(micro[0]))"),
+        "ab.WholeBatch",
+    ),
+    "the other arguments": (OWN.replace("model, micro", "output, target").format("output - target"),
+        "loss(model, micro), not as loss(outputs, targets)"),
+    "three arguments": (OWN.replace("micro:", "a, b:").format("0"), "loss(model, micro)", *ANY_LOSS),
+    "a dict taken by number": (
+        f"Step(loss=lambda model, micro: {SUM})(dict(a=x, y=y))", "{'a': (4, 3) float32, 'y': (4,) int64}"),
+    "a tuple taken by name": (OWN.format("model(micro['a'])"), "[(4, 3) float32, (4,) int64]"),
+    "a class": ("Step(loss=nn.CrossEntropyLoss)", "the class CrossEntropyLoss", "nn.CrossEntropyLoss()"),
+    "a value": ("Step(loss=loss(model(x), y))", "got Tensor", *ANY_LOSS),
+    "a name": ("Step(loss='mse')", "got str", *ANY_LOSS),
+    "None": ("Step(loss=None)", "got NoneType", *ANY_LOSS),
+    "reduction='none'": ("Step(loss=nn.MSELoss(reduction='none'))", "got 'none'", "'mean', 'sum'"),
+    "a loss with its own forward": (
+        "class Focal(nn.CrossEntropyLoss):\n    forward = lambda self, a, b: (a * b[:, None]).sum()\n"
+        "Step(loss=Focal())",
+        "got Focal",
+        "ab.Terms",
+    ),
+    "a layer": ("Step(loss=nn.Identity())", "got Identity", "ab.Total("),
+    "negative weights": ("Step(loss=nn.CrossEntropyLoss(-torch.ones(2)))", "-1.0", "at least 0"),
+    "model and loss swapped": ("ab.Step(loss, model, sgd)", "CrossEntropyLoss and Linear", "Swap them"),
+    "transformers and a loss of torch": (
+        "m, batch = bert(); ab.Step(m, loss, torch.optim.SGD(m.parameters()), micro_batch=4)(batch)",
+        "got SequenceClassifierOutput",
+        "ab.ModelLoss()",
+    ),
+    "transformers without labels": (
+        "m, batch = bert(); del batch['labels']\n"
+        "ab.Step(m, ab.ModelLoss(), torch.optim.SGD(m.parameters()), micro_batch=4)(batch)",
+        "got None in a SequenceClassifierOutput",
+        "Put the labels into the batch",
+    ),
+    "transformers and a tuple": (
+        "m, batch = bert()\n"
+        "ab.Step(m, ab.ModelLoss(), torch.optim.SGD(m.parameters()), micro_batch=4)((*batch.values(),))",
+        "BertForSequenceClassification with [(4, 5) int64,",
+        "by name",
+    ),
+    "return_loss=True of CLIP": (
+        "m, batch = clip(); ab.Step(m, ab.ModelLoss(), torch.optim.SGD(m.parameters()))(batch)",
+        "bool at ['return_loss']",
+        "Pass a setting to the model",
+        "ab.WholeBatch",
+    ),
+    "ModelLoss and a plain model": ("Step(loss=ab.ModelLoss())({'input': x})", "(3, 2)", "another loss"),
+    "no_grad": ("with torch.no_grad(): step((x, y))", "['loss'] without gradient", "torch.no_grad()"),
+    "a second backward": (
+        "value = ab.BatchLoss(model, loss)((x, y)); value.backward(); value.backward()",
+        "got another",
+        "Call batch_loss(batch) again",
+    ),
+    "create_graph": ("ab.BatchLoss(model, loss)((x, y)).backward(create_graph=True)", "create_graph=True"),
+}  # fmt: skip
+
+SETTINGS: Mistakes = {
+    "a class for a model": ("Step(nn.Linear)", "the class Linear", "Call a class"),
+    "a function for a model": ("Step(torch.sin)", "got builtin", "wrap a function in a module"),
+    "an optimizer's class": ("Step(optimizer=torch.optim.SGD)", "the class SGD", "torch.optim.SGD("),
+    "an optimizer's name": ("Step(optimizer='adam')", "got str", "torch.optim.SGD("),
+    "no optimizer": ("Step(optimizer=None)", "got None", "ab.BatchLoss"),
+    "an empty list of optimizers": ("Step(optimizer=[])", "got []", "torch.optim.SGD("),
+    "parameters for an optimizer": ("Step(optimizer=model.parameters())", "generator", "torch.optim.SGD("),
+    "an optimizer of another model": (
+        "Step(nn.Linear(3, 2))", "got 2 that are none of its", "from model.parameters()"),
+    "one parameter in two optimizers": (
+        "Step(optimizer=[sgd, torch.optim.SGD([model.bias], lr=1)])", "got 1 in optimizers 0 and 1"),
+    "all frozen": ("model.requires_grad_(False); step((x, y))", "got 2 that are all frozen", "requires_grad"),
+    "LBFGS": ("Step(optimizer=torch.optim.LBFGS(model.parameters()))", "got LBFGS", "use another one"),
+    "a scheduler's class": (
+        "Step(options=ab.Options(scheduler=StepLR))", "the class StepLR", "StepLR(optimizer, 10)"),
+    "a scheduler of another optimizer": (
+        "Step(options=ab.Options(scheduler=StepLR(torch.optim.SGD([x], lr=1), 1)))",
+        "StepLR", "from the same optimizer"),
+    "a scheduler that waits": (
+        "Step(options=ab.Options(scheduler=ReduceLROnPlateau(sgd)))", "got Reduce", "after validation"),
+    "accumulation_steps": ("Step(accumulation_steps=4)", "Step(accumulation_steps=...)", "micro_batch=..."),
+    "clip_grad": ("Step(clip_grad=1.0)", "Step(clip_grad=...)", "clip_norm=..."),
+    "max_norm": ("Step(max_norm=1.0)", "Step(max_norm=...)", "clip_norm=..."),
+    "an old option": (
+        "ab.Step(model, loss, sgd, batch_norm='micro')", "Step(batch_norm=", "options=ab.Options(batch_norm"),
+    "listeners": ("Step(listeners=[print])", "Step(listeners=...)", "callbacks=[...]"),
+    "two clippings": ("Step(clip_norm=1.0, options=ab.Options(clip_value=1.0))", "got both", "Leave one out"),
+    "no callback": ("Step(callbacks=[3])", "got 3", "Give it one of"),
+    "micro_batch='auto'": ("Step(micro_batch='auto')", "got 'auto'", 'memory="auto"'),
+    "micro_batch=0": ("Step(micro_batch=0)", "got 0", "Leave it out"),
+    "micro_batch as text": ("Step(micro_batch='32')", "got '32'", "Pass an int"),
+    "a share as a float": ("Step(memory=0.8)", "got 0.8", '"80%"'),
+    "12 gigs": ("Step(memory='12 gigs')", "got '12 gigs'", '"12GB"'),
+    "120%": ("Step(memory='120%')", "got '120%'", "at most 100"),
+    "-1GB": ("Step(memory='-1GB')", "got '-1GB'", "above 0"),
+    "a device for memory": ("Step(memory='cuda')", "got 'cuda'", '"12GB"'),
+    "too little memory": ("Step(memory=99)((x, y))", "99 B, got none", "The smallest budget", "336 B"),
+    "bf16": ("Step(precision='bf16')", "got 'bf16'", '"bf16-mixed"'),
+    "fp16": ("Step(precision='fp16')", "got 'fp16'", '"fp16-mixed"'),
+    "16": ("Step(precision=16)", "got 16", '"fp16-mixed"'),
+    "a dtype": ("Step(precision=torch.bfloat16)", "got torch.bfloat16", '"bf16-mixed"'),
+    "clip_norm as text": ("Step(clip_norm='1')", "got '1'", "positive number"),
+    "clip_norm=nan": ("Step(clip_norm=math.nan)", "got nan", "positive number"),
+    "recompute=True": ("Step(options=ab.Options(recompute=True))", "got True", "Pass 'all'"),
+    "BatchNorm": (
+        "m = nn.Sequential(model, nn.BatchNorm1d(2)); Step(m)((x, y))", "module 1", "to_group_norm"),
+    "DataParallel": ("Step(nn.DataParallel(model))", "DataParallel", "model.module"),
+    "replicate in one process": ("Step(options=ab.Options(strategy='replicate'))", "got 1", "torchrun"),
+    "a setting set later": ("step.clip_norm = 1.0", "'clip_norm'", "new Step("),
+    "add after the end": ("w = step.window(); w.discard(); w.add((x, y))", "closed", "step.window()"),
+    "a step in an open window": ("step.window().add((x, y)); step((x, y))", "8 rows", "close()"),
+    "an empty window": ("step.window().close()", "got 0 rows", "add()"),
+    "backward in a window": (
+        "w = step.window(); loss(model(x), y).backward(); w.add((x, y))", "['weight', 'bias']", "zero_grad"),
+    "an optimizer for BatchLoss": ("ab.BatchLoss(model, loss, optimizer=sgd)", "optimizer=...", "ab.Step"),
+    "a model for a step": ("ab.Trainer(model, (x, y))", "got Linear", "ab.Step(model, loss, optimizer)"),
+    "rows without batch_size": ("Trainer(batch_size=None)", "batch_size", "got None", "Pass an int"),
+    "rows of other lengths": ("Trainer((x, y[:4]))", "[1]: (4,)", "one entry per row"),
+    "a data set for a trainer": ("Trainer(data)", "TensorDataset", "DataLoader(dataset"),
+    "a generator": ("Trainer((one for one in [(x, y)]))", "generator", "or a list"),
+    "the folder of another run": (
+        "for _ in range(2): Trainer(out='run').fit(1)", "run: expected", "resume('run')", "another folder"),
+    "a checkpoint that is missing": ("Trainer().resume('nowhere')", "nowhere", "Check the path"),
+    "metrics=": ("Trainer(metrics={'acc': ab.accuracy})", "Trainer(metrics=...)", "ab.Metrics(accuracy="),
+    "a metric's name": ("ab.Metrics(acc='accuracy')", "'accuracy'", "Pass functions"),
+    "a metric that is a mean": (
+        "Trainer(validation=(x, y), callbacks=[ab.Metrics(acc=lambda a, b: 0.5)]).fit(1)",
+        "'acc'", "float", "Total("),
+    "best_by of no metric": ("Trainer(validation=(x, y), best_by='acc')", "got 'acc'", "['loss']"),
+    "drop_last leaves nothing": (
+        "Trainer(DataLoader(data, batch_size=16, drop_last=True)).fit(1)", "epoch 1", "drop_last=True"),
+    "drop_last leaves no validation": (
+        "Trainer(validation=DataLoader(data, batch_size=16, drop_last=True)).fit(1)", "validation", "False"),
+    "epochs=0": ("Trainer().fit(epochs=0)", "epochs", "got 0"),
+    "keep without a folder": ("Trainer(keep=2)", "keep=2", "out="),
+    "check of one row": ("ab.check(model, loss, (x[:1], y[:1]))", "got 1", "larger batch"),
+    "check of a loader": ("ab.check(model, loss, DataLoader(data))", "DataLoader", "for batch in loader"),
+    "plan for an unknown card": (
+        "ab.plan(model, loss, sgd, (x, y), memory='1GB', device='a100')", "got 'a100'", "cuda:a100"),
+    "plan with a class": ("ab.plan(model, loss, torch.optim.SGD, (x, y))", "the class SGD", "optim.SGD("),
+    "plan of no rows": ("ab.plan(model, loss, sgd, (x, y), rows=0)", "got 0", "Leave it out"),
+}  # fmt: skip
+
+COMMANDS: Mistakes = {
+    "train lenet6": ("lenet6", "lenet5"),
+    "train": ("Expected a recipe, got none", "package.module:function"),
+    "train lenet5 --data no/such/folder": ("no/such/folder",),
+    "train lenet5 --micro-batch 0": ("to be at least 1, got 0",),
+    "train lenet5 --memory 100kB": ("The smallest budget",),
+    "train lenet5 --memory lots": ("got 'lots'", '"12GB"'),
+    "train lenet5 --epochs 0": ("--epochs", "got 0"),
+    "train lenet5 --validation 1.5": ("got 1.5",),
+    "train lenet5 --lr -1": ("--lr", "got -1"),
+    "train lenet5 --warm-up -1": ("--warm-up", "got -1"),
+    "train lenet5 --lr-scale linear --base-batch-size 0": ("base_batch_size", "got 0"),
+    "train lenet5 --resume nowhere": ("nowhere: expected the folder of a run", "Check the path"),
+    f"train lenet5 --seed {'9' * 30}": ("--seed", "2**63"),
+    "train lenet5 --device meta": ("got 'meta'", "cpu, cuda or auto"),
+    "train lenet5 --patience 0": ("--patience to be at least 1, got 0",),
+    "train lenet5 --patience 2": ("--patience to be given with --validation above 0, got 2",),
+    "train lenet5 --ema nan": ("--ema to be from 0 to below 1, got nan",),
+    "train lenet5 --keep -1": ("--keep to be at least 0, got -1",),
+    "train lenet5 --save-minutes -1": ("--save-minutes to be at least 0, got -1.0",),
+    "train lenet5 --workers 2": ("--servers with --workers", "--servers 1"),
+    "train clip --norm whole": ("options of clip (--image-size), got --norm",),
+    "train no.such:function": ("no.such", "package.module:function"),
+    "train torch:nothing": ("'nothing'", "package.module:function"),
+    "export nowhere.pt --out weights.pt": ("nowhere.pt: expected a checkpoint", "Check the path"),
+    "check lenet5 --rows 1": ("--rows to be at least 2, got 1", "anybatch check --help"),
+    "plan lenet5 --batch-size -3": ("--batch-size to be at least 1, got -3",),
+    "plan lenet6": ("Expected a target, got 'lenet6'",),
+    "eval nowhere.safetensors": ("nowhere.safetensors", "Check the path"),
+    "eval notes.txt": ("notes.txt", "safetensors"),
+    "report nowhere": ("nowhere",),
+}
+
+MISTAKES = {
+    **{f"batch: {name}": one for name, one in BATCHES.items()},
+    **{f"loss: {name}": one for name, one in LOSSES.items()},
+    **SETTINGS,
+    **{f"anybatch {line}": (f"cli({line!r})", *words) for line, words in COMMANDS.items()},
+}

@@ -1,0 +1,195 @@
+"""Callbacks of steps, windows, batch losses and trainers: who is accepted, called when, and may raise."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.core import NonFiniteLossError, PlanError
+from anybatch.observe import GradientNoise
+from tests.options import flat
+from tests.snapshots import same_as_before
+
+NO_MEMORY = torch.OutOfMemoryError
+X, Y = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])
+BEFORE = ("begin", "micro_gradients", "micro_batch", "gradients")
+STEP = ["begin", *["micro_gradients", "micro_batch"] * 2, "gradients", "parameters", "update"]
+METHODS = [name for name in vars(ab.Callback) if name[0] != "_" and callable(vars(ab.Callback)[name])]
+
+
+class Told:
+    """An object without base class, with every method; raises in one of them."""
+
+    def __init__(self, at: str = "", error: BaseException | None = None) -> None:
+        self.events, self.at, self.error = list[str](), at, error
+        for name in {*METHODS} - {"validation", "metrics", "state_dict", "load_state_dict", "record"}:
+            setattr(self, name, partial(self._tell, name))
+
+    def _tell(self, name: str, *given: object) -> None:
+        self.events.append(name)
+        if name == self.at and self.error is not None:
+            raise self.error
+
+
+def make(*callbacks: object, **options: Any) -> ab.Step:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    settings = {"micro_batch": 2, "check": False, "callbacks": callbacks} | options
+    return ab.Step(model, nn.CrossEntropyLoss(), optimizer, **flat(settings))
+
+
+def seeded(use: Callable[[ab.Step], object], step: ab.Step) -> None:
+    torch.manual_seed(1)
+    use(step)
+
+
+def in_step(step: ab.Step) -> None:
+    step((X, Y))
+
+
+def in_window(step: ab.Step) -> None:
+    with step.window() as window:
+        for rows in (slice(0, 2), slice(2, 4)):
+            window.add((X[rows], Y[rows]))
+
+
+def in_batch_loss(step: ab.Step) -> None:
+    loss = ab.BatchLoss(
+        step.model, step.loss, micro_batch=2, options=ab.Options(check=False), callbacks=step.callbacks
+    )
+    loss((X, Y)).backward()
+    step.optimizers[0].step()
+
+
+def in_trainer(step: ab.Step, **options: Any) -> ab.Trainer:
+    trainer = ab.Trainer(step, (X, Y), batch_size=4, progress=False, **options)
+    trainer.fit(epochs=1)
+    return trainer
+
+
+WAYS: dict[str, tuple[Callable[[ab.Step], object], list[str]]] = {
+    "step": (in_step, STEP),
+    "window": (in_window, ["begin", *STEP[1:3], *STEP[:3], *STEP[5:]]),
+    "batch loss": (in_batch_loss, [name for name in STEP if name != "parameters"]),
+    "trainer": (in_trainer, ["start", *STEP, "epoch", "stop"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_method_is_called_in_order_and_changes_no_bit(way: str) -> None:
+    use, expected = WAYS[way]
+    told, plain = Told(), make()
+    step = make(told, GradientNoise(every=1), list[object]().append)
+    seeded(use, plain)
+    seeded(use, step)
+    assert told.events == expected
+    assert all(map(torch.equal, step.model.parameters(), plain.model.parameters()))
+
+
+def test_a_trainer_attaches_its_callbacks_while_it_fits_and_saves(tmp_path: Path) -> None:
+    own, of_step = Told(), Told()
+    step = make(of_step)
+    in_trainer(step, callbacks=[own], out=tmp_path)
+    assert own.events == of_step.events == ["start", *STEP, "epoch", "save", "stop"]
+    with pytest.raises(PlanError, match=r"each callback once, got .*Told.* twice"):
+        ab.Trainer(step, (X, Y), batch_size=4, callbacks=[of_step])
+    failing = Told("gradients", ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        in_trainer(step, callbacks=[failing])
+    assert failing.events[-1] == "stop"
+    heard = len(own.events), len(failing.events)
+    step((X, Y))
+    assert heard == (len(own.events), len(failing.events))
+
+
+class Misspelt(ab.Callback):
+    def gradient(self, gradients: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "match"),
+    [
+        ([None], "got None, which has none of them. Give it one of begin"),
+        (None, r"a list of callbacks, got None. Write callbacks=\[...\]"),
+        (ab.EMA(0.5), r"a list of callbacks, got EMA\(decay=0.5, buffers=False, validate=True\)"),
+        ([ab.EMA], r"got the class EMA. Pass an object: EMA\(...\)"),
+        ([ab.Callback()], "which has none of them"),
+        ([SimpleNamespace(on_update=print)], "a method 'on_update', which is never called. Call it 'update'"),
+        ([Misspelt()], r"Misspelt\(\) with a method 'gradient', which is never called. Call it 'gradients'"),
+    ],
+)
+def test_what_is_no_callback_is_refused_at_every_door(callbacks: Any, match: str) -> None:
+    step = make()
+    for door in (
+        partial(ab.Step, step.model, step.loss, step.optimizers),
+        partial(ab.BatchLoss, step.model, step.loss),
+        partial(ab.Trainer, step, (X, Y), batch_size=4),
+    ):
+        with pytest.raises(PlanError, match=match):
+            door(callbacks=callbacks)
+
+
+@pytest.mark.parametrize("error", [ValueError, NO_MEMORY, NonFiniteLossError])
+@pytest.mark.parametrize("name", [*BEFORE, "parameters", "update"])
+@pytest.mark.parametrize("way", ["step", "window"])
+def test_what_a_callback_raises_is_raised_and_never_recovered_from(
+    way: str, name: str, error: type[BaseException]
+) -> None:
+    raised = error("no memory left: out of memory")
+    told = Told(name, raised)
+    step = make(told, non_finite="skip")
+    use = WAYS[way][0]
+    is_before = name in BEFORE
+    if is_before:
+        with pytest.raises(error) as caught, same_as_before(step):
+            use(step)
+    else:
+        twin = make(non_finite="skip")
+        seeded(use, twin)
+        with pytest.raises(error) as caught:
+            seeded(use, step)
+        assert all(map(torch.equal, step.model.parameters(), twin.model.parameters()))
+    assert caught.value is raised
+    assert told.events.count(name) == 1
+    assert "redone" not in told.events
+    notes = " ".join(getattr(raised, "__notes__", ()))
+    assert ("Update 1 was made" in notes) is not is_before
+
+
+def test_memory_that_a_callback_lacks_when_told_of_a_redone_micro_batch_is_raised() -> None:
+    step = make(Told("redone", NO_MEMORY("in a callback")))
+
+    def run_out(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        raise NO_MEMORY("in a forward")
+
+    step.model.register_forward_pre_hook(run_out)
+    with pytest.raises(NO_MEMORY, match="in a callback"), same_as_before(step):
+        step((X, Y))
+
+
+def test_callbacks_of_a_training_refuse_a_step_alone_before_it_updates() -> None:
+    step = make(ab.LossMonitor())
+    with pytest.raises(PlanError, match=r"LossMonitor\(every=1\) in a training"), same_as_before(step):
+        step((X, Y))
+    in_trainer(step)
+
+
+def test_metrics_are_callbacks_and_all_say_what_they_are() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    assert repr(ab.Metrics(accuracy=ab.accuracy)) == "Metrics(accuracy=accuracy)"
+    assert repr(ab.GradientFlow(model)) == "GradientFlow(model=Sequential, every=10, ratio=True, limit=256)"
+    trainer = ab.Trainer(
+        make(ab.Metrics(first=ab.accuracy)),
+        (X, Y),
+        batch_size=4,
+        callbacks=[ab.Metrics(second=ab.accuracy)],
+        best_by="second",
+    )
+    assert {"first", "second"} < trainer.evaluate((X, Y)).keys()
