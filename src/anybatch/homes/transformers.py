@@ -49,7 +49,7 @@ class WholeBatchTrainer:
         micro_batch: rows per micro-batch. None for the whole batch, or, with `memory`, for what fits.
         memory: budget in bytes, as for `anybatch.Step`. Leave room for the state of the optimizer.
         loss: a loss in place of `compute_loss` in training, as for `anybatch.Step`; None for `compute_loss`.
-        whole_batch: further arguments of `anybatch.BatchLoss`, such as `{"options": ab.Options(recompute="all")}`.
+        whole_batch: further arguments of `anybatch.BatchLoss`, such as `{"options": ab.Options(...)}`.
 
     Raises:
         PlanError: the Trainer runs under DeepSpeed, FSDP or `nn.DataParallel`, or comes before this class.
