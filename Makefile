@@ -17,7 +17,7 @@ or_say = || { echo "make $@: failed; $(1)" >&2; exit 1; }
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## /  make \1	/p' Makefile | expand -t 20
 
-env: .venv/.with-digits .venv/.with-plot .venv/.with-dev .venv/.with-transformers ## make .venv with everything needed to work on anybatch
+env: .venv/.with-digits .venv/.with-plot .venv/.with-dev .venv/.with-transformers .venv/.with-accelerate .venv/.with-lightning ## make .venv with everything needed to work on anybatch
 	@echo "env: ready in .venv"
 
 demo: .venv/.with-digits ## train LeNet-5 on real handwritten digits and say where the files are
@@ -82,6 +82,6 @@ clean: ## delete .venv, caches and build outputs; runs/ stays
 	@echo "test-oldest: making .venv-oldest (large: minutes on a slow line)"
 	@$(BIN)/python -m venv --clear .venv-oldest
 	@.venv-oldest/bin/python -m pip install --quiet --quiet --no-input --disable-pip-version-check \
-	    'torch==$(OLDEST_TORCH).*' --editable '.[digits,plot,dev,transformers]' \
+	    'torch==$(OLDEST_TORCH).*' --editable '.[digits,plot,dev,transformers,accelerate,lightning]' \
 	    $(call or_say,look at the line above and at your network then repeat; afresh with: make clean)
 	@touch $@

@@ -19,7 +19,7 @@ FLOORS = """
     planner parallel compare
     step
     observe
-    check train recipes
+    check train recipes homes
     cli
 """
 FLOOR = {name: height for height, line in enumerate(FLOORS.split("\n")) for name in line.split()}

@@ -32,7 +32,7 @@ def test_one_word_per_idea(house: House) -> Iterable[str]:
     spoken = ("src/", "examples/", "docs/", "README.md")
     for path, text in house.items():
         for number, line in enumerate(text.splitlines() if path.startswith(spoken) else (), 1):
-            found = BANNED_WORDS.search(line)
+            found = BANNED_WORDS.search(line.replace("gradient_accumulation_steps", ""))  # transformers' name
             if found and GREETING not in line.lower():
                 yield f"{path}:{number}: {found.group()!r} is not one of our words"
 

@@ -140,6 +140,7 @@ def plain(loss: Any, model: nn.Module, batch: Any) -> Tensor:
 def test_any_cut_and_window_is_the_plain_loop_and_uncut_it_is_so_to_the_bit(name: str) -> None:
     loss, model, batch = case(name)
     recorder, named = GradientRecorder(model, loss), named_parameters(model, loss)
+    assert ("loss.weight" in named) is (name == "learned")
     value = plain(loss, model, batch)
     expected = dict(zip(named, torch.autograd.grad(value, [*named.values()]), strict=True))
     for micro_batch in (1, 3, 7):
@@ -209,8 +210,10 @@ def test_wrong_uses_are_refused_and_nothing_is_left(name: str) -> None:
             make(3)
 
 
-def test_without_the_look_additive_is_the_users_word() -> None:
+def test_without_the_look_additive_is_the_users_word_and_check_names_a_mean() -> None:
     model, x = nn.Linear(3, CLASSES), torch.randn(ROWS, 3)
     step = Step(model, Additive(mean), GradientRecorder(model), micro_batch=3, options=Options(check=False))
     means = [mean(model, (rows, rows.argmax(1))).item() for rows in x.split(3)]
     assert relative_error(step((x, x.argmax(1))).loss, math.fsum(means)) <= LIMIT
+    (finding,) = check(model, Additive(mean), (x, x.argmax(1))).findings
+    assert finding.kind == "denominator"

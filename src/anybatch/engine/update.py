@@ -22,6 +22,7 @@ from anybatch.core import (
     released,
     torch_private as private,
 )
+from anybatch.integrations import unprepared
 
 _KIND = attrgetter("device", "dtype")
 _TORN = "Some parameters may be updated and others not, which cannot be undone: go on from a checkpoint."
@@ -203,7 +204,7 @@ def check_optimizers(optimizer: object, known: Iterable[nn.Parameter]) -> tuple[
         OptimizerError: none at all, no torch optimizer, LBFGS, one without any known parameter, or two that
             share one.
     """
-    optimizers = () if optimizer is None else _as_tuple(optimizer)
+    optimizers = () if optimizer is None else tuple(map(unprepared, _as_tuple(optimizer)))
     if not optimizers:
         raise OptimizerError(
             f"Expected an optimizer, got {optimizer!r}. {_EXAMPLE} A loop that makes its updates "
@@ -240,7 +241,7 @@ def check_schedulers(scheduler: object, optimizers: Sequence[Optimizer]) -> tupl
     Raises:
         OptimizerError: no scheduler, one that waits for a metric, or one of another optimizer.
     """
-    schedulers = _as_tuple(scheduler)
+    schedulers = tuple(map(unprepared, _as_tuple(scheduler)))
     for one in schedulers:
         if not isinstance(one, LRScheduler) or isinstance(one, ReduceLROnPlateau):
             advice = (

@@ -1,5 +1,9 @@
 """Special cases for other libraries: one file for each, which does not import it."""
 
+from anybatch.integrations.accelerate import (
+    computes_in_float16 as computes_in_float16,
+    unprepared as unprepared,
+)
 from anybatch.integrations.transformers import (
     ROUTER_ADVICE as ROUTER_ADVICE,
     RouterLoss as RouterLoss,

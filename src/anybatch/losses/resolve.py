@@ -22,9 +22,11 @@ LossLike = (
     nn.Module
     | Callable[..., Tensor]
     | Callable[..., Total | Mapping[str, Total]]
+    | Additive
+    | ModelLoss
+    | PerRow
     | Terms
     | WholeBatch
-    | ModelLoss
 )
 
 

@@ -38,6 +38,7 @@ from anybatch.engine import (
     owned,
     refuse_hooks,
 )
+from anybatch.integrations import computes_in_float16
 from anybatch.losses import LossLike, module_of, resolve
 from anybatch.parallel import (
     choose_strategy,
@@ -131,6 +132,8 @@ class Step:
         self.optimizers, self.schedulers = self._checked(model, loss, optimizer, options.scheduler)
         refuse_wrapped([*model.modules(), *module_of(loss).modules()], strategy)
         self.strategy: Strategy = choose_strategy(strategy, group)
+        if chosen == Precision() and computes_in_float16(model):
+            chosen = Precision(loss_scale="dynamic")  # autocast is in the model
         blocks = choose_blocks(model, options.recompute)
         self.planning = Planning(
             options.settings(clip_norm=clip_norm, blocks=blocks, precision=chosen),

@@ -1,0 +1,240 @@
+"""Lightning: a callback that cuts the batch of each `training_step`, with the gradient of the whole batch"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
+from numbers import Number
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from weakref import proxy
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from anybatch.core import MicroBatchDone, PlanError, StepReport
+from anybatch.homes.split_loss import SplitLoss
+from anybatch.losses import ModelLoss
+from anybatch.parallel import unwrapped
+from anybatch.step import BatchLoss
+
+
+class WholeBatchCallback(Callback):
+    """Cuts every training batch of a Lightning `Trainer` into micro-batches; the module stays unchanged.
+
+    `training_step` runs on each micro-batch. Lightning gets the loss of the whole batch, whose `backward()`
+    gives the exact gradient. On several ranks the batches of all ranks are one batch: the gradient is divided
+    by the rows or tokens of all of them.
+
+    `self.log` in `training_step` logs once per batch: the loss of the whole batch where the loss is logged,
+    for other numbers their mean over micro-batches, weighted by rows (or `batch_size=`). A `Metric` counts
+    each row once. Entries that `training_step` returns beside the loss are joined likewise. Its other
+    effects, such as a list that it appends to, happen in every micro-batch.
+
+    Args:
+        micro_batch: rows per micro-batch. None for the whole batch, or, with `memory`, for what fits.
+        memory: budget in bytes, as for `anybatch.BatchLoss`.
+        rows_meet: False for a loss of means over rows or tokens, as for `anybatch.ModelLoss`. True for any
+            other loss: contrastive, or divided by weights of its own. Then the modules that `training_step`
+            calls run on micro-batches, twice; its other code runs on the outputs of all rows.
+        options: further options of `anybatch.BatchLoss`.
+
+    Attributes:
+        report: the report of the last batch; None before.
+
+    Raises:
+        PlanError: in `Trainer.fit`, for manual optimization, `accumulate_grad_batches` above 1, a second
+            callback of this kind, and strategies other than one device and DDP. Else as `anybatch.BatchLoss`.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(max_epochs=1, logger=False, callbacks=[WholeBatchCallback(micro_batch=8)])
+    """
+
+    report: StepReport | None = None
+    _batch_loss: BatchLoss | None = None  # made in the first step: only then the process group is there
+
+    def __init__(
+        self,
+        micro_batch: int | None = None,
+        memory: str | int | None = None,
+        *,
+        rows_meet: bool = False,
+        **options: Any,
+    ) -> None:
+        self._options: dict[str, Any] = {"micro_batch": micro_batch, "memory": memory, **options}
+        self._options["callbacks"] = (*options.get("callbacks", ()), SimpleNamespace(micro_batch=self._keep))
+        self._rows_meet = rows_meet
+        self._before: Any = None  # an attribute `training_step` of the module itself, such as a compiled one
+        self._run: Callable[[Any], Any] = lambda rows: None  # the module's own `training_step`
+        self._notes: list[_Note] = []  # of its last call
+        self._kept: list[list[_Note]] = []  # of the micro-batches that count
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the place of `training_step`."""
+        if stage != "fit":
+            return
+        _refuse(trainer, pl_module)
+        # Proxies: a snapshot of the module includes neither this callback nor the Trainer.
+        home, own, self._batch_loss = proxy(self), pl_module.training_step, None
+        self._before = vars(pl_module).get("training_step")
+
+        @wraps(own)
+        def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            return home._whole(pl_module, batch, lambda rows: own(rows, *args, **kwargs))  # pyright: ignore
+
+        pl_module.training_step = training_step
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the sum over ranks to BatchLoss: DistributedDataParallel would repeat it."""
+        wrapped = trainer.strategy.model
+        if isinstance(wrapped, DistributedDataParallel):
+            unwrapped(wrapped, "auto")  # refuses hooks and settings that would have no effect
+            wrapped.require_backward_grad_sync = False
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give `training_step` back to the module."""
+        if stage == "fit" and vars(pl_module).pop("training_step", None) and self._before:
+            pl_module.training_step = self._before
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give `training_step` back to the module."""
+        self.teardown(trainer, pl_module, "fit")
+
+    def _whole(self, module: LightningModule, batch: Any, run: Callable[[Any], Any]) -> Any:
+        """Return the loss of the whole batch, with what else `training_step` returns; log."""
+        trainer, self._run, self._kept = module.trainer, run, []
+        _refuse(trainer, module)
+        batch_loss = self._batch_loss = self._batch_loss or self._made(module)
+        if not is_overridden("optimizer_zero_grad", module):  # Lightning would do it only afterwards
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad()
+        with self._noting(trainer, module):
+            loss = batch_loss(batch)
+        self.report = batch_loss.report
+        kept = [self._notes] if self._rows_meet else self._kept
+        merged: dict[tuple[LightningModule | None, str], list[_Note]] = {}
+        for note in [note for notes in kept for note in notes]:
+            merged.setdefault((note.module, note.name), []).append(note)
+        returned: dict[str, Any] = {"loss": loss}
+        for (logging, name), notes in merged.items():
+            value = loss.detach() if all(note.is_loss for note in notes) else _joined(notes)
+            options = {**notes[0].options}
+            if "batch_size" in options:
+                options["batch_size"] = sum(note.options["batch_size"] for note in notes)
+            if logging is None:
+                returned[name] = value
+            else:
+                logging.log(name, value, **options)
+        return returned if len(returned) > 1 else loss
+
+    def _made(self, module: LightningModule) -> BatchLoss:
+        home: Any = proxy(self)
+
+        def evaluate(rows: Any, *, keeps: bool) -> Any:
+            return home._loss(rows, keeps=keeps)
+
+        own = ModelLoss(call=lambda _, micro: home._loss(micro))
+        return BatchLoss(
+            module, SplitLoss(module, evaluate).whole() if self._rows_meet else own, **self._options
+        )
+
+    @contextmanager
+    def _noting(self, trainer: Trainer, module: LightningModule) -> Generator[None]:
+        """Note calls of `self.log` instead of logging."""
+        home, hidden = proxy(self), proxy(trainer)
+        logging = [one for one in module.modules() if isinstance(one, LightningModule)]
+
+        def noting(one: LightningModule) -> Callable[..., None]:
+            return lambda *args, **kwargs: home._note(one, *args, **kwargs)  # pyright: ignore
+
+        module.trainer = hidden
+        for one in logging:
+            vars(one)["log"] = noting(one)
+        try:
+            yield
+        finally:
+            module.trainer = trainer
+            for one in logging:
+                del vars(one)["log"]
+
+    def _note(self, module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        given = signature(LightningModule.log).bind(module, *args, **kwargs).arguments
+        options = {name: one for name, one in given.items() if name != "self" and one is not None}
+        self._notes.append(_Note(module, options.pop("name"), _detached(options.pop("value")), options))
+
+    def _loss(self, rows: Any, *, keeps: bool = True) -> Any:
+        """Run `training_step` on some rows and return their loss; keep notes of what else it says."""
+        before, self._notes = self._notes, []
+        found = self._run(rows)
+        loss = found["loss"] if isinstance(found, Mapping) else found
+        extra = [one for one in found.items() if one[0] != "loss"] if isinstance(found, Mapping) else []
+        notes = [note._replace(is_loss=_is_same(note.value, loss)) for note in self._notes]
+        notes += [_Note(None, name, _detached(value)) for name, value in extra]
+        self._notes = notes if keeps else before
+        return loss
+
+    def _keep(self, event: MicroBatchDone) -> None:
+        """Keep what was said in a micro-batch that counts; an index comes again if the batch is restarted."""
+        notes = [note._replace(rows=event.rows) for note in self._notes]
+        self._kept = [*self._kept[: event.index], notes]
+
+
+class _Note(NamedTuple):
+    """A value that `training_step` logs or, without a module, returns."""
+
+    module: LightningModule | None
+    name: str
+    value: Any
+    options: Mapping[str, Any] = {}  # of `self.log`
+    is_loss: bool = False
+    rows: int = 1
+
+
+def _joined(notes: Sequence[_Note]) -> Any:
+    """Join a value of several micro-batches: rows one after the other, numbers as their mean."""
+    values, how = [note.value for note in notes], notes[0].options.get("reduce_fx", "mean")
+    if len(values) == 1 or not isinstance(values[0], Tensor | Number):
+        return values[-1]
+    if isinstance(values[0], Tensor) and values[0].dim() and notes[0].module is None:
+        return torch.cat(values)
+    numbers = torch.stack([torch.as_tensor(one).reshape(()) for one in values])
+    numbers = numbers if numbers.is_floating_point() else numbers.to(torch.get_default_dtype())
+    if how not in ("mean", torch.mean):
+        return getattr(torch, how)(numbers) if isinstance(how, str) else how(numbers)
+    sizes = [note.options.get("batch_size", note.rows) for note in notes]
+    return numbers @ numbers.new_tensor(sizes) / sum(sizes)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _is_same(value: Any, loss: Any) -> bool:
+    """Return True if a logged value is the loss: the tensor, detached or not, or its number."""
+    if not isinstance(value, Tensor):
+        return type(value) is float and isinstance(loss, Tensor) and value == loss.item()
+    return isinstance(loss, Tensor) and value.shape == loss.shape and value.data_ptr() == loss.data_ptr()
+
+
+def _refuse(trainer: Trainer, module: LightningModule) -> None:
+    """Raise PlanError if Lightning would change the gradient of a batch, or not use it."""
+    strategy, count = trainer.strategy, trainer.accumulate_grad_batches
+    many = [one for one in vars(trainer)["callbacks"] if isinstance(one, WholeBatchCallback)]
+    if not module.automatic_optimization:
+        said = "automatic optimization, got manual", "Call ab.BatchLoss in training_step."
+    elif count != 1:
+        said = f"whole batches, got accumulate_grad_batches={count}", "Leave it out: load larger batches."
+    elif len(many) > 1:
+        said = f"one such callback, got {len(many)}", "Leave out the others."
+    elif isinstance(strategy, DeepSpeedStrategy) or not isinstance(
+        strategy, SingleDeviceStrategy | DDPStrategy
+    ):
+        said = f"one device or DDP, got {type(strategy).__name__}", 'Use Trainer(strategy="ddp").'
+    else:
+        return
+    raise PlanError(f"Expected, with WholeBatchCallback, {said[0]}. {said[1]}")

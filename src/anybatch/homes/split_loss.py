@@ -1,0 +1,112 @@
+"""Any function of a batch as a loss over all rows: only the modules that it calls are cut"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from anybatch.core import LossError, loaded, tree
+from anybatch.losses import WholeBatch
+from anybatch.state import ObjectState, rng
+
+
+class Evaluate(Protocol):
+    """A function of some rows that returns their loss."""
+
+    def __call__(self, rows: Any, *, keeps: bool) -> Any:
+        """Return the loss; `keeps` is True for all rows, False for a micro-batch whose loss is not used."""
+        ...
+
+
+class SplitLoss:
+    """A loss in two parts: the modules with parameters that it calls, and its other code.
+
+    Args:
+        module: holds the modules.
+        evaluate: calls them.
+        keys: of an output that is a mapping with one of these keys, only they are kept.
+    """
+
+    def __init__(self, module: nn.Module, evaluate: Evaluate, keys: Sequence[str] = ()) -> None:
+        self._module, self._evaluate, self._keys = module, evaluate, keys
+        self._losses = set[nn.Module]()  # modules that return a scalar
+
+    def whole(self) -> WholeBatch:
+        """Return the loss over the outputs of all rows."""
+        return WholeBatch(self._loss, outputs=self._outputs)
+
+    def _outputs(self, model: nn.Module, micro: Any) -> Any:
+        """Return the output of each call, and the rows."""
+        torchmetrics = loaded("torchmetrics")
+        metrics = [
+            one for one in self._module.modules() if torchmetrics and isinstance(one, torchmetrics.Metric)
+        ]
+        before = ObjectState(metrics, but_for=()) if metrics else None
+        streams = rng.capture(rng.of_process())
+        while True:
+            found, known = list[Any](), len(self._losses)
+
+            def note(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                output = forward(*args, **kwargs)
+                kept = output
+                if isinstance(output, Tensor) and not output.dim():
+                    self._losses.add(module)
+                if isinstance(output, Mapping):
+                    kept = {key: output[key] for key in self._keys if key in output} or output
+                found.append(kept)  # noqa: B023
+                return output
+
+            with self._answered(note):
+                self._evaluate(
+                    tree.map_leaves(lambda leaf: leaf, micro), keeps=False
+                )  # a module may add keys
+            if before is not None:  # metrics count all rows at once
+                before.put_back()
+            if len(self._losses) == known:
+                return tuple(found), micro
+            rng.restore(streams)  # once more: modules inside of a loss are answered instead
+
+    def _loss(self, outputs: Sequence[Any], rows: Any) -> Tensor:
+        """Return the loss of all rows."""
+        left, streams = [*outputs], rng.capture(rng.of_process())
+
+        def answer(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return left.pop(0) if left else forward(*args, **kwargs)
+
+        with self._answered(answer):
+            loss = self._evaluate(rows, keeps=True)
+        if left or not rng.is_same(streams, rng.capture(rng.of_process())):
+            what = f"{len(left)} calls less" if left else "random numbers drawn outside of modules"
+            raise LossError(
+                f"Expected {type(self._module).__name__} to call the same modules for all rows as for a few, "
+                f"and to draw random numbers only in them, got {what}. Draw in a module or the data loader."
+            )
+        return loss
+
+    @contextmanager
+    def _answered(self, answer: Callable[..., Any]) -> Generator[None]:
+        """Answer the outermost calls of modules that have parameters and do not return a scalar."""
+        is_inside = False
+
+        def routed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            if is_inside or module in self._losses:
+                return forward(*args, **kwargs)
+            is_inside = True
+            try:
+                return answer(module, forward, *args, **kwargs)
+            finally:
+                is_inside = False
+
+        modules = [one for one in self._module.modules() if next(one.parameters(), None) is not None]
+        before = [vars(one).get("forward") for one in modules]
+        for one in modules:
+            one.forward = partial(routed, one, one.forward)
+        try:
+            yield
+        finally:
+            for one, own in zip(modules, before, strict=True):
+                vars(one).pop("forward")
+                vars(one).update({} if own is None else {"forward": own})

@@ -1,0 +1,79 @@
+"""Three tasks for the loops of other libraries, each as the host's own loss and as a loss of anybatch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anybatch as ab
+
+ROWS, MICRO_BATCH, MOST = 24, 7, 4  # more than MOST rows at once run out of memory in `Scarce`
+UPDATES = 20
+
+
+class Net(nn.Module):
+    """A small network along the last axis; with `most`, more rows than that run out of memory."""
+
+    def __init__(self, width: int = 16, most: int = ROWS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.most = most
+        self.layers = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("injected")
+        return self.layers(x)
+
+
+def tokens(model: Callable[..., Tensor], batch: Any) -> Tensor:
+    """The mean over the tokens that are not ignored: rows have unequal numbers of them."""
+    return F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1])
+
+
+def weighted(model: Callable[..., Tensor], batch: Any) -> Tensor:
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return (losses * batch[2]).sum() / batch[2].sum()
+
+
+def contrastive(model: Callable[..., Tensor], batch: Any) -> Tensor:
+    return info_nce(model(batch[0]), model(batch[1]))
+
+
+def info_nce(left: Tensor, right: Tensor) -> Tensor:
+    scores = F.normalize(left, dim=-1) @ F.normalize(right, dim=-1).T * 5
+    return F.cross_entropy(scores, torch.arange(len(left)))
+
+
+LOSSES = {"tokens": tokens, "weighted": weighted, "contrastive": contrastive}
+
+
+def summed(model: nn.Module, micro: Any) -> ab.Total:
+    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")
+    return ab.Total((losses * micro[2]).sum(), micro[2].sum())
+
+
+def two_views(model: nn.Module, micro: Any) -> tuple[Tensor, Tensor]:
+    return model(micro[0]), model(micro[1])
+
+
+OURS = {
+    "tokens": ab.ModelLoss(call=tokens),
+    "weighted": summed,
+    "contrastive": ab.WholeBatch(info_nce, outputs=two_views),
+}
+
+
+def data(task: str, batches: int = UPDATES, rows: int = ROWS, dtype: torch.dtype = torch.float64) -> Any:
+    """The tensors of so many batches."""
+    torch.manual_seed(1)
+    count = batches * rows
+    x = torch.randn(count, 6, dtype=dtype)
+    if task == "tokens":
+        kept = torch.arange(5) < torch.randint(1, 6, (count, 1))
+        return torch.randn(count, 5, 6, dtype=dtype), torch.randint(4, (count, 5)).where(kept, -100)
+    if task == "weighted":
+        return x, torch.randint(4, (count,)), torch.rand(count, dtype=dtype) ** 4
+    return x, x + torch.randn(count, 6, dtype=dtype) / 2

@@ -1,0 +1,207 @@
+"""Lightning's Trainer with WholeBatchCallback: gradient, logs and checkpoints of the whole batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice
+pl = pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+from torchmetrics import SumMetric  # noqa: E402
+
+from anybatch.core.errors import LossError, PlanError  # noqa: E402
+from anybatch.homes.lightning import WholeBatchCallback  # noqa: E402
+from anybatch.testing import relative_error, tolerance  # noqa: E402
+from tests.homes.lightnings import Module, cutting, fit, fit_on_rank  # noqa: E402
+from tests.homes.tasks import LOSSES, MOST, ROWS, UPDATES, Net, data  # noqa: E402
+from tests.parallel.spawned import spawned  # noqa: E402
+
+EXACT, WRONG = 1e-12, 1e-3
+TASKS = [*LOSSES]
+BUDGETS = {"tokens": "80KB", "weighted": "60KB", "contrastive": "60KB"}
+
+
+def parameters(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters()]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_updates_are_those_of_the_whole_batch(task: str) -> None:
+    whole, cut, alone = Module(task), Module(task), Module(task)
+    home = cutting(task)
+    host, ours = fit(whole), fit(cut, home)
+    fit(alone, rows=ROWS // 4, accumulate_grad_batches=4)
+    assert home.report is not None
+    assert home.report.micro_batches == 4
+    assert relative_error(cut.gradients[0], whole.gradients[0]) <= EXACT
+    assert relative_error(alone.gradients[0], whole.gradients[0]) >= WRONG
+    assert relative_error(parameters(cut), parameters(whole)) <= tolerance(torch.float64, 4 * UPDATES)
+    assert len(cut.gradients) == ours.global_step == host.global_step == UPDATES
+    assert cut.rates == whole.rates
+    for name in ("loss_step", "loss_epoch"):
+        found, expected = ours.logger.values(name), host.logger.values(name)
+        assert len(found) == len(expected) > 0
+        assert relative_error(torch.tensor(found), torch.tensor(expected)) <= EXACT
+    assert "training_step" not in vars(cut)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("way", ["budget", "out of memory"])
+def test_memory_is_kept_and_every_update_made(task: str, way: str) -> None:
+    whole, cut = Module(task), Module(task, MOST if way == "out of memory" else ROWS)
+    home = cutting(task, micro_batch=None, memory=BUDGETS[task] if way == "budget" else None)
+    fit(whole)
+    trainer = fit(cut, home)
+    assert home.report.micro_batches > 1
+    assert trainer.global_step == UPDATES
+    assert relative_error(cut.gradients[-1], whole.gradients[-1]) <= tolerance(torch.float64, 24 * UPDATES)
+    assert relative_error(parameters(cut), parameters(whole)) <= tolerance(torch.float64, 24 * UPDATES)
+    if way == "out of memory":
+        with pytest.raises(torch.OutOfMemoryError):
+            fit(Module(task, MOST))
+
+
+@pytest.mark.parametrize("task", [*TASKS, None])
+def test_resume_is_the_unbroken_run(task: str | None, tmp_path: Path) -> None:
+    homes = [cutting(task)] if task else []
+    unbroken, resumed = Module(task or "tokens").double(), Module(task or "tokens").double()
+    files = ModelCheckpoint(tmp_path, every_n_train_steps=UPDATES, save_top_k=-1, filename="{step}")
+    fit(unbroken, *homes, files, max_epochs=2, enable_checkpointing=True)
+    path = tmp_path / f"step={UPDATES}.ckpt"
+    fit(resumed, *homes, max_epochs=2, ckpt_path=path)
+    assert len(resumed.gradients) == UPDATES
+    # ModelLoss reads its first batch in another way, which may round otherwise.
+    assert relative_error(parameters(resumed), parameters(unbroken)) <= (1e-16 if task == "tokens" else 0)
+    saved = torch.load(path, weights_only=True)
+    assert {*saved["state_dict"]} == {*unbroken.state_dict()}
+    assert "anybatch" not in str(saved)
+    assert "WholeBatch" not in str(saved)
+
+
+@pytest.mark.slow
+def test_ranks_are_one_batch_and_reduced_once() -> None:
+    with spawned(2) as ranks:
+        for task in TASKS:
+            found = ranks.run(fit_on_rank, task, True, seconds=240.0)
+            alone = ranks.run(fit_on_rank, task, False)
+            net = Net(most=2 * ROWS).double()
+            loss = LOSSES[task](net, [part[: 2 * ROWS] for part in data(task, batches=6)])
+            loss.backward()
+            expected = {f"net.{name}": p.grad for name, p in net.named_parameters()}
+            for gradient, losses, total in found:
+                assert relative_error(gradient, expected) <= EXACT
+                assert relative_error(losses[0], loss.item()) <= EXACT
+                assert total == found[0][2]
+            assert relative_error(alone[0][0], expected) >= WRONG
+
+
+@pytest.mark.parametrize("kind", ["16-mixed", "bf16-mixed"])
+def test_mixed_precision_of_the_host(kind: str) -> None:
+    dtype = torch.float16 if kind == "16-mixed" else torch.bfloat16
+    long = Module("tokens")
+    fit(long, precision="32-true", data=data("tokens", dtype=torch.float32))
+    runs = []
+    for home in ([], [cutting("tokens")]):
+        scaler = torch.amp.GradScaler("cpu") if kind == "16-mixed" else None
+        module = Module("tokens")
+        fit(
+            module,
+            *home,
+            precision=None,
+            plugins=[MixedPrecision(kind, "cpu", scaler)],
+            data=data("tokens", dtype=torch.float32),
+        )
+        runs.append(module)
+    assert len(runs[0].gradients) == len(runs[1].gradients)
+    errors = [relative_error(one.gradients[0], long.gradients[0]) for one in runs]
+    assert 0 < errors[1] <= tolerance(dtype, ROWS)
+    assert relative_error(runs[1].gradients[0], runs[0].gradients[0]) <= tolerance(dtype, ROWS)
+
+
+class Talkative(Module):
+    """Logs and returns more than the loss."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__("tokens", *args)
+        self.tokens = SumMetric()
+        self.returned: list[Any] = []
+        self.appended = 0
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        scores = self.net(x)
+        loss = nn.functional.cross_entropy(scores.transpose(1, 2), y)
+        self.tokens((y >= 0).sum())
+        self.log_dict({"detached": loss.detach(), "rows": float(len(x))}, reduce_fx="sum", on_step=True)
+        self.log("mean", x.mean(), on_step=True)
+        self.log("tokens", self.tokens, on_step=False, on_epoch=True)
+        self.appended += 1
+        return {"loss": loss, "scores": scores, "mean": x.mean()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.returned.append(outputs)
+
+
+@pytest.mark.parametrize("most", [ROWS, MOST])
+@pytest.mark.parametrize("meets", [True, False])
+def test_logs_metrics_and_returned_values_come_once_per_batch(meets: bool, most: int) -> None:
+    whole, cut = Talkative(), Talkative(most)
+    host = fit(whole, max_steps=4)
+    ours = fit(cut, WholeBatchCallback(micro_batch=7, rows_meet=meets), max_steps=4)
+    assert cut.appended > whole.appended == 4
+    assert [step for step, _ in ours.logger.rows] == [step for step, _ in host.logger.rows]
+    for name in ("detached", "rows", "mean", "tokens"):
+        found, expected = ours.logger.values(name), host.logger.values(name)
+        assert len(found) == len(expected) > 0
+        assert relative_error(torch.tensor(found), torch.tensor(expected)) <= EXACT
+    for found, expected in zip(cut.returned, whole.returned, strict=True):
+        assert relative_error(found, {name: one.detach() for name, one in expected.items()}) <= EXACT
+
+
+class Manual(Module):
+    def __init__(self) -> None:
+        super().__init__("tokens")
+        self.automatic_optimization = False
+
+
+class Drawing(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        noise = torch.randn_like(batch[0])
+        return (self.net(batch[0] + noise).mean(-1) - noise.mean(-1)).square().mean()
+
+
+class Nothing(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "homes", "error", "said"),
+    [
+        (Manual, {}, 1, PlanError, "got manual"),
+        (Module, {"accumulate_grad_batches": 2}, 1, PlanError, "accumulate_grad_batches=2"),
+        (Module, {}, 2, PlanError, "got 2"),
+        (Module, {"task": "weighted"}, 1, LossError, "divided afterwards"),
+        (Drawing, {"rows_meet": True}, 1, LossError, "random numbers"),
+        (Nothing, {}, 1, LossError, "got None"),
+    ],
+)
+def test_what_cannot_be_is_refused(module: Any, options: Any, homes: int, error: type, said: str) -> None:
+    task = options.pop("task", "tokens")
+    meets = options.pop("rows_meet", False)
+    made = module() if module is Manual else module(task)
+    if module is Manual:
+        options["gradient_clip_val"] = None
+    before = [p.clone() for p in made.parameters()]
+    with pytest.raises(error, match=said):
+        fit(made, *[WholeBatchCallback(7, rows_meet=meets) for _ in range(homes)], **options)
+    assert (
+        relative_error(parameters(made), [p.to(q) for p, q in zip(before, parameters(made), strict=True)])
+        == 0
+    )
+    assert "training_step" not in vars(made)

@@ -1,0 +1,306 @@
+"""WholeBatchTrainer: the Trainer's run with the whole batch at once, whatever the cut and the setting."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.core import LossError, PlanError
+from anybatch.homes import WholeBatchTrainer
+
+for needed in ("accelerate", "peft", "transformers"):
+    pytest.importorskip(needed)
+
+import transformers  # noqa: E402
+
+from benchmarks.homes_transformers import (  # noqa: E402
+    BY_NAME,
+    ROWS,
+    TASKS,
+    Task,
+    Weighted,
+    error,
+    quiet,
+    train,
+    trainer_of,
+    weights,
+)
+
+LIMIT = 1e-12  # float64, before clipping
+UPDATED = 1e-9  # parameters after 20 updates: AdamW divides by the root of squares
+LOGGED = 1e-6  # the Trainer adds losses up in float32
+IN_FLOAT32 = 2e-6  # TRL computes its loss in float32
+CAUSAL, MASKED, OWN = BY_NAME["causal LM"], BY_NAME["masked LM"], BY_NAME["own weighted loss"]
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:transformers", "ignore::UserWarning:torch", "ignore::FutureWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def host_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Undo what the Trainer writes to the environment, and the state that accelerate keeps."""
+    import huggingface_hub
+    from accelerate.state import AcceleratorState
+
+    transformers.logging.set_verbosity_error()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = dict(os.environ)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+
+
+def installed(task: Task) -> float:
+    """Skip a task whose library is missing; return the limit of its error."""
+    pytest.importorskip(task.needs)
+    return LIMIT if task.needs == "transformers" else IN_FLOAT32
+
+
+def with_host(host: type, of: Task = OWN) -> Task:
+    return Task("test", of.model, of.labels, lambda: host)
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_twenty_updates_are_those_of_the_whole_batch(task: Task) -> None:
+    limit = installed(task)
+    whole, home = [train(task, mode, updates=20, max_grad_norm=0.5) for mode in ("whole", "home")]
+    assert error(whole.gradients[0], home.gradients[0]) <= limit
+    assert error(weights(whole), weights(home)) <= (UPDATED if limit == LIMIT else 1e-3)
+    for name in ("loss", "grad_norm", "learning_rate", "step", "epoch"):
+        assert home.logged(name) == pytest.approx(whole.logged(name), rel=max(LOGGED, 100 * limit)), name
+    assert home.trainer.state.global_step == len(home.gradients) == 20
+    if task.needs == "trl":  # the look before the first cut does not count
+        assert home.logged("num_tokens") == whole.logged("num_tokens")
+
+
+@pytest.mark.parametrize("task", [one for one in TASKS if one.loss is None], ids=lambda task: task.name)
+def test_accumulation_of_the_host_multiplies_the_batch(task: Task) -> None:
+    limit = installed(task)
+    whole, alone, both = [train(task, mode) for mode in ("whole", "alone", "both")]
+    assert error(whole.gradients[0], both.gradients[0]) <= limit
+    assert both.logged("loss") == pytest.approx(whole.logged("loss"), rel=LOGGED)
+    assert len(both.gradients) == both.trainer.state.global_step == 2
+    is_wrong = error(whole.gradients[0], alone.gradients[0]) > 1
+    assert is_wrong == (task is OWN or task.name.startswith(("classification", "masked")))
+
+
+def test_accumulation_broken_off_leaves_nothing_for_the_next_update() -> None:
+    class Stops(transformers.TrainerCallback):
+        stops = True
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop, self.stops = self.stops, False
+
+    run = trainer_of(OWN, "both", callbacks=(Stops,))
+    for _ in range(2):
+        with quiet():
+            run.trainer.train()
+    assert error(train(OWN, "whole").gradients[0], run.gradients[0]) <= LIMIT
+
+
+def test_resume_is_bit_identical_and_needs_nothing_of_ours(tmp_path: Path) -> None:
+    more = {"updates": 4, "save_strategy": "steps", "save_steps": 2}
+    saved = {mode: train(CAUSAL, mode, folder=str(tmp_path / mode), **more) for mode in ("home", "whole")}
+    kept = [{one.name for one in (tmp_path / mode / "checkpoint-2").iterdir()} for mode in saved]
+    assert kept[0] == kept[1]
+    for mode in saved:
+        run = trainer_of(CAUSAL, mode, updates=4)
+        with quiet():
+            run.trainer.train(resume_from_checkpoint=str(tmp_path / "home" / "checkpoint-2"))
+            losses = [
+                one.trainer.evaluate(one.trainer.train_dataset)["eval_loss"] for one in (run, saved[mode])
+            ]
+        assert len(run.gradients) == 2
+        assert losses[0] == pytest.approx(losses[1], rel=LIMIT)
+        found, right = weights(run), weights(saved["home"])
+        assert error(right, found) <= UPDATED
+        assert mode == "whole" or all(torch.equal(found[name], one) for name, one in right.items())
+
+
+class Narrow(Weighted):
+    """A host on a device on which four rows fit; it divides by its accumulation steps."""
+
+    seen: list[int]
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append(len(inputs["labels"]))
+        if self.seen[-1] > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("mode", ["home", "both"])
+def test_out_of_memory_loses_no_update(mode: Any) -> None:
+    Narrow.seen = []
+    whole, home = (
+        train(OWN, "whole", updates=5),
+        train(with_host(Narrow), mode, updates=5, parts=2, micro_batch=None),
+    )
+    assert max(Narrow.seen) > 4
+    assert home.trainer.state.global_step == 5
+    assert error(whole.gradients[-1], home.gradients[-1]) <= LIMIT
+
+
+@pytest.mark.slow
+def test_budget_cuts() -> None:
+    more = {"updates": 1, "per_device_train_batch_size": 5 * ROWS}
+    reports: list[Any] = []
+    whole = train(CAUSAL, "whole", **more)
+    home = train(CAUSAL, "home", memory="1500KB", whole_batch={"callbacks": [reports.append]}, **more)
+    last = [one for one in reports if isinstance(one, ab.StepReport)][-1]
+    assert last.micro_batches > 1
+    assert last.rows == 5 * ROWS
+    assert error(whole.gradients[0], home.gradients[0]) <= LIMIT
+
+
+class Half(transformers.Trainer):
+    """A host that computes in float16 on the CPU, where accelerate refuses it, with small gradients."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.native_amp = True
+        self.accelerator.state._mixed_precision = "fp16"
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) * 2.0**-20
+
+
+@pytest.mark.parametrize("mode", ["home", "both"])
+@pytest.mark.parametrize("host", [transformers.Trainer, Half])
+def test_sixteen_bits_of_the_host(mode: Any, host: type) -> None:
+    task = Task("16 bits", lambda: CAUSAL.model().float(), "next", lambda: host)
+    exact = train(Task("32 bits", task.model, "next"), "whole", updates=1).gradients[0]
+    scale = 2.0**-4 if host is Half else 1.0  # of the loss, and of the host's GradScaler
+    right = {name: one * scale for name, one in exact.items()}
+    whole, home = [train(task, mode, bf16=host is not Half).gradients for mode in ("whole", mode)]
+    assert 0 < error(right, home[0]) <= 2 * error(right, whole[0])
+    assert len(home) == 2
+
+
+@pytest.mark.parametrize("settings", [{"gradient_checkpointing": True}, {"compute_loss_func": None}])
+def test_settings_of_the_host(settings: dict[str, Any]) -> None:
+    def divided(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return loss / num_items_in_batch
+
+    own = {"compute_loss_func": divided} if "compute_loss_func" in settings else {}
+    more = {} if own else settings
+    whole, home = [train(MASKED, mode, own=own, **more) for mode in ("whole", "home")]
+    assert error(whole.gradients[-1], home.gradients[-1]) <= LIMIT
+    assert home.logged("loss") == pytest.approx(whole.logged("loss"), rel=LOGGED)
+
+
+def test_metrics_in_compute_loss_have_an_entry_per_micro_batch() -> None:
+    class Counted(Weighted):
+        rows: list[int]
+
+        def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self.rows.append(len(inputs["labels"]))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    run = trainer_of(with_host(Counted), "home")
+    run.trainer.rows = []
+    with quiet():
+        run.trainer.train()
+    assert run.trainer.rows == [3] * 8
+
+
+@pytest.mark.slow
+def test_two_ranks_make_the_update_of_all_their_rows(tmp_path: Path) -> None:
+    names = ["causal LM", "masked LM", "label smoothing", "TRL SFT"]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command = [
+        *agent,
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "tests.homes.ranks",
+        str(tmp_path / "rank"),
+        "home,both",
+        *names,
+    ]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=500)
+    for rank in range(2):
+        found = torch.load(f"{tmp_path}/rank{rank}")
+        assert len(found) >= 6
+        for (name, _), (gradients, losses) in found.items():
+            whole = train(BY_NAME[name], "whole")
+            assert error(whole.gradients[0], gradients) <= installed(BY_NAME[name])
+            assert losses == pytest.approx(whole.logged("loss"), rel=LOGGED)
+
+
+def asks_for_outputs(self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    return self.compute_loss(model, inputs, return_outputs=True)[0]
+
+
+def in_a_tuple(self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    return model(**inputs).loss, None
+
+
+def cut_twice(self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    return ab.BatchLoss(model, ab.ModelLoss())(inputs)
+
+
+def half_divided(self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    loss = model(**inputs).loss
+    return loss + (0.0 if num_items_in_batch is None else loss / num_items_in_batch)
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "said"),
+    [
+        ("training_step", asks_for_outputs, "got return_outputs=True"),
+        ("compute_loss", in_a_tuple, "got a tuple"),
+        ("compute_loss", cut_twice, "cut twice"),
+        ("compute_loss", half_divided, "Divide all of it"),
+    ],
+)
+def test_losses_that_cannot_be_cut_are_refused(method: str, own: Any, said: str) -> None:
+    run = trainer_of(with_host(type("Own", (transformers.Trainer,), {method: own})), "home")
+    with pytest.raises((LossError, PlanError), match=said), quiet():
+        run.trainer.train()
+    assert "compute_loss" not in vars(run.trainer)
+    assert all(p.grad is None for p in run.trainer.model.parameters())
+
+
+def test_contrastive_loss_names_the_way_out() -> None:
+    task = BY_NAME["contrastive"]
+    with pytest.raises(LossError, match="WholeBatch"), quiet():
+        train(task, "home", loss=None)
+    with pytest.raises(LossError, match="Expected the whole batch") as caught, quiet():
+        train(task, "both")
+    assert "per_device_train_batch_size=12, gradient_accumulation_steps=1" in caught.value.__notes__[0]
+
+
+def test_hosts_that_exchange_gradients_themselves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlanError, match=r"class Wrong\(WholeBatchTrainer, Trainer\)"):
+        type("Wrong", (transformers.Trainer, WholeBatchTrainer), {})
+    for holder, name, value, said in (
+        (transformers.TrainingArguments, "n_gpu", 2, "torchrun --nproc-per-node 2"),
+        (__import__("accelerate").Accelerator, "distributed_type", "DEEPSPEED", "got DEEPSPEED"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(holder, name, value)
+            with pytest.raises(PlanError, match=said):
+                trainer_of(OWN, "home")
+
+
+def test_ready_trainer_is_transformers_own_with_the_mixin() -> None:
+    from anybatch.homes.transformers import Trainer
+
+    assert issubclass(Trainer, transformers.Trainer)
+    assert Trainer.__mro__[1] is WholeBatchTrainer
