@@ -200,7 +200,7 @@ def kahan_with_the_wrong_sign(compensate: Any, sums: Apart, parameter: Any, valu
 
 @_in_place_of(Apart, "_compensate")
 def kahan_without_compensation(right: Any, sums: Apart, parameter: Any, value: Any, name: str) -> Any:
-    return sums._banks[name][parameter] + value, torch.zeros_like(value)
+    return sums.banks[name][parameter] + value, torch.zeros_like(value)
 
 
 @_in_place_of(Apart, "take")

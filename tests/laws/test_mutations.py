@@ -57,7 +57,7 @@ def model_law() -> None:
 
 
 def update_law() -> None:
-    test_updates.test_parameters_after_several_updates(BY_NAME["mse-reduction=mean"], "momentum", 3)
+    test_updates.test_parameters_after_several_updates(BY_NAME["mse-reduction=mean"], "momentum", "norm", 3)
 
 
 def masked_law() -> None:

@@ -36,6 +36,8 @@ class Inline:
         self.numbers = itertools.count()
         self.calls: list[tuple[str, str]] = []
         self.is_closed = False
+        self.slow: set[int] = set()  # numbers of processes
+        self.time = 0.0  # calls so far
 
     def put(self, value: Any) -> Any:
         reference = Reference()
@@ -56,10 +58,18 @@ class Inline:
             process.calls.append((method, args, references))
         return references
 
-    def wait(self, references: Sequence[Any]) -> Any:
-        while not (there := [one for one in references if one.is_there]):
-            self._advance()
-        return self.drawn.choice(there)
+    def wait(self, references: Sequence[Any], seconds: float | None = None) -> Any:
+        until = None if seconds is None else self.time + seconds
+        while True:
+            there = [one for one in references if one.is_there]
+            if there:
+                return self.drawn.choice(there)
+            if until is not None and self.time >= until:
+                return None
+            self._advance(until)
+
+    def clock(self) -> float:
+        return self.time
 
     def get(self, reference: Any) -> Any:
         while not reference.is_there:
@@ -88,11 +98,17 @@ class Inline:
         for one in references:
             one.is_there, one.error = True, error or Ended("it was ended")
 
-    def _advance(self) -> None:
-        """One call of one process."""
+    def _advance(self, until: float | None = None) -> None:
+        """One call of one process; a slow one gets on only where nothing else can happen."""
+        self.time += 1
         calling = [one for one in self.processes if one.calls]
         assert calling, "nothing is under way"
-        process = self.drawn.choice(calling)
+        ready = [one for one in calling if one.number not in self.slow]
+        if not ready and until is not None:
+            self.time = until
+            return
+        ready = ready or calling
+        process = self.drawn.choice(ready)
         method, args, references = process.calls.pop(0)
         self.calls.append((process.kind.__name__, method))
         if self.end(process, method, "before"):

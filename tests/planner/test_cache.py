@@ -116,7 +116,11 @@ def test_a_model_on_several_devices_is_refused() -> None:
     task = make(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4, device="meta"))).task()
     assert device_of(task).kind == "cpu"
     with pytest.raises(PlanError, match=r"on one device.*\['cpu', 'cuda:1'\]"):
-        device_of(replace(task, devices={torch.device("cpu"), torch.device("cuda:1")}))
+        device_of(
+            replace(
+                task, network=replace(task.network, devices={torch.device("cpu"), torch.device("cuda:1")})
+            )
+        )
 
 
 def test_what_is_trained_later_is_planned_anew() -> None:

@@ -77,11 +77,6 @@ class GradientFlow(Callback):
         self._seen: _FlowReading | None = None
         self._last: Flow | None = None
 
-    def __repr__(self) -> str:
-        return (
-            f"GradientFlow({type(self.model).__name__}, {len(self.history)} of {self.updates} updates kept)"
-        )
-
     @property
     def last(self) -> Flow | None:
         """The figures of the last recorded gradients."""
