@@ -1,4 +1,4 @@
-"""Lightning: a callback that cuts the batch of each `training_step`, with the gradient of the whole batch"""
+"""Lightning: a callback that cuts the batch of each `training_step`, with the gradient of the whole batch."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""sentence-transformers: any of its losses over the whole batch, whose model runs in micro-batches"""
+"""sentence-transformers: any of its losses over the whole batch, whose model runs in micro-batches."""
 
 from collections.abc import Iterable
 from contextlib import nullcontext

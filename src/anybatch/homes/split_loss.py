@@ -1,4 +1,4 @@
-"""Any function of a batch as a loss over all rows: only the modules that it calls are cut"""
+"""Any function of a batch as a loss over all rows: only the modules that it calls are cut."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""WholeBatchTrainer: a mixin for transformers' Trainer; loss and gradient become those of the whole batch"""
+"""WholeBatchTrainer: a mixin for transformers' Trainer; loss and gradient become those of the whole batch."""
 
 import math
 from collections.abc import Generator, Mapping

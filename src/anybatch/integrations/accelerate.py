@@ -1,4 +1,4 @@
-"""Special cases for accelerate: prepared optimizers and schedulers, and the precision of prepared models"""
+"""Special cases for accelerate: prepared optimizers and schedulers, and the precision of prepared models."""
 
 from typing import Any
 
