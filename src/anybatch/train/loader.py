@@ -30,7 +30,7 @@ class Rows:
         self._step, self._data, self.share = step, data, Share(step)
         self._samples = step.collate is not None
         batch = TensorBatch(data) if step.collate is None else SampleBatch(data, step.collate)
-        self.count = batch.rows
+        self.count, self.loaded = batch.rows, 0
 
     def per_epoch(self, batch_size: int | None) -> int:
         """Return the number of batches of an epoch."""
@@ -41,7 +41,14 @@ class Rows:
         return ""
 
     def batches(
-        self, *, batch_size: int | None, seed: int, epoch: int, start: int = 0, digest: str = ""
+        self,
+        *,
+        batch_size: int | None,
+        seed: int,
+        epoch: int,
+        start: int = 0,
+        digest: str = "",
+        digested: int | None = None,
     ) -> Generator[Any]:
         """Yield this rank's rows of an epoch's logical batches from `start` on; None for a batch without any.
 
@@ -78,6 +85,7 @@ class Stream:
 
     Attributes:
         count: rows of an epoch; None if unknown before iterating.
+        loaded: number in its epoch of the batch that `digest` is of.
 
     Raises:
         BatchError: the data can be iterated only once.
@@ -95,6 +103,7 @@ class Stream:
         )
         self.count = self._count()
         self._last: Any = None  # the last batch, for `digest`
+        self.loaded = 0
 
     def per_epoch(self, batch_size: int | None) -> int | None:
         """Return the number of batches of an epoch; None if unknown before iterating."""
@@ -112,19 +121,26 @@ class Stream:
         return digest_of(packer.tensors, json.dumps(document))
 
     def batches(
-        self, *, batch_size: int | None, seed: int, epoch: int, start: int = 0, digest: str = ""
+        self,
+        *,
+        batch_size: int | None,
+        seed: int,
+        epoch: int,
+        start: int = 0,
+        digest: str = "",
+        digested: int | None = None,
     ) -> Generator[Any]:
         """Yield this rank's rows of an epoch's batches; load and drop the first `start` batches.
 
-        A `batch_size` of None means one batch per item. `digest` is that of the last dropped batch. Raises
-        BatchError without a batch, for an unusable item, or if ranks have different rows; CheckpointError if
-        the dropped batches differ from before.
+        A `batch_size` of None means one batch per item. `digest` is that of batch number `digested`, by
+        default the last dropped one. Raises BatchError without a batch, for an unusable item, or if ranks have
+        different rows; CheckpointError if that batch differs from before.
         """
         count = 0
         for batch in self._repeatable(batch_size, rng.derive_seed(seed, "order", epoch), epoch):
             count += 1
-            self._last = batch
-            if count == start and digest not in ("", self.digest()):
+            self._last, self.loaded = batch, count
+            if count == (start if digested is None else digested) and digest not in ("", self.digest()):
                 raise CheckpointError(self._differs(f"other rows in batch {count}", epoch))
             if count == start + 1 and self.share.is_many:
                 self.share.meet_with_same(self.digest(), f"batch {count} of epoch {epoch + 1}")

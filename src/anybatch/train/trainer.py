@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.core import (
-    AnybatchError,
     CallbackLike,
     CheckpointError,
     EpochReport,
@@ -18,6 +17,7 @@ from anybatch.core import (
     bound,
     check_callbacks,
     check_whole,
+    has_written,
     kind_of,
 )
 from anybatch.engine import learning_rate_of
@@ -25,7 +25,7 @@ from anybatch.losses import summed_loss
 from anybatch.state import rng
 from anybatch.step import Step, known_keywords
 from anybatch.train import checkpoint
-from anybatch.train.callbacks import EMA, load_states, states
+from anybatch.train.callbacks import EMA, Attempt, load_states, states
 from anybatch.train.folder import BEST, LAST, has_run, load_newest, make_folder, number
 from anybatch.train.identity import check_config, check_run, identity
 from anybatch.train.interrupt import Interruption, deferred
@@ -139,15 +139,15 @@ class Trainer:
         self.best: float | None = None
         self._is_ours = False  # True if the checkpoints in `out` are of this run
         self._batch = 0  # batches done in the current epoch
-        self._digest = ""  # digest of the last of them, from a checkpoint
+        self._digest = dict[str, Any]()  # digest of the last of them, or of the next, from a checkpoint
         self._fitted = batch_size  # rows of a micro-batch that fitted in every step so far
-        self._loss = RunningLoss()  # of the current epoch
+        self._loss, self._attempt = RunningLoss(), Attempt()  # of the current epoch; of a step
 
     def fit(self, epochs: int) -> list[EpochReport]:
         """Train until `epochs` epochs are done, including those before a resume, or a callback stops it.
 
-        Ctrl-C and SIGTERM take effect after the current update. Then, and after any error of anybatch, of the
-        data or of a callback, a checkpoint of the last update is saved for `resume`.
+        Ctrl-C and SIGTERM take effect after the current update. Then, and after any error but one inside
+        of an update, a checkpoint of the last update is saved for `resume`.
 
         Args:
             epochs: number of the last epoch, at least 1.
@@ -182,7 +182,7 @@ class Trainer:
         self.stopped, self._saved = "", time.monotonic()
         with ExitStack() as stops:
             stops.callback(self.step.attach)
-            self.step.attach(self._own)
+            self.step.attach(self._own, first=(self._attempt.note,))
             for callback in self._everyone:
                 for start in bound([callback], "start"):
                     start(self, info)
@@ -286,7 +286,7 @@ class Trainer:
         self.seconds, self.best = then["seconds"], then["best"]
         steps = self.epoch * (self.train.per_epoch(self.batch_size) or 0) + self._batch
         self.steps = then.get("steps", steps)  # missing in old checkpoints, as is the next
-        self._digest = then.get("digest", "")
+        self._digest = {name: then[name] for name in ("digest", "digested") if name in then}
         self._loss = RunningLoss(then["totals"], **then.get("counts", {}))
         self.step.scale.load(then.get("scale", self.step.scale.state()))
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
@@ -340,8 +340,8 @@ class Trainer:
     def _train_rows(self, interruption: Interruption) -> int:
         rows, clock = 0, time.perf_counter()
         for batch in self._batches():
-            with self._saved_upon(AnybatchError):  # raised before an update, never during it
-                report = self.step(batch)
+            with self._saved_upon(Exception):
+                report, failed = self._attempt.of(self.step, batch)
             rows += report.rows
             if report.cut:
                 self._fitted = min(self._fitted or max(report.cut), max(report.cut))
@@ -351,7 +351,7 @@ class Trainer:
             self.steps += 1
             self.updates += report.updated
             self._loss.add(report)
-            errors = self._tell(self._own, "update", report)
+            errors = failed + self._tell(self._own, "update", report)
             stop = interruption.signal  # read once: a later signal waits for the next update
             if stop or errors or self.stopped or self._is_time_to_save():
                 self._save(LAST)
@@ -364,9 +364,9 @@ class Trainer:
         return rows
 
     def _batches(self) -> Generator[Any]:
-        digest, self._digest = self._digest, ""
+        digest, self._digest = self._digest, {}
         left = self.train.batches(
-            batch_size=self.batch_size, seed=self.seed, epoch=self.epoch, start=self._batch, digest=digest
+            batch_size=self.batch_size, seed=self.seed, epoch=self.epoch, start=self._batch, **digest
         )
         with closing(left):
             while True:
@@ -402,8 +402,8 @@ class Trainer:
     def _saved_upon(self, error: type[Exception]) -> Generator[None]:
         try:
             yield
-        except error:
-            if self.steps:
+        except error as raised:
+            if self.steps and not has_written(raised):
                 self._save(LAST)
             raise
 
@@ -439,6 +439,7 @@ def _progress(trainer: Trainer) -> dict[str, Any]:
     window = trainer.step.open_window
     return {
         "epoch": trainer.epoch,
+        "digested": trainer.train.loaded,  # the batch after those done, if its step failed
         "steps": trainer.steps,
         "updates": trainer.updates,
         "seconds": trainer.seconds,
