@@ -187,7 +187,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "another mask": (PerRow(lambda out, y: (out, y > 0)), "of one shape .*(3,), torch.bool. mask.expand_as"),
     "a statistic": (ModelLoss(call=lambda m, b: m(b[0]).mean(0).square().mean()), "rows have met before it"),
     "own division": (ModelLoss(call=lambda m, b: m(b[0]).sum() / len(b[0])), "divided afterwards.*ab.PerRow"),
-    "no scalar": (ModelLoss(call=lambda m, b: m(b[0])), "in a Tensor.*ab.ModelLoss(call=...) returns a mean"),
+    "no scalar": (
+        ModelLoss(call=lambda m, b: m(b[0])),
+        "ab.ModelLoss(call=...), got a tensor of shape (2, 4)",
+    ),
     "a mean that adds up": (Additive(mean), "from mean for every split, .*ab.Additive got a mean"),
     "values that add up": (Additive(lambda m, b: m(b[0])), "real scalar .* got a tensor of shape (3, 4)"),
     "a bare mean": (mean, "shape (), torch.float64. Wrap it: ab.PerRow.*ab.ModelLoss(call=fn).*ab.Additive"),

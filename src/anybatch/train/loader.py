@@ -133,8 +133,8 @@ class Stream:
         """Yield this rank's rows of an epoch's batches; load and drop the first `start` batches.
 
         A `batch_size` of None means one batch per item. `digest` is that of batch number `digested`, by
-        default the last dropped one. Raises BatchError without a batch, for an unusable item, or if ranks have
-        different rows; CheckpointError if that batch differs from before.
+        default the last dropped one. Raises BatchError without a batch, for an unusable item, or if ranks
+        have different rows; CheckpointError if that batch differs from before.
         """
         count = 0
         for batch in self._repeatable(batch_size, rng.derive_seed(seed, "order", epoch), epoch):
