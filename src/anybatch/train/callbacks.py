@@ -29,7 +29,7 @@ from anybatch.step import Step
 
 
 class TrainerCallback(Callback):
-    """A callback that needs the trainer in `update`; a step alone refuses it, before anything runs."""
+    """A callback that does nothing without a trainer; a step alone refuses it, before anything runs."""
 
     _trainer: Any = None
 
@@ -47,7 +47,7 @@ class TrainerCallback(Callback):
         self._trainer = None
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(TrainerCallback):
     """A callback that stops a training when validation has not improved for some epochs.
 
     Args:
@@ -102,6 +102,7 @@ class EarlyStopping(Callback):
                 f"Expected a trainer with validation rows for early stopping by {self.by!r}, got none. Pass "
                 "validation= to the trainer."
             )
+        super().start(trainer, info)
         self._stop(trainer)
 
     def epoch(self, trainer: Any, report: EpochReport) -> None:

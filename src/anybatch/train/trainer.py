@@ -31,7 +31,7 @@ from anybatch.train.identity import check_config, check_run, identity
 from anybatch.train.interrupt import Interruption, deferred
 from anybatch.train.loader import Rows, Stream, open_data
 from anybatch.train.loggers import JsonLog
-from anybatch.train.metrics import RunningLoss, evaluate
+from anybatch.train.metrics import RunningLoss, evaluate, metrics_of
 from anybatch.train.progress import ProgressBar, peak_bytes
 
 
@@ -88,7 +88,7 @@ class Trainer:
         [3, 6]
     """
 
-    @known_keywords(metrics="Write callbacks=[ab.Metrics(accuracy=ab.accuracy)].")
+    @known_keywords()
     def __init__(
         self,
         step: Step,
@@ -117,7 +117,7 @@ class Trainer:
         _check_saving(out, save_minutes, keep)
         own = check_callbacks(callbacks)
         given = check_callbacks([*step.callbacks, *own])  # refuses one that both have
-        self.metrics = {name: one for each in bound(given, "metrics") for name, one in each().items()}
+        self.metrics = metrics_of(given)
         names = {"loss", *self.metrics}
         # The names of a user's terms are unknown before a forward.
         if validation is not None and best_by not in names and summed_loss(step.loss) is not None:
