@@ -41,14 +41,7 @@ class Rows:
         return ""
 
     def batches(
-        self,
-        *,
-        batch_size: int | None,
-        seed: int,
-        epoch: int,
-        start: int = 0,
-        digest: str = "",
-        digested: int | None = None,
+        self, *, batch_size: int | None, seed: int, epoch: int, start: int = 0, digest: str = ""
     ) -> Generator[Any]:
         """Yield this rank's rows of an epoch's logical batches from `start` on; None for a batch without any.
 
@@ -121,26 +114,19 @@ class Stream:
         return digest_of(packer.tensors, json.dumps(document))
 
     def batches(
-        self,
-        *,
-        batch_size: int | None,
-        seed: int,
-        epoch: int,
-        start: int = 0,
-        digest: str = "",
-        digested: int | None = None,
+        self, *, batch_size: int | None, seed: int, epoch: int, start: int = 0, digest: str = ""
     ) -> Generator[Any]:
         """Yield this rank's rows of an epoch's batches; load and drop the first `start` batches.
 
-        A `batch_size` of None means one batch per item. `digest` is that of batch number `digested`, by
-        default the last dropped one. Raises BatchError without a batch, for an unusable item, or if ranks
-        have different rows; CheckpointError if that batch differs from before.
+        A `batch_size` of None means one batch per item. `digest` is that of the last dropped batch. Raises
+        BatchError without a batch, for an unusable item, or if ranks have different rows; CheckpointError if
+        the dropped batches differ from before.
         """
         count = 0
         for batch in self._repeatable(batch_size, rng.derive_seed(seed, "order", epoch), epoch):
             count += 1
             self._last, self.loaded = batch, count
-            if count == (start if digested is None else digested) and digest not in ("", self.digest()):
+            if count == start and digest not in ("", self.digest()):
                 raise CheckpointError(self._differs(f"other rows in batch {count}", epoch))
             if count == start + 1 and self.share.is_many:
                 self.share.meet_with_same(self.digest(), f"batch {count} of epoch {epoch + 1}")

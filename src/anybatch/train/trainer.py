@@ -139,7 +139,7 @@ class Trainer:
         self.best: float | None = None
         self._is_ours = False  # True if the checkpoints in `out` are of this run
         self._batch = 0  # batches done in the current epoch
-        self._digest = dict[str, Any]()  # digest of the last of them, or of the next, from a checkpoint
+        self._digest = ""  # digest of the last of them, from a checkpoint
         self._fitted = batch_size  # rows of a micro-batch that fitted in every step so far
         self._loss, self._attempt = RunningLoss(), Attempt()  # of the current epoch; of a step
 
@@ -246,7 +246,7 @@ class Trainer:
         self._share.refuse(self.step.open_window)
         progress = _progress(self) | {
             "batch": self._batch,
-            "digest": self.train.digest() if self._batch else "",
+            "digest": self.train.digest() if 0 < self._batch == self.train.loaded else "",
             "totals": self._loss.totals,
             "counts": self._loss.counts,
         }
@@ -286,7 +286,7 @@ class Trainer:
         self.seconds, self.best = then["seconds"], then["best"]
         steps = self.epoch * (self.train.per_epoch(self.batch_size) or 0) + self._batch
         self.steps = then.get("steps", steps)  # missing in old checkpoints, as is the next
-        self._digest = {name: then[name] for name in ("digest", "digested") if name in then}
+        self._digest = then.get("digest", "")
         self._loss = RunningLoss(then["totals"], **then.get("counts", {}))
         self.step.scale.load(then.get("scale", self.step.scale.state()))
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
@@ -364,9 +364,9 @@ class Trainer:
         return rows
 
     def _batches(self) -> Generator[Any]:
-        digest, self._digest = self._digest, {}
+        digest, self._digest = self._digest, ""
         left = self.train.batches(
-            batch_size=self.batch_size, seed=self.seed, epoch=self.epoch, start=self._batch, **digest
+            batch_size=self.batch_size, seed=self.seed, epoch=self.epoch, start=self._batch, digest=digest
         )
         with closing(left):
             while True:
@@ -439,7 +439,6 @@ def _progress(trainer: Trainer) -> dict[str, Any]:
     window = trainer.step.open_window
     return {
         "epoch": trainer.epoch,
-        "digested": trainer.train.loaded,  # the batch after those done, if its step failed
         "steps": trainer.steps,
         "updates": trainer.updates,
         "seconds": trainer.seconds,
