@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import anybatch as ab
 from anybatch import Step, Terms, Total
 from anybatch.check.check import check
 from anybatch.core.errors import LossError
@@ -130,8 +131,46 @@ def test_a_function_of_outputs_and_targets_is_told_how_it_is_called(loss: Any, *
         check(nn.Linear(2, 1), loss, X.float()) if inner else take(loss)
     note, *_ = caught.value.__notes__
     assert "as loss(model, micro), not as loss(outputs, targets)" in note
-    assert "pass ab.PerRow(loss). Else pass a loss of torch, such as nn.CrossEntropyLoss()" in note
+    assert "pass ab.PerRow(loss); if a mean, pass ab.ModelLoss(call=lambda model, micro: " in note
+    assert "Else pass a loss of torch, such as nn.CrossEntropyLoss()" in note
     assert "return ab.Total(losses.sum(), losses.numel())" in note
+
+
+@pytest.mark.parametrize("loss", OTHERWISE[:2], ids=range(2))
+def test_a_mean_in_model_loss_is_told_how_it_is_called(loss: Any) -> None:
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        take(ab.ModelLoss(call=loss))
+    assert "as loss(model, micro), not as loss(outputs, targets)" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "came"),
+    [
+        (lambda out: 1.0, "float"),
+        (lambda out: Total(out.sum(), 1), "Total"),
+        (lambda out: out, r"a tensor of shape \(\d, 1\)"),
+        (lambda out: out.detach().mean(), r"a tensor of shape \(\), torch.float64"),
+    ],
+    ids=range(4),
+)
+def test_what_is_no_mean_is_told_in_model_loss(value: Any, came: str) -> None:
+    with pytest.raises(LossError, match=rf"function in ab\.ModelLoss\(call=\.\.\.\), got {came}"):
+        take(ab.ModelLoss(call=lambda model, micro: value(model(micro))))
+
+
+def test_an_error_inside_of_a_wrapper_is_told_as_it_was_called() -> None:
+    class Two(nn.Linear):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return super().forward(a) + b
+
+    step = ab.Step(two := Two(2, 1), ab.PerRow(lambda out: out), torch.optim.SGD(two.parameters(), lr=0.1))
+    with pytest.raises(TypeError) as caught:
+        step((X.float(),))
+    assert "anybatch called Two with" in caught.value.__notes__[0]
+    step = ab.Step(two, lambda model, micro: model(micro), torch.optim.SGD(two.parameters(), lr=0.1))  # pyright: ignore
+    with pytest.raises(TypeError) as other:
+        step(X.float())
+    assert "as loss(model, micro), not" not in "".join((*caught.value.__notes__, *other.value.__notes__))
 
 
 def test_other_errors_of_a_function_stay_as_they_are() -> None:

@@ -171,6 +171,20 @@ SETTINGS: Mistakes = {
         "ab.Step(model, loss, sgd, batch_norm='micro')", "Step(batch_norm=", "options=ab.Options(batch_norm"),
     "listeners": ("Step(listeners=[print])", "Step(listeners=...)", "callbacks=[...]"),
     "two clippings": ("Step(clip_norm=1.0, options=ab.Options(clip_value=1.0))", "got both", "Leave one out"),
+    "two arguments for a callback": (
+        "Step(callbacks=[lambda step, report: 0])", "does not take a StepReport alone"),
+    "a metric among callbacks": ("Trainer(callbacks=[ab.accuracy])", "accuracy", "ab.Metrics(name=...)"),
+    "a method with too few arguments": (
+        "C = type('C', (), {'epoch': lambda self, report: 0}); Trainer(callbacks=[C()])",
+        "with another epoch()", "def epoch(self, trainer, report)"),
+    "a method of another library": (
+        "C = type('C', (), {'update': print, 'on_epoch_end': print}); Step(callbacks=[C()])",
+        "'on_epoch_end', which is never called"),
+    "early stopping without a trainer": (
+        "Step(callbacks=[ab.EarlyStopping()])((x, y))", "got a step alone", "ab.Trainer"),
+    "a metric without a trainer": (
+        "Step(callbacks=[ab.Metrics(acc=ab.accuracy)])((x, y))", "got a step alone", "ab.Trainer"),
+    "the number of micro-batches": ("Step(num_micro_batches=4)", "rows of a micro-batch", "micro_batch=..."),
     "no callback": ("Step(callbacks=[3])", "got 3", "Give it one of"),
     "micro_batch='auto'": ("Step(micro_batch='auto')", "got 'auto'", 'memory="auto"'),
     "micro_batch=0": ("Step(micro_batch=0)", "got 0", "Leave it out"),
@@ -209,6 +223,14 @@ SETTINGS: Mistakes = {
     "a checkpoint that is missing": ("Trainer().resume('nowhere')", "nowhere", "Check the path"),
     "metrics=": ("Trainer(metrics={'acc': ab.accuracy})", "Trainer(metrics=...)", "ab.Metrics(accuracy="),
     "a metric's name": ("ab.Metrics(acc='accuracy')", "'accuracy'", "Pass functions"),
+    "a metric called loss": (
+        "Trainer(callbacks=[ab.Metrics(loss=ab.accuracy)])", "'loss' beside the loss", "another name"),
+    "a metric twice": (
+        "Trainer(callbacks=[ab.Metrics(a=ab.accuracy), ab.Metrics(a=ab.accuracy)])", "'a' twice"),
+    "an option of the step": ("Trainer(micro_batch=4)", "in the step", "ab.Step(..., micro_batch=...)"),
+    "a scheduler for a trainer": ("Trainer(scheduler=1)", "in the step", "ab.Options(scheduler=...)"),
+    "epochs of a trainer": ("Trainer(epochs=3)", "Trainer(epochs=...)", "trainer.fit(epochs=...)"),
+    "patience of a trainer": ("Trainer(patience=3)", "Trainer(patience=...)", "ab.EarlyStopping("),
     "a metric that is a mean": (
         "Trainer(validation=(x, y), callbacks=[ab.Metrics(acc=lambda a, b: 0.5)]).fit(1)",
         "'acc'", "float", "Total("),

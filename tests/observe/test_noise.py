@@ -121,3 +121,29 @@ def test_only_due_updates_hold_micro_batches_apart_and_what_tells_nothing_is_lef
     for options in ({"every": 0}, {"decay": 1.0}):
         with pytest.raises(PlanError, match="got"):
             GradientNoise(**options)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_batch_loss_is_observed_like_a_step(every: int) -> None:
+    """The same gradients give the same figures; the weights stay, as nobody updates."""
+    found = list[Any]()
+    x, y = torch.randn(24, 3), torch.randn(24, 1)
+    for is_step in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        noise, flow = GradientNoise(every=every), ab.GradientFlow(model, every=every, ratio=False)
+        if is_step:
+            step = ab.Step(
+                model,
+                nn.MSELoss(),
+                torch.optim.SGD(model.parameters(), lr=0.0),
+                micro_batch=7,
+                callbacks=[noise, flow],
+            )
+        else:
+            step = ab.BatchLoss(model, nn.MSELoss(), micro_batch=7, callbacks=[noise, flow])
+        for _ in range(4):
+            step((x, y))
+        found.append((noise.history, flow.history, noise.scale, flow.record(), noise.record()))
+    assert found[0] == found[1]
+    assert [one.update for one in found[1][1]] == [*range(1, 5, every)]

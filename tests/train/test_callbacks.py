@@ -334,6 +334,43 @@ def test_what_a_callback_raises_costs_nothing_and_the_others_are_told(
     assert changes(whole_state(whole), whole_state(again)) == []
 
 
+@pytest.mark.parametrize("event", ["update", "gradients"])
+@pytest.mark.parametrize("at", [2, UPDATES + 2])
+def test_what_a_callback_of_the_step_raises_costs_nothing(event: str, at: int, tmp_path: Path) -> None:
+    whole = make(None)
+    whole.fit(epochs=EPOCHS)
+    calls = iter(range(1, at))
+    failing = SimpleNamespace(**{event: lambda _: next(calls)})  # the batch after them runs out of numbers
+    first = make(tmp_path, save_every=0, step=make_step(callbacks=[failing]))
+    with pytest.raises(StopIteration):
+        first.fit(epochs=EPOCHS)
+    again = make(tmp_path)
+    again.resume(tmp_path)
+    assert again.steps == (at if event == "update" else at - 1)
+    again.fit(epochs=EPOCHS)
+    assert changes(whole_state(whole), whole_state(again)) == []
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log if line["event"] == "step"] == list(range(1, whole.steps + 1))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), torch.OutOfMemoryError("out of memory")])
+def test_a_torn_update_does_not_replace_the_last_checkpoint(error: Exception, tmp_path: Path) -> None:
+    """The mutation: save before every error goes on."""
+    trainer = make(tmp_path)
+    optimizer: Any = trainer.step.optimizers[0]
+    trainer.fit(epochs=1)
+    saved, written = (tmp_path / LAST).read_bytes(), optimizer.step
+
+    def fail() -> None:
+        written()
+        raise error
+
+    optimizer.step = fail
+    with pytest.raises((RuntimeError, MemoryError), match=r"broken|cannot be undone"):
+        trainer.fit(epochs=2)
+    assert (tmp_path / LAST).read_bytes() == saved
+
+
 def test_an_error_of_the_data_costs_nothing(tmp_path: Path) -> None:
     class Broken(Lines):
         def __iter__(self) -> Iterator[Any]:

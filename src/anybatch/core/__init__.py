@@ -46,8 +46,10 @@ from anybatch.core.finite import Look as Look, NonFinite as NonFinite, all_finit
 from anybatch.core.loaded import all_loaded as all_loaded, loaded as loaded, numpy_random as numpy_random
 from anybatch.core.oom import (
     free_caches as free_caches,
+    has_written as has_written,
     is_final as is_final,
     mark_final as mark_final,
+    mark_written as mark_written,
     note as note,
     note_update as note_update,
     ran_out_of_memory as ran_out_of_memory,

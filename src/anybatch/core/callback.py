@@ -159,7 +159,13 @@ def _fault(one: object) -> str:
     if isinstance(one, type):
         return f"the class {one.__name__}. Pass an object: {one.__name__}(...)."
     if _is_function(one):
-        return ""
+        told = "which does not take a StepReport alone. A metric belongs in ab.Metrics(name=...)."
+        return "" if _takes(one, 1) else f"{one!r}, {told}"
+    for name, nothing in _NOTHING.items():
+        given = [*inspect.signature(nothing).parameters][1:]
+        for function in bound([one], name):
+            if not _takes(function, len(given)):
+                return f"{one!r} with another {name}(). Write def {name}({', '.join(['self', *given])})."
     has_any = any(bound([one], name) for name in _NOTHING)
     for name in [name for name in dir(one) if name[0] != "_" and name not in _NOTHING]:
         near = get_close_matches(name, _NOTHING, 1, cutoff=0.85 if has_any else 0.6)
@@ -168,7 +174,24 @@ def _fault(one: object) -> str:
                 f"{one!r} with a method {name!r}, which is never called. Call it {near[0]!r}, or begin its "
                 "name with an underscore if it is another method."
             )
+        if name.startswith("on_") and callable(getattr(one, name, None)):  # the way of other libraries
+            return (
+                f"{one!r} with a method {name!r}, which is never called. Call it by one of "
+                f"{', '.join(_NOTHING)}, or begin its name with an underscore if it is another method."
+            )
     return "" if has_any else f"{one!r}, which has none of them. Give it one of {', '.join(_NOTHING)}."
+
+
+def _takes(function: Any, count: int) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # unknown, as of some builtins
+        return True
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_function(one: object) -> bool:

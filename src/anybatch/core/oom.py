@@ -82,8 +82,19 @@ def free_caches() -> None:
         torch.cuda.empty_cache()
 
 
+def mark_written(error: BaseException) -> None:
+    """Mark an error that came while or after an update was made, so that not all is as before the step."""
+    vars(error)["has_written"] = True
+
+
+def has_written(error: BaseException) -> bool:
+    """Return True if an error came while or after an update was made."""
+    return "has_written" in vars(error)
+
+
 def note_update(error: BaseException, update: int) -> None:
     """Note on an error that this update was made before it."""
+    mark_written(error)
     note(error, f"Update {update} was made before this error: do not repeat the batch.")
 
 

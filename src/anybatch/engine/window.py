@@ -23,6 +23,7 @@ from anybatch.core import (
     call,
     free_caches,
     is_final,
+    mark_written,
     note_update,
     ran_out_of_memory,
     released,
@@ -250,6 +251,7 @@ class Accumulation:
                 call(task.callbacks.parameters, {name: one for one, name in task.names().items()})
         except TornUpdateError as torn:  # nothing can be put back
             self._phase, self._has_written = "updated", True
+            mark_written(torn.error)
             raise torn.error from None
         except BaseException as error:
             if self._has_written:

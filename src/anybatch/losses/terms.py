@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from anybatch.core import Batch, LossError, Number, Total
 from anybatch.losses.cotangents import part
-from anybatch.losses.inputs import call, how_to_write, note, shown, split_batch
+from anybatch.losses.inputs import call, how_to_write, note, noted, shown, split_batch
 from anybatch.losses.loss import Evaluated, Plain
 from anybatch.losses.reductions import summed
 
 HOW = f"Pass a loss of torch, such as nn.CrossEntropyLoss(), or write\n{how_to_write()}"
 _CALLED = (
     "anybatch calls a loss of your own as loss(model, micro), not as loss(outputs, targets). If it returns a "
-    f"value for each row or entry, pass ab.PerRow(loss). Else p{HOW[1:]}"
+    "value for each row or entry, pass ab.PerRow(loss); if a mean, pass ab.ModelLoss(call=lambda model, "
+    f"micro: loss(model(micro[0]), micro[1])). Else p{HOW[1:]}"
 )
 _OUTPUTS = {"out", "output", "outputs", "logits", "pred", "preds", "predictions", "y_pred", "y_hat"}
 _TARGETS = {"y", "target", "targets", "label", "labels", "truth", "gt", "y_true"}
@@ -135,21 +136,21 @@ class PerRow:
         returned: Any = call(model, inputs)
         outputs = cast("tuple[Any, ...]", returned) if isinstance(returned, tuple | list) else (returned,)
         arguments = (*[output for output in outputs if output is not None], *targets)
-        values: Any = self.function(*arguments)
+        values: Any = noted(self.function, *arguments)
         values, *weights = cast("tuple[Any, ...]", values) if isinstance(values, tuple) else (values,)
         rows = {len(one) for one in arguments if isinstance(one, Tensor) and one.dim()}
         if not isinstance(values, Tensor) or not values.dim() or (rows and len(values) not in rows):
             raise LossError(
                 "Expected a value for each row from the function in ab.PerRow, shape (rows,) or (rows, ...), "
-                f'got {_came(values)}. Leave out its mean or sum (reduction="none"), keep rows in the first '
-                "axis, or see ab.ModelLoss(call=...) for a mean and ab.WholeBatch where rows meet."
+                f'got {told_of(values)}. Leave out its mean or sum (reduction="none"), keep rows in the '
+                "first axis, or see ab.ModelLoss(call=...) for a mean and ab.WholeBatch where rows meet."
             )
         if not weights:
             return Total(summed(values * 1), values.numel())  # its backward is that of `mean`, to the bit
         if len(weights) > 1 or not isinstance(weights[0], Tensor) or weights[0].shape != values.shape:
             raise LossError(
                 "Expected (values, weights) of one shape from the function in ab.PerRow, got "
-                f"{' and '.join(map(_came, (values, *weights)))}. mask.expand_as(values) is as large."
+                f"{' and '.join(map(told_of, (values, *weights)))}. mask.expand_as(values) is as large."
             )
         return Total(summed(values * weights[0]), summed(weights[0]))
 
@@ -191,7 +192,8 @@ class Additive(Plain):
         if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
             raise LossError(
                 "Expected a real scalar tensor, of shape (), from the function in ab.Additive, got "
-                f"{_came(value)}. Sum it and divide by the total of the batch; an ab.Total needs no wrapper."
+                f"{told_of(value)}. Sum it and divide by the total of the batch; an ab.Total needs no "
+                "wrapper."
             )
         # A Total widens float16. A micro-batch has no weight of its own.
         return Evaluated({"loss": _as_tensor(Total(value, 0).sum)}, lambda: {"loss": 0})
@@ -212,8 +214,11 @@ def call_loss(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro
     try:
         return function(model, micro)
     except Exception as error:
-        called = f"anybatch called loss(model, micro) with micro = {shown(micro)}. Take its parts from there."
-        note(error, _CALLED if _takes_outputs(function, model, error) else called)
+        if not isinstance(function, PerRow):  # which tells how it called its function
+            called = (
+                f"anybatch called loss(model, micro) with micro = {shown(micro)}. Take its parts from there."
+            )
+            note(error, _CALLED if _takes_outputs(function, model, error) else called)
         raise
 
 
@@ -221,7 +226,9 @@ def _takes_outputs(function: object, model: nn.Module, error: Exception) -> bool
     if not isinstance(error, TypeError | AttributeError):
         return False
     frames = error.__traceback__
-    if frames is None or frames.tb_next is None or type(model).__name__ in str(error):
+    name = type(model).__name__
+    is_of_forward = f"{name}.forward()" in str(error)  # the model was called, with other arguments
+    if frames is None or frames.tb_next is None or (name in str(error) and not is_of_forward):
         return True  # it does not accept two arguments, or used the model as a tensor
     try:
         names = [name.lower() for name in inspect.signature(cast("Any", function)).parameters]
@@ -252,11 +259,12 @@ def _named(value: object, micro: object) -> Mapping[str, Total]:
         )
     raise LossError(
         "Expected the loss function to return an ab.Total or a mapping of them, got "
-        f"{_came(value)}. {bare_mean(micro)}"
+        f"{told_of(value)}. {bare_mean(micro)}"
     )
 
 
-def _came(value: object) -> str:
+def told_of(value: object) -> str:
+    """Return in words what a loss returned."""
     is_tensor = isinstance(value, Tensor)
     return f"a tensor of shape {tuple(value.shape)}, {value.dtype}" if is_tensor else type(value).__name__
 

@@ -14,6 +14,7 @@ from anybatch.core import (
     Callback,
     Collate,
     PlanError,
+    StepReport,
     check_whole,
     ran_out_of_memory,
     torch_private as private,
@@ -96,10 +97,19 @@ class GradientFlow(Callback):
 
     def parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Compare the weights with the copy, and store the record."""
+        if self._seen is not None:
+            self._seen.compare(parameters)
+        self._store()
+
+    def update(self, report: StepReport) -> None:
+        """Store the record of a gradient that an `ab.BatchLoss` hands over; it has no ratio."""
+        if not report.updated and math.isfinite(report.grad_norm):
+            self._store()
+
+    def _store(self) -> None:
         self.updates += 1
         if self._seen is None:
             return
-        self._seen.compare(parameters)
         self._last, self._seen = replace(self._seen.flow(), update=self.updates), None
         if (self.updates - 1) % self._kept_every == 0:
             self.history.append(self._last)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Callback, Micro, PlanError, check_whole
+from anybatch.core import Callback, Micro, PlanError, StepReport, check_whole
 from anybatch.observe.measure import dense, norms_of, to_host
 
 
@@ -116,6 +116,14 @@ class GradientNoise(Callback):
 
     def parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Compute and store the estimate."""
+        self._store()
+
+    def update(self, report: StepReport) -> None:
+        """Store the estimate from a gradient that an `ab.BatchLoss` hands over."""
+        if not report.updated and math.isfinite(report.grad_norm):
+            self._store()
+
+    def _store(self) -> None:
         self.updates += 1
         sizes = [part.rows for part in self._parts]
         self._parts, whole, self._whole = [], self._whole, None

@@ -105,6 +105,7 @@ _FOREIGN = {
     "accumulation_steps": _STEPS_SIZE,  # gradient accumulation
     "gradient_accumulation_steps": _STEPS_SIZE,  # gradient accumulation by another name
     **dict.fromkeys(("accumulate_grad_batches", "accum_steps", "grad_accum_steps"), _STEPS_SIZE),
+    **dict.fromkeys(("num_micro_batches", "n_micro_batches", "micro_batches", "chunks"), _STEPS_SIZE),
     **dict.fromkeys(("clip_grad", "grad_clip", "clip_grad_norm", "max_norm", "max_grad_norm"), _NORM),
     **dict.fromkeys(("gradient_clip_val", "gradient_clipping"), _NORM),
     **dict.fromkeys(("amp", "use_amp", "autocast", "mixed_precision", "fp16", "bf16"), _MIXED),
@@ -117,6 +118,19 @@ _FOREIGN = {
     "batch_size": "Pass the whole batch to the step, and write micro_batch=..., the rows of a micro-batch.",
     "scaler": 'Write precision="fp16-mixed", which scales the loss by itself.',
     "grad_scaler": 'Write precision="fp16-mixed", which scales the loss by itself.',
+}
+
+_FIT = "Write trainer.fit(epochs=...)."
+_STOPPING = "Write callbacks=[ab.EarlyStopping(...)]."
+#: The same for a trainer.
+_TRAINERS = {
+    "metrics": "Write callbacks=[ab.Metrics(accuracy=ab.accuracy)].",
+    "ema": "Write callbacks=[ab.EMA(...)].",
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _FIT),
+    **dict.fromkeys(("patience", "early_stopping"), _STOPPING),
+    **dict.fromkeys(("monitor", "mode"), "Write best_by=..., and larger_is_better=True where it is."),
+    **dict.fromkeys(("val", "valid", "eval", "eval_dataset"), "Write validation=..."),
+    "output_dir": "Write out=..., the folder of the run.",
 }
 
 
@@ -155,6 +169,11 @@ def _told(called: str, name: str, known: Sequence[str], places: Mapping[str, str
         return f"Expected parameters of {called}, {got}. {places[name]}"
     if name in _OPTIONS and "options" in known:
         return f"Expected {name} in the options, {got}. Write options=ab.Options({name}=...)."
+    if called == "Trainer" and name in _TRAINERS:
+        return f"Expected parameters of Trainer, {got}. {_TRAINERS[name]}"
+    if called == "Trainer" and name in {*_STEPS, *_OPTIONS}:
+        written = f"{name}=..." if name in _STEPS else f"options=ab.Options({name}=...)"
+        return f"Expected {name} in the step, {got}. Write ab.Step(..., {written})."
     if name in _STEPS and called == "Options":
         return f"Expected {name} beside the options, {got}. Write Step(..., {name}=...)."
     if name in _FOREIGN:

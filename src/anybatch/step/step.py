@@ -16,6 +16,7 @@ from anybatch.core import (
     CallbackLike,
     Callbacks,
     Collate,
+    Functions,
     OutOfMemoryError,
     ReadOnlyError,
     StepReport,
@@ -379,10 +380,16 @@ class Step:
         self.effects.begin(known[0].network.modules)
         return known[0]
 
-    def attach(self, callbacks: Sequence[object] = ()) -> None:
-        """Call the methods of these callbacks in steps, too, but for `update`; none to detach all."""
+    def attach(self, callbacks: Sequence[object] = (), *, first: Functions = ()) -> None:
+        """Call the methods of these callbacks in steps, too, but for `update`; none to detach all.
+
+        Args:
+            callbacks: the callbacks.
+            first: functions called with each report, before the step's own callbacks.
+        """
         own = Callbacks.of(self.callbacks)
-        self._told = replace(Callbacks.of([*self.callbacks, *callbacks]), update=own.update)
+        told = Callbacks.of([*self.callbacks, *callbacks])
+        self._told = replace(told, update=(*first, *own.update))
 
     def task(self) -> Task:
         """Return the parts of a step, gathered and checked."""

@@ -29,7 +29,7 @@ from anybatch.step import Step
 
 
 class TrainerCallback(Callback):
-    """A callback that needs the trainer in `update`; a step alone refuses it, before anything runs."""
+    """A callback that does nothing without a trainer; a step alone refuses it, before anything runs."""
 
     _trainer: Any = None
 
@@ -47,7 +47,7 @@ class TrainerCallback(Callback):
         self._trainer = None
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(TrainerCallback):
     """A callback that stops a training when validation has not improved for some epochs.
 
     Args:
@@ -102,6 +102,7 @@ class EarlyStopping(Callback):
                 f"Expected a trainer with validation rows for early stopping by {self.by!r}, got none. Pass "
                 "validation= to the trainer."
             )
+        super().start(trainer, info)
         self._stop(trainer)
 
     def epoch(self, trainer: Any, report: EpochReport) -> None:
@@ -283,6 +284,27 @@ class LossMonitor(TrainerCallback):
                 f"{format_count(self._rows / seconds)} rows/s\n"
             )
             self._began, self._updates, self._rows = time.perf_counter(), 0, 0
+
+
+class Attempt:
+    """A step whose report is kept if one of its callbacks fails after it."""
+
+    def __init__(self) -> None:
+        self._report: StepReport | None = None
+
+    def note(self, report: StepReport) -> None:
+        """Keep the report; called before the callbacks of the step."""
+        self._report = report
+
+    def of(self, step: Step, batch: Any) -> tuple[StepReport, list[Exception]]:
+        """Return the report of a step on this batch, and what a callback has raised after it."""
+        self._report = None
+        try:
+            return step(batch), []
+        except Exception as error:
+            if self._report is None:
+                raise
+            return self._report, [error]
 
 
 def records(trainer: Any) -> dict[str, dict[str, Any]]:

@@ -30,7 +30,7 @@ class Rows:
         self._step, self._data, self.share = step, data, Share(step)
         self._samples = step.collate is not None
         batch = TensorBatch(data) if step.collate is None else SampleBatch(data, step.collate)
-        self.count = batch.rows
+        self.count, self.loaded = batch.rows, 0
 
     def per_epoch(self, batch_size: int | None) -> int:
         """Return the number of batches of an epoch."""
@@ -78,6 +78,7 @@ class Stream:
 
     Attributes:
         count: rows of an epoch; None if unknown before iterating.
+        loaded: number in its epoch of the batch that `digest` is of.
 
     Raises:
         BatchError: the data can be iterated only once.
@@ -95,6 +96,7 @@ class Stream:
         )
         self.count = self._count()
         self._last: Any = None  # the last batch, for `digest`
+        self.loaded = 0
 
     def per_epoch(self, batch_size: int | None) -> int | None:
         """Return the number of batches of an epoch; None if unknown before iterating."""
@@ -123,7 +125,7 @@ class Stream:
         count = 0
         for batch in self._repeatable(batch_size, rng.derive_seed(seed, "order", epoch), epoch):
             count += 1
-            self._last = batch
+            self._last, self.loaded = batch, count
             if count == start and digest not in ("", self.digest()):
                 raise CheckpointError(self._differs(f"other rows in batch {count}", epoch))
             if count == start + 1 and self.share.is_many:

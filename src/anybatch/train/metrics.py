@@ -9,7 +9,6 @@ from typing import Any, cast
 from torch import Tensor
 
 from anybatch.core import (
-    Callback,
     Cut,
     Fold,
     LossError,
@@ -19,6 +18,7 @@ from anybatch.core import (
     StepReport,
     TensorBatch,
     Total,
+    bound,
     cut_sizes,
     torch_private as private,
     weighted_mean,
@@ -26,6 +26,7 @@ from anybatch.core import (
 from anybatch.losses import resolve, split_batch
 from anybatch.state import evaluating
 from anybatch.step import Step
+from anybatch.train.callbacks import TrainerCallback
 from anybatch.train.loader import Rows, Stream
 
 Metric = Callable[[Any, Any], Total] | Fold[Any, Any, Any]
@@ -53,7 +54,7 @@ def accuracy(outputs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> T
     return Total(((outputs.argmax(1) == targets) & valid).sum(), valid.sum())
 
 
-class Metrics(Callback):
+class Metrics(TrainerCallback):
     """A callback with named metrics of a trainer's validation, as sums over all rows, divided once.
 
     Args:
@@ -76,6 +77,24 @@ class Metrics(Callback):
     def metrics(self) -> Mapping[str, Metric]:
         """Return the metrics by name."""
         return self.named
+
+
+def metrics_of(callbacks: Sequence[object]) -> dict[str, Metric]:
+    """Return the metrics of these callbacks by name.
+
+    Raises:
+        PlanError: two have one name, or one that of the loss.
+    """
+    found = dict[str, Metric]()
+    for each in bound(callbacks, "metrics"):
+        for name, metric in each().items():
+            if name == "loss" or name in found:
+                raise PlanError(
+                    f"Expected metrics with names of their own, got {name!r} "
+                    f"{'twice' if name in found else 'beside the loss'}. Give it another name."
+                )
+            found[name] = metric
+    return found
 
 
 def evaluate(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.core import (
-    AnybatchError,
     CallbackLike,
     CheckpointError,
     EpochReport,
@@ -18,6 +17,7 @@ from anybatch.core import (
     bound,
     check_callbacks,
     check_whole,
+    has_written,
     kind_of,
 )
 from anybatch.engine import learning_rate_of
@@ -25,13 +25,13 @@ from anybatch.losses import summed_loss
 from anybatch.state import rng
 from anybatch.step import Step, known_keywords
 from anybatch.train import checkpoint
-from anybatch.train.callbacks import EMA, load_states, states
+from anybatch.train.callbacks import EMA, Attempt, load_states, states
 from anybatch.train.folder import BEST, LAST, has_run, load_newest, make_folder, number
 from anybatch.train.identity import check_config, check_run, identity
 from anybatch.train.interrupt import Interruption, deferred
 from anybatch.train.loader import Rows, Stream, open_data
 from anybatch.train.loggers import JsonLog
-from anybatch.train.metrics import RunningLoss, evaluate
+from anybatch.train.metrics import RunningLoss, evaluate, metrics_of
 from anybatch.train.progress import ProgressBar, peak_bytes
 
 
@@ -88,7 +88,7 @@ class Trainer:
         [3, 6]
     """
 
-    @known_keywords(metrics="Write callbacks=[ab.Metrics(accuracy=ab.accuracy)].")
+    @known_keywords()
     def __init__(
         self,
         step: Step,
@@ -117,7 +117,7 @@ class Trainer:
         _check_saving(out, save_minutes, keep)
         own = check_callbacks(callbacks)
         given = check_callbacks([*step.callbacks, *own])  # refuses one that both have
-        self.metrics = {name: one for each in bound(given, "metrics") for name, one in each().items()}
+        self.metrics = metrics_of(given)
         names = {"loss", *self.metrics}
         # The names of a user's terms are unknown before a forward.
         if validation is not None and best_by not in names and summed_loss(step.loss) is not None:
@@ -141,13 +141,13 @@ class Trainer:
         self._batch = 0  # batches done in the current epoch
         self._digest = ""  # digest of the last of them, from a checkpoint
         self._fitted = batch_size  # rows of a micro-batch that fitted in every step so far
-        self._loss = RunningLoss()  # of the current epoch
+        self._loss, self._attempt = RunningLoss(), Attempt()  # of the current epoch; of a step
 
     def fit(self, epochs: int) -> list[EpochReport]:
         """Train until `epochs` epochs are done, including those before a resume, or a callback stops it.
 
-        Ctrl-C and SIGTERM take effect after the current update. Then, and after any error of anybatch, of the
-        data or of a callback, a checkpoint of the last update is saved for `resume`.
+        Ctrl-C and SIGTERM take effect after the current update. Then, and after any error but one inside
+        of an update, a checkpoint of the last update is saved for `resume`.
 
         Args:
             epochs: number of the last epoch, at least 1.
@@ -182,7 +182,7 @@ class Trainer:
         self.stopped, self._saved = "", time.monotonic()
         with ExitStack() as stops:
             stops.callback(self.step.attach)
-            self.step.attach(self._own)
+            self.step.attach(self._own, first=(self._attempt.note,))
             for callback in self._everyone:
                 for start in bound([callback], "start"):
                     start(self, info)
@@ -246,7 +246,7 @@ class Trainer:
         self._share.refuse(self.step.open_window)
         progress = _progress(self) | {
             "batch": self._batch,
-            "digest": self.train.digest() if self._batch else "",
+            "digest": self.train.digest() if 0 < self._batch == self.train.loaded else "",
             "totals": self._loss.totals,
             "counts": self._loss.counts,
         }
@@ -340,8 +340,8 @@ class Trainer:
     def _train_rows(self, interruption: Interruption) -> int:
         rows, clock = 0, time.perf_counter()
         for batch in self._batches():
-            with self._saved_upon(AnybatchError):  # raised before an update, never during it
-                report = self.step(batch)
+            with self._saved_upon(Exception):
+                report, failed = self._attempt.of(self.step, batch)
             rows += report.rows
             if report.cut:
                 self._fitted = min(self._fitted or max(report.cut), max(report.cut))
@@ -351,7 +351,7 @@ class Trainer:
             self.steps += 1
             self.updates += report.updated
             self._loss.add(report)
-            errors = self._tell(self._own, "update", report)
+            errors = failed + self._tell(self._own, "update", report)
             stop = interruption.signal  # read once: a later signal waits for the next update
             if stop or errors or self.stopped or self._is_time_to_save():
                 self._save(LAST)
@@ -402,8 +402,8 @@ class Trainer:
     def _saved_upon(self, error: type[Exception]) -> Generator[None]:
         try:
             yield
-        except error:
-            if self.steps:
+        except error as raised:
+            if self.steps and not has_written(raised):
                 self._save(LAST)
             raise
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from textwrap import shorten
 from typing import Any, TypeVar, cast
 
@@ -14,11 +15,19 @@ from torch import Tensor, nn
 from anybatch.core import Batch, BatchError, LossError, Number, tree
 from anybatch.integrations import ROUTER_ADVICE, RouterLoss, WholeRouterLoss, recorded, wants_router_loss
 from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Plain, Share, first_pass_rows
-from anybatch.losses.model.graph import WAYS_OUT, LossTerms, adds_nothing, call_model, found_in, loss_of
+from anybatch.losses.model.graph import (
+    WAYS_OUT,
+    LossTerms,
+    NoLossError,
+    adds_nothing,
+    call_model,
+    found_in,
+    loss_of,
+)
 from anybatch.losses.model.intercept import Reduction, Watch, is_equal, is_like_parameters, selects, widened
 from anybatch.losses.model.read import Form, LossReading, reading_of, sum_of
 from anybatch.losses.model.targets import Match, count, find, leaves_of, rows_of
-from anybatch.losses.terms import check_function
+from anybatch.losses.terms import call_loss, check_function, told_of
 from anybatch.state import rng
 
 _T = TypeVar("_T")
@@ -77,7 +86,23 @@ class ModelLoss:
 
     def begin(self) -> "ModelTerms":
         """Return the object that reads the model's loss during one step."""
-        return ModelTerms(self.call)
+        return ModelTerms(None if self.call is None else partial(_called, self.call))
+
+
+def _called(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro: Any) -> Any:
+    """Return the result of a function that computes a mean, in the place of a model that returns its loss."""
+    output = call_loss(function, model, micro)
+    try:
+        loss_of(model, output)
+    except NoLossError as error:
+        if adds_nothing(output):
+            return output
+        raise NoLossError(
+            "Expected a mean over rows with gradient, a scalar tensor of shape (), from the function in "
+            f"ab.ModelLoss(call=...), got {told_of(output)}. For a value for each row or entry pass "
+            "ab.PerRow(fn), with fn(outputs, targets); a function that returns an ab.Total needs no wrapper."
+        ) from error
+    return output
 
 
 class _GraphReader(Plain):
