@@ -184,7 +184,7 @@ def test_callbacks_of_a_training_refuse_a_step_alone_before_it_updates() -> None
 def test_metrics_are_callbacks_and_all_say_what_they_are() -> None:
     model = nn.Sequential(nn.Linear(3, 2))
     assert repr(ab.Metrics(accuracy=ab.accuracy)) == "Metrics(accuracy=accuracy)"
-    assert repr(ab.GradientFlow(model)) == "GradientFlow(Sequential, 0 of 0 updates kept)"
+    assert repr(ab.GradientFlow(model)) == "GradientFlow(model=Sequential, every=10, ratio=True, limit=256)"
     trainer = ab.Trainer(
         make(ab.Metrics(first=ab.accuracy)),
         (X, Y),
