@@ -12,7 +12,7 @@ from anybatch import Step
 from anybatch.core.batch import TensorBatch
 from anybatch.engine import Plan, admit, carry_out
 from anybatch.memory.meter import Meter
-from anybatch.planner.candidates import Request
+from anybatch.planner.request import Request
 from anybatch.recompute.blocks import find_blocks
 from tests.options import flat
 from tests.snapshots import changes, snapshot

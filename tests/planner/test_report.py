@@ -23,8 +23,8 @@ LEDGER = Ledger(
 BLOCKS = (("a", "recompute"), ("b", "selective"), ("c", "recompute"))
 BEST = Plan(rows=8, micro_batch=4, blocks=BLOCKS)
 NEXT = (
-    Option(plan=Plan(rows=8, micro_batch=2), peak=1500, seconds=0.25, source="composed"),
-    Option(plan=Plan(rows=8, micro_batch=1, blocks=BLOCKS[:1]), peak=1000, seconds=0.5, source="composed"),
+    Option(plan=Plan(rows=8, micro_batch=2), peak=1500, seconds=0.25),
+    Option(plan=Plan(rows=8, micro_batch=1, blocks=BLOCKS[:1]), peak=1000, seconds=0.5),
 )
 REPORT = PlanReport(
     plan=BEST, ledger=LEDGER, seconds=0.125, budget=4096, device="cpu", options=NEXT,

@@ -10,10 +10,11 @@ from torch import nn
 
 from anybatch import PlanReport, Step, WholeBatch
 from anybatch.core.errors import BudgetError
+from anybatch.engine import Plan
 from anybatch.memory.device import find_device
-from anybatch.planner.candidates import Candidates, Request
-from anybatch.planner.cost import KEEP
+from anybatch.planner.request import Request
 from anybatch.planner.search import choose
+from anybatch.planner.trace import trace
 from anybatch.recompute import offload
 from anybatch.recompute.blocks import choose_blocks as settle
 from tests.budgets import (
@@ -125,7 +126,7 @@ def test_what_is_chosen_fits_to_the_byte_and_the_smallest_budget_is_the_smallest
     asked = request(step, batch, **options)
     found: list[int] = []
     assert changed_by(step, lambda: found.append(smallest(asked))) == []
-    (least,), most = found, Candidates(asked).trace(asked.like).peak
+    (least,), most = found, trace(asked.like, asked.task, asked.batch).peak
     for budget in (least, (least + max(least, most)) // 2):
         report = within(asked, budget)
         assert report.peak <= budget
@@ -245,17 +246,21 @@ def test_what_a_kept_block_lets_go_in_a_forward_is_there_at_every_size() -> None
         assert choose(request(step, batch, budget=budget)).peak <= budget
 
 
-# ---- candidates
+# ---- costs
+
+
+def seconds_of(asked: Request, plan: Plan) -> float:
+    return within(replace(asked, like=plan, blocks=(), sizes=(plan.micro_batch,)), 2**40).seconds
 
 
 def test_seconds_follow_the_work() -> None:
-    candidates = Candidates(asked := request(make(ConvNet), images()))
-    kept, rebuilt = [candidates.seconds(candidates.trace(asked.uniform(24, p))) for p in (KEEP, "recompute")]
+    asked = request(make(ConvNet), images())
+    kept, rebuilt = [seconds_of(asked, asked.uniform(24, policy)) for policy in ("keep", "recompute")]
     assert 0 < kept < rebuilt < 2 * kept
     card, took = replace(find_device("cpu"), flops=1.0, half_flops=2.0), list[float]()
     for dtype in (torch.float32, torch.bfloat16):
         asked = request(make(Net, dtype=dtype), rows_of(4, dtype=dtype), device=card)
-        took.append((found := Candidates(asked)).seconds(found.trace(asked.like)))
+        took.append(seconds_of(asked, asked.like))
     assert took[0] > 1.9 * took[1]
 
 

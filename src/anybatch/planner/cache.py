@@ -12,9 +12,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from anybatch.core import BudgetError, PlanError, SampleBatch
 from anybatch.engine import Plan, Task
 from anybatch.memory import Device, find_device, parse_memory
-from anybatch.planner.candidates import Request
 from anybatch.planner.measured import Measured
 from anybatch.planner.report import PlanReport
+from anybatch.planner.request import Request
 from anybatch.planner.search import choose
 from anybatch.planner.shapes import Shape, longest, row_shape
 

@@ -30,8 +30,7 @@ class Option:
     plan: Plan
     peak: int  # the most bytes alive at any moment
     seconds: float  # seconds of one update
-    source: str  # source of the bytes: "composed" from other steps, or "predicted" by a trace
-    ledger: Ledger | None = None  # the bytes by owner, if this plan was traced
+    ledger: Ledger | None = None  # the bytes by owner; None in a report's options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +148,9 @@ _LONGEST = 300  # characters of the message
 
 def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_refused: str) -> BudgetError:
     """Return the error that nothing fits; it names as many of the largest holders as there is room for."""
-    near = "" if least.source == "predicted" else "about "
     told = (
         f"Expected a plan within {format_bytes(budget)}, got none. The smallest budget for "
-        f"{counted(least.plan.rows, 'row')} is {near}{format_bytes(least.peak)} ({least.peak} bytes), "
+        f"{counted(least.plan.rows, 'row')} is {format_bytes(least.peak)} ({least.peak} bytes), "
         f"{counted(least.plan.micro_batch, 'row')} at a time"
     )
     ways = " ".join(_ways_out(least.ledger, batch_norms, cut_refused, least.plan.precision))

@@ -49,11 +49,6 @@ def is_one_pass(loss: Loss, model: nn.Module) -> bool:
     return isinstance(loss, SummedLoss | Terms | Additive)
 
 
-def is_linear_in_rows(loss: Loss, model: nn.Module) -> bool:
-    """Return True if bytes are linear in rows: rows do not meet in the loss, no recurrent layers."""
-    return is_one_pass(loss, model) and not any(isinstance(one, nn.RNNBase) for one in model.modules())
-
-
 def fake_batch(batch: Batch, rows: int, traced: int, loss: Loss) -> tuple[Batch, list[Tensor]]:
     """Return a batch of fakes, and its leaves that exist from the start."""
     if batch.whole is None:
