@@ -58,6 +58,7 @@ bench: env .venv/.with-bench ## compare speed and memory with hand-written PyTor
 # The homes are imported for their docstrings, so the site needs the libraries that they are for.
 docs: env .venv/.with-docs ## build the documentation site in build/docs; a warning is an error
 	@echo "docs: building the site"
+	@rm -rf docs/reference
 	@$(BIN)/python -m sphinx -b html -W --keep-going -n -q docs build/docs $(call or_say,mend what is named above)
 	@echo "docs: open build/docs/index.html"
 
