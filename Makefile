@@ -12,7 +12,7 @@ or_say = || { echo "make $@: failed; $(1)" >&2; exit 1; }
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help env demo test test-slow soak test-oldest check format bench clean
+.PHONY: help env demo test test-slow soak test-oldest check format bench docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## /  make \1	/p' Makefile | expand -t 20
@@ -55,9 +55,16 @@ bench: env .venv/.with-bench ## compare speed and memory with hand-written PyTor
 	@echo "bench: measuring, about eight minutes; leave the machine alone meanwhile"
 	@MALLOC_TOP_PAD_=67108864 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(call or_say,a ratio is over its limit or a run broke: see above; repeat on an idle machine)
 
+# The homes are imported for their docstrings, so the site needs the libraries that they are for.
+docs: env .venv/.with-docs ## build the documentation site in build/docs; a warning is an error
+	@echo "docs: building the site"
+	@rm -rf docs/reference
+	@$(BIN)/python -m sphinx -b html -W --keep-going -n -q docs build/docs $(call or_say,mend what is named above)
+	@echo "docs: open build/docs/index.html"
+
 clean: ## delete .venv, caches and build outputs; runs/ stays
 	@echo "clean: deleting .venv, caches and build outputs"
-	@rm -rf .venv .venv-oldest .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf .venv .venv-oldest .pytest_cache .ruff_cache .hypothesis build dist docs/reference
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The pinned torch goes first and alone: nothing that comes later can then draw in another one.

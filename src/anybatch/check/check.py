@@ -55,6 +55,13 @@ class CheckReport:
         findings: causes of differences. Empty if exact.
         notes: further remarks.
         seconds: duration of the check.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> report = check(nn.Linear(3, 1), nn.MSELoss(), (torch.randn(8, 3), torch.randn(8, 1)))
+        >>> report.exact, report.rows, report.findings
+        (True, 8, ())
     """
 
     exact: bool

@@ -7,7 +7,15 @@ optimizer and the random state are as they were before it, unless the error says
 
 
 class AnybatchError(Exception):
-    """Base class of all errors of anybatch."""
+    """Base class of all errors of anybatch.
+
+    Example:
+        >>> try:
+        ...     check_whole("epochs", 0, least=1)
+        ... except AnybatchError as error:
+        ...     print(error)
+        Expected epochs to be a whole number of at least 1, got 0. Pass an int.
+    """
 
 
 class BatchError(AnybatchError, ValueError):
@@ -51,6 +59,15 @@ class BudgetError(PlanError):
     Attributes:
         smallest: the smallest sufficient budget in bytes; approximate if the message says so.
         ledger: the bytes of that plan by owner (`anybatch.memory.ledger.Ledger`); None if unknown.
+
+    Example:
+        >>> import anybatch as ab, torch
+        >>> model, batch = torch.nn.Linear(64, 64), (torch.randn(8, 64), torch.randn(8, 64))
+        >>> try:
+        ...     ab.plan(model, torch.nn.MSELoss(), torch.optim.SGD(model.parameters()), batch, memory="1KiB")
+        ... except BudgetError as error:
+        ...     print(error.smallest > 64 * 64 * 4)
+        True
     """
 
     def __init__(self, message: str, *, smallest: int = 0, ledger: object = None) -> None:

@@ -53,6 +53,14 @@ class StepReport:
         seconds: wall time of the step; for a window, the time of its `add` calls and of the update.
         unchecked: why a few rows could not show that the split does not matter; empty if they did, or nothing
             was split. `checked` is True if it is empty.
+
+    Example:
+        >>> import anybatch as ab, torch
+        >>> model = torch.nn.Linear(3, 1)
+        >>> step = ab.Step(model, torch.nn.MSELoss(), torch.optim.SGD(model.parameters()), micro_batch=4)
+        >>> report = step((torch.randn(10, 3), torch.randn(10, 1)))
+        >>> report.cut, report.weights, report.checked
+        ((4, 4, 2), {'loss': 10.0}, True)
     """
 
     loss: float

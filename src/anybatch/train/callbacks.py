@@ -258,6 +258,10 @@ class LossMonitor(TrainerCallback):
 
     Raises:
         PlanError: `every` is out of range.
+
+    Example:
+        >>> LossMonitor(every=10).every  # for Trainer(..., callbacks=[LossMonitor(every=10)])
+        10
     """
 
     on_every_rank = False
