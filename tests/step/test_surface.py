@@ -189,7 +189,7 @@ OTHERS: Any = ab  # as an untyped program sees it
     ("call", "advice"),
     [
         (lambda: STEP(*GIVEN, batch_norm="micro"), "Write options=ab.Options(batch_norm=...)."),
-        (lambda: STEP(*GIVEN, batchnorm="micro"), "options=ab.Options(batch_norm=...)."),
+        (lambda: STEP(*GIVEN, batchnorm="micro"), "Did you mean options=ab.Options(batch_norm=...)?"),
         (lambda: STEP(*GIVEN, micro_bach=4), "Did you mean micro_batch=...?"),
         (lambda: STEP(*GIVEN, gradient_accumulation_steps=4), "Write micro_batch=..., the rows"),
         (lambda: STEP(*GIVEN, max_grad_norm=1.0), "Write clip_norm=..., the largest 2-norm"),
