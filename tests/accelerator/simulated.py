@@ -10,8 +10,11 @@ import importlib.util
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Generator
+import warnings
+from collections.abc import Callable, Generator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,7 +39,9 @@ def build() -> Path:
         raise BuildError("this machine has no C++ compiler")
     python = sysconfig.get_paths()["include"]
     folders = [f"-I{folder}" for folder in (*cpp_extension.include_paths(), python)]
-    links = [part for folder in cpp_extension.library_paths() for part in (f"-L{folder}", f"-Wl,-rpath,{folder}")]
+    links = [
+        part for folder in cpp_extension.library_paths() for part in (f"-L{folder}", f"-Wl,-rpath,{folder}")
+    ]
     flags = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}"]
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
     libraries = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
@@ -86,6 +91,21 @@ def load() -> ModuleType:
     torch._register_device_module("sim", sim)
     torch.utils.generate_methods_for_privateuse1_backend()
     return sim
+
+
+def _begin() -> None:
+    """Make the process like those of the tests."""
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    load()
+
+
+@contextmanager
+def process() -> Generator[Callable[..., Any]]:
+    """Give a function that calls a function, with arguments, in a process that has the device."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin) as pool:
+        pool.submit(len, ()).result(timeout=300)  # its thread and process belong to no single test
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=120)
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from contextlib import suppress
 
 import torch
 
+from anybatch.core import accelerator
+
 # Messages of allocators and of libraries that allocate, in lower case.
 _SAYINGS = (
     "defaultcpuallocator: can't allocate memory",
@@ -75,11 +77,10 @@ def released(error: BaseException) -> str:
 
 
 def free_caches() -> None:
-    """Free reference cycles, the cache of autocast and the unused memory of the CUDA allocator."""
+    """Free reference cycles, the cache of autocast and the unused memory of the accelerator's allocator."""
     torch.clear_autocast_cache()
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    accelerator.free_cache()
 
 
 def note_update(error: BaseException, update: int) -> None:
