@@ -5,6 +5,7 @@ is there changes what torch does for everybody.
 """
 
 import fcntl
+import gc
 import hashlib
 import importlib.util
 import shutil
@@ -98,6 +99,7 @@ def _begin() -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     load()
+    gc.freeze()  # each recovery collects garbage
 
 
 @contextmanager

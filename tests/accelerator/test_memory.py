@@ -1,6 +1,7 @@
 """Out of memory on an accelerator with a hard limit: an exact update, or one error and all as before."""
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.accelerator.simulated import limited, load
 from tests.accelerator.test_exact import LIMIT
 from tests.snapshots import assert_same, snapshot
 
-FEATURES, ROWS = 6, 24
+FEATURES, ROWS, SEEDS = 6, 24, 12
 Run = Callable[[ab.Step, Batch], object]
 
 
@@ -25,8 +26,8 @@ def step(run: ab.Step, rows: Batch) -> object:
 
 def window(run: ab.Step, rows: Batch) -> object:
     with run.window() as opened:
-        for start in (0, 13):
-            opened.add(tuple(one[start : start + 13] for one in rows))
+        for start in (0, 9):
+            opened.add(tuple(one[start : start + 9 + 99 * start] for one in rows))
     return opened
 
 
@@ -52,6 +53,7 @@ def made(way: str, draw: random.Random) -> tuple[ab.Step, nn.Module, Batch]:
 def drawn(way: str, seed: int) -> tuple[int, int, int]:
     """Three batches under a drawn limit: updates made, errors raised, allocations that the device refused."""
     sim, run = load(), WAYS[way][1]
+    warnings.filterwarnings("ignore", ".*memory ran out in a few rows")  # the look before the first split
     trial, _, (x, y) = made(way, random.Random(seed))
     rows = moved((x, y))
     sim.reset_peak_memory_stats()
@@ -86,8 +88,8 @@ def drawn(way: str, seed: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_out_of_memory_gives_an_exact_update_or_an_error_that_changes_nothing(sim: Any, way: str) -> None:
-    found = [sim(drawn, way, seed) for seed in range(12)]
+    found = [sim(drawn, way, seed) for seed in range(SEEDS)]
     updates, errors, refused = map(sum, zip(*found, strict=True))
-    assert updates > 12
+    assert updates > SEEDS
     assert errors > 0
     assert refused > errors
