@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
-from tests.accelerator.simulated import load
+from tests.accelerator.simulated import counted, load
 from tests.options import flat
 from tests.toys import ConvNet, Perceptron, Transformer
 
@@ -113,6 +113,25 @@ def clipped_by_value() -> float:
 
 def recomputed() -> float:
     return steps(micro_batch=4, recompute=["layers.*"])
+
+
+def offloaded() -> float:
+    """Tensors large enough to wait in host memory, copied on a side stream."""
+    load()
+    torch.manual_seed(1)
+    model = nn.Sequential(*[Perceptron(FEATURES, FEATURES, width=1024) for _ in range(3)]).double()
+    x, y = batch(0, 9)
+    mean = mean_of((x, y))
+    expected = reference(model, [mean, mean])
+    model = model.to("sim")
+    with counted() as counts:
+        step = ab.Step(
+            model, nn.CrossEntropyLoss(), sgd(model), micro_batch=8, options=ab.Options(recompute="offload")
+        )
+        for _ in range(2):
+            step(moved((x, y)))
+    assert counts["bytes_out"] > 2 * 3 * 8 * 1024 * 8  # in two steps, three blocks of 8 rows of float64
+    return error(model, expected)
 
 
 def window() -> float:
@@ -262,6 +281,7 @@ EXACT = (
     clipped,
     clipped_by_value,
     recomputed,
+    offloaded,
     window,
     model_loss,
     whole_batch,

@@ -5,7 +5,6 @@ is there changes what torch does for everybody.
 """
 
 import fcntl
-import gc
 import hashlib
 import importlib.util
 import shutil
@@ -89,6 +88,7 @@ def load() -> ModuleType:
     sim.mem_get_info = lambda device=None: (native.limit() - native.in_use(), native.limit())
     sim.get_device_name = lambda device=None: "simulated"
     sim.empty_cache = lambda: None
+    sim.Stream, sim.Event = torch.Stream, torch.Event
     torch._register_device_module("sim", sim)
     torch.utils.generate_methods_for_privateuse1_backend()
     return sim
@@ -99,7 +99,6 @@ def _begin() -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     load()
-    gc.freeze()  # each recovery collects garbage
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from anybatch.core import torch_private as private
 
 
 def module_of(kind: str | torch.device) -> Any:
-    """Return the module of a kind of device, such as `torch.cuda`; RuntimeError if it has none."""
-    return torch.get_device_module(kind)
+    """Return the module of a kind of device, such as `torch.cuda`; None if it has none."""
+    return getattr(torch, torch.device(kind).type, None)
 
 
 def find() -> str | None:
@@ -47,9 +47,7 @@ def free_cache() -> None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak of the bytes allocated on a device; None for a CPU, and where it is not counted."""
-    if device.type == "cpu":
-        return None
+    """Return the peak of the bytes allocated on a device; None if they are not counted, as on a CPU."""
     read = getattr(module_of(device), "max_memory_allocated", None)
     return None if read is None else read(device)
 

@@ -14,7 +14,7 @@ _SAYINGS = (
     "defaultcpuallocator: can't allocate memory",
     "defaultcpuallocator: not enough memory",
     "std::bad_alloc",
-    "out of memory",  # CUDA, HIP, MPS, XPU, cuDNN and the operating system
+    "out of memory",  # CUDA, HIP, MPS, XPU, NPU, cuDNN and the operating system
     "cublas_status_alloc_failed",
     "cusolver_status_alloc_failed",
     "cusparse_status_alloc_failed",
@@ -29,6 +29,10 @@ _SAYINGS = (
     "failed to allocate memory",
     "out_of_device_memory",  # XPU
     "out_of_host_memory",
+    "error_out_of_resources",
+    "invalid buffer size: ",  # MPS, like the next line
+    "insufficient memory (0",
+    "failed to apply for memory",  # NPU
 )
 _NUMPYS = re.compile(r"unable to allocate [\d.]+ ?([kmgtpe]i?)?b")  # a slot or a port may be allocated, too
 
