@@ -295,6 +295,24 @@ EXACT = (
 )
 
 
+class Scores(nn.Module):
+    """A part without parameters, which remembers the dtype that it computed in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dtype = (x @ x.T).dtype
+        return x
+
+
+def kept_in_float32() -> torch.dtype:
+    """The dtype of a product in a part that stays in float32 and has no parameters."""
+    load()
+    scores, (x, y) = Scores(), batch(0)
+    model = nn.Sequential(perceptron().float(), scores).to("sim")
+    precision = ab.Precision(compute="bfloat16", keep_float32=("Scores",))
+    ab.Step(model, nn.CrossEntropyLoss(), sgd(model), precision=precision)(moved((x.float(), y)))
+    return scores.dtype
+
+
 def mixed(name: str) -> tuple[float, bool]:
     """A step in mixed precision: its distance from float64, and whether autocast ran in 16 bits."""
     sim = load()

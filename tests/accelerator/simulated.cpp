@@ -3,6 +3,8 @@
 // Each operation copies its operands out, runs the CPU's kernel and moves the results into device memory, so
 // results are the CPU's to the bit. Memory has a hard limit and is filled with 0xFF (NaN) when it is new and when
 // it is freed. What a program does to the device is counted: operations, stops of the host, bytes each way.
+// Copies on a side stream (`non_blocking`) are put off until somebody waits for them, so that a wait that is
+// forgotten gives wrong numbers.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -22,6 +24,8 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
@@ -108,7 +112,32 @@ Tensor seen(const Tensor& t) {
                        at::TensorOptions().dtype(t.dtype()));
 }
 
-Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
+// ---- side streams: copies that wait, each with its place in the stream
+
+struct Queue {
+  std::deque<std::function<void()>> waiting;
+  int64_t done = 0;  // copies made so far
+};
+std::recursive_mutex queues_mutex;
+std::map<int64_t, Queue> queues;  // by the stream's number; 0, the default stream, has none
+thread_local int64_t stream_now = 0;
+
+struct Event {
+  int64_t stream = 0, place = 0;  // the number of copies before it
+};
+
+void catch_up(int64_t stream, int64_t place = INT64_MAX) {
+  std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+  auto& queue = queues[stream];
+  while (queue.done < place && !queue.waiting.empty()) {
+    auto next = std::move(queue.waiting.front());
+    queue.waiting.pop_front();
+    queue.done++;
+    next();
+  }
+}
+
+Tensor copy_from(const Tensor& from, const Tensor& to, bool is_async) {
   if (!inside) {
     if (from.is_cpu()) {
       counts.copies_in++;
@@ -120,9 +149,15 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
       counts.operations++;
     }
   }
-  if (to.numel()) {
+  auto copy = [from, to] {
     at::NoGradGuard off;
-    seen(to).copy_(seen(from));
+    if (to.numel()) seen(to).copy_(seen(from));
+  };
+  if (is_async && stream_now) {
+    std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+    queues[stream_now].waiting.push_back(copy);
+  } else {
+    copy();
   }
   return to;
 }
@@ -234,7 +269,7 @@ Tensor reshape_alias(const Tensor& t, c10::SymIntArrayRef size, c10::SymIntArray
   return at::native::_reshape_alias(t, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
-// ---- the device, as torch asks for it: streams and events exist, and all work is done at once
+// ---- the device, as torch asks for it
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return KIND; }
@@ -242,28 +277,50 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return DEVICE; }
   void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device) const override { return c10::Stream(c10::Stream::UNSAFE, DEVICE, current); }
+  c10::Stream getStream(c10::Device) const override { return c10::Stream(c10::Stream::UNSAFE, DEVICE, stream_now); }
   c10::Stream getDefaultStream(c10::Device) const override { return c10::Stream(c10::Stream::DEFAULT, DEVICE); }
   c10::Stream getNewStream(c10::Device, int = 0) const override { return c10::Stream(c10::Stream::UNSAFE, DEVICE, ++made); }
   c10::Stream exchangeStream(c10::Stream next) const override {
     auto before = getStream(DEVICE);
-    current = next.id();
+    stream_now = next.id();
     return before;
   }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
-    *event = const_cast<Guard*>(this);
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+    if (!*event) *event = new Event;
+    auto& queue = queues[stream.id()];
+    *static_cast<Event*>(*event) = {stream.id(), queue.done + static_cast<int64_t>(queue.waiting.size())};
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
-  void synchronizeEvent(void*) const override { counts.waits++; }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override { counts.waits++; }
-  void synchronizeDevice(const c10::DeviceIndex) const override { counts.waits++; }
+  void block(void* event, const c10::Stream&) const override {
+    auto one = static_cast<Event*>(event);
+    catch_up(one->stream, one->place);
+  }
+  bool queryEvent(void* event) const override {
+    std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+    auto one = static_cast<Event*>(event);
+    return queues[one->stream].done >= one->place;
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void synchronizeEvent(void* event) const override {
+    counts.waits++;
+    block(event, getStream(DEVICE));
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+    return queues[stream.id()].waiting.empty();
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    counts.waits++;
+    catch_up(stream.id());
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    counts.waits++;
+    std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+    for (auto& one : queues) catch_up(one.first);
+  }
 
   inline static std::atomic<int64_t> made{0};
-  inline static thread_local int64_t current = 0;
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from tests.accelerator.programs import EXACT, mixed
+from tests.accelerator.programs import EXACT, kept_in_float32, mixed
 
 LIMIT = 1e-12  # relative to the largest parameter, after two updates with SGD
 ROUGH = {"bf16-mixed": 2**-6, "fp16-mixed": 2**-9}  # a few roundings of the dtype
@@ -21,3 +22,7 @@ def test_mixed_precision_uses_the_autocast_of_the_device(sim: Any, precision: st
     error, is_short = sim(mixed, precision)
     assert is_short
     assert error <= ROUGH[precision]
+
+
+def test_a_part_without_parameters_stays_in_float32(sim: Any) -> None:
+    assert sim(kept_in_float32) == torch.float32

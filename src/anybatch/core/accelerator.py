@@ -14,18 +14,23 @@ def module_of(kind: str | torch.device) -> Any:
     return getattr(torch, torch.device(kind).type, None)
 
 
-def find() -> str | None:
-    """Return the kind of the accelerator that this machine has, such as "cuda"; None without one."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+def built() -> str | None:
+    """Return the kind of accelerator that torch was built for, such as "cuda"; None without one."""
+    found = torch.accelerator.current_accelerator()  # costs a microsecond, and initializes nothing
     return None if found is None else found.type
+
+
+def find() -> str | None:
+    """Return the kind of the accelerator that this machine has; None without one."""
+    return built() if torch.accelerator.is_available() else None
 
 
 def in_use() -> Any:
     """Return the module of the accelerator if the process has begun to use it; else None."""
-    built = torch.accelerator.current_accelerator()  # costs a microsecond, and initializes nothing
-    if built is None:
+    kind = built()
+    if kind is None:
         return None
-    module = module_of(built)
+    module = module_of(kind)
     return module if getattr(module, "is_initialized", torch.accelerator.is_available)() else None
 
 
