@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
+from anybatch.state import rng
 from tests.accelerator.simulated import counted, load
 from tests.options import flat
 from tests.toys import ConvNet, Perceptron, Transformer
@@ -293,6 +294,19 @@ EXACT = (
     convolution,
     transformer,
 )
+
+
+def drawn_again() -> list[list[float]]:
+    """Numbers that the device draws from one captured state, the last time as an older checkpoint has it."""
+    load()
+    state = rng.capture_process()
+    older = {**state, "cuda": state["devices"]}
+    del older["devices"]
+    found: list[list[float]] = []
+    for one in (state, state, older):
+        rng.restore_process(one)
+        found.append(torch.rand(3, device="sim").tolist())
+    return found
 
 
 class Scores(nn.Module):
