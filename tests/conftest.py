@@ -128,6 +128,19 @@ def four() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def sim() -> Iterator[Callable[..., Any]]:
+    """Call functions in the process of the simulated accelerator; skip where it cannot be built."""
+    from tests.accelerator.simulated import BuildError, build, process
+
+    try:
+        build()
+    except BuildError as error:
+        pytest.skip(f"the simulated accelerator cannot be built: {error}")
+    with process() as call:
+        yield call
+
+
+@pytest.fixture(scope="session")
 def ray() -> None:
     """Skip where Ray is not there, or where this machine cannot start it: tried once, without anybatch."""
     if find_spec("ray") is None:

@@ -17,6 +17,11 @@ CUDA error: out of memory
 HIP out of memory. Tried to allocate 1 GiB
 MPS backend out of memory (MPS allocated: 1 GB)
 XPU out of memory.
+Invalid buffer size: 19.38 GiB
+Command buffer failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)
+Native API failed. Native API returns: 40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)
+NPU out of memory. Tried to allocate 22.00 MiB (NPU 0; 60.97 GiB total capacity)
+NPU function error: error code is 207001 [Error]: Failed to apply for memory.
 could not create a memory object
 could not create a primitive
 Unable to allocate 1.00 GiB for an array with shape (2,)"""
@@ -31,6 +36,7 @@ OTHER: list[BaseException] = [
     ValueError("out of memory"),
     KeyboardInterrupt(),
     RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: too many registers"),
     RuntimeError("could not create a primitive descriptor for an LSTM forward propagation primitive"),
     RuntimeError("replay memory: unable to allocate slot 7 of 8"),
 ]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from anybatch.check.rows import Axis, RowPart, find_axis, select, take
-from anybatch.state import SeenDraws, device_of, expected_of_bernoulli, has_own_generator, rng, stream_of
+from anybatch.core import accelerator
+from anybatch.state import SeenDraws, device_of, expected_of_bernoulli, has_own_generator, rng
 
 Place = tuple[str, bytes]  # a stream and its state
 
@@ -61,7 +62,8 @@ class Draws(SeenDraws):
         self._part = part
         now = rng.capture()
         self._next = {"cpu": bytes(now.cpu.tolist())}
-        self._next |= {f"cuda:{index}": bytes(one.tolist()) for index, one in enumerate(now.cuda)}
+        streams = zip(accelerator.generators(), now.devices, strict=True)
+        self._next |= {str(stream.device): bytes(state.tolist()) for stream, state in streams}
         self.count = self.unreplayed = 0
 
     def restarted(self, *, without_dropout: bool = False) -> "Draws":
@@ -92,7 +94,7 @@ class Draws(SeenDraws):
         """Replay a draw of the whole batch, or record it."""
         self.count += 1
         device = device_of(args, kwargs)
-        stream = stream_of(device)
+        stream = accelerator.generator_of(device)
         is_own = has_own_generator(args, kwargs)
         if not is_own and "bernoulli_" in func.__name__:
             self.has_dropout = True

@@ -23,6 +23,7 @@ from anybatch.core import (
     DataError,
     PlanError,
     RankError,
+    accelerator,
     counted,
     format_bytes,
     format_count,
@@ -477,17 +478,19 @@ def _free_folder(wanted: Path) -> Path:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device of a name; "auto" is CUDA if available. Each rank has its own CUDA device."""
+    """Return the device of a name; "auto" is the accelerator if there is one. Each rank has its own."""
+    here = accelerator.find() or "cpu"
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and is_launched():
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
+        name = "cpu" if here == "mps" else here  # MPS has no float64, and nothing was tried there
+    if name == here != "cpu" and is_launched():
+        name = f"{name}:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)
         torch.ones(1, device=device).item()  # raises on a device without memory, such as meta
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise PlanError(
-            f"Expected a device of this machine, got {name!r} ({reason}). Use cpu, cuda or auto."
+            f"Expected a device of this machine, got {name!r} ({reason}). Use cpu, "
+            f"{'cuda' if here == 'cpu' else here} or auto."
         ) from None
     return device

@@ -18,6 +18,8 @@ from anybatch.core import (
     SampleBatch,
     TrimmedBatch,
     cut_sizes,
+    ran_out_of_memory,
+    released,
     torch_private as private,
     tree,
 )
@@ -34,7 +36,7 @@ _AGAIN = 4  # repetitions before a refusal: hidden random numbers may be equal b
 def error_of(task: Task, batch: Batch, plan: Plan) -> Exception | None:
     """Return the error that two rows raise in forward and backward; None if there is none."""
     rows = min(2, batch.rows)
-    with _few_rows(task, batch, rows) as (task, few), suppress(OutOfMemoryError):
+    with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as (task, few):
         found = outcome_of(task, few, plan, Split((few.rows,)))
         return found if isinstance(found, Exception) else None
     return None
@@ -69,7 +71,7 @@ def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: i
     # A loss over all rows may pair rows by their places.
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt = Doubt("memory ran out in a few rows")
-    with _few_rows(task, batch, rows) as (task, few):
+    with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as (task, few):
         for size, small in dict.fromkeys([(most, least), (most, 2), (2, least), (2, 1)]):
             with suppress(OutOfMemoryError):
                 cuts = _cuts(few.rows, size, small, is_mixed=is_mixed)
@@ -93,7 +95,7 @@ def read_rows(
     rows = min(ROWS, batch.rows, max(6, batch.rows // 4))
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt = Doubt("memory ran out in a few rows")
-    with _few_rows(task, batch, rows) as (task, few), suppress(OutOfMemoryError):
+    with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as (task, few):
         cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
         if check:
             return _FewRows(task, few, plan).compare(2, cuts)
@@ -116,8 +118,13 @@ def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> I
 @contextmanager
 def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[tuple[Task, Batch]]:
     with rng.preserved():  # `collate` may draw
-        task, few = only_rows(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
-        noted = reached_by(task, few)
+        try:
+            task, few = only_rows(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
+            noted = reached_by(task, few)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(released(error)) from None  # to look at rows takes memory, too
         try:
             with read_afresh(task.model):
                 yield task, few

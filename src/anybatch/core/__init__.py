@@ -1,6 +1,11 @@
 """Foundations: errors, units, nested tensors, batches, totals and reports."""
 
-from anybatch.core import errors as errors, torch_private as torch_private, tree as tree
+from anybatch.core import (
+    accelerator as accelerator,
+    errors as errors,
+    torch_private as torch_private,
+    tree as tree,
+)
 from anybatch.core.batch import (
     Batch as Batch,
     Collate as Collate,

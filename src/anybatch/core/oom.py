@@ -7,12 +7,14 @@ from contextlib import suppress
 
 import torch
 
+from anybatch.core import accelerator
+
 # Messages of allocators and of libraries that allocate, in lower case.
 _SAYINGS = (
     "defaultcpuallocator: can't allocate memory",
     "defaultcpuallocator: not enough memory",
     "std::bad_alloc",
-    "out of memory",  # CUDA, HIP, MPS, XPU, cuDNN and the operating system
+    "out of memory",  # CUDA, HIP, MPS, XPU, NPU, cuDNN and the operating system
     "cublas_status_alloc_failed",
     "cusolver_status_alloc_failed",
     "cusparse_status_alloc_failed",
@@ -27,6 +29,10 @@ _SAYINGS = (
     "failed to allocate memory",
     "out_of_device_memory",  # XPU
     "out_of_host_memory",
+    "error_out_of_resources",
+    "invalid buffer size: ",  # MPS, like the next line
+    "insufficient memory (0",
+    "failed to apply for memory",  # NPU
 )
 _NUMPYS = re.compile(r"unable to allocate [\d.]+ ?([kmgtpe]i?)?b")  # a slot or a port may be allocated, too
 
@@ -75,11 +81,10 @@ def released(error: BaseException) -> str:
 
 
 def free_caches() -> None:
-    """Free reference cycles, the cache of autocast and the unused memory of the CUDA allocator."""
+    """Free reference cycles, the cache of autocast and the unused memory of the accelerator's allocator."""
     torch.clear_autocast_cache()
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    accelerator.free_cache()
 
 
 def mark_written(error: BaseException) -> None:

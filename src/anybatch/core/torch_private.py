@@ -388,6 +388,13 @@ def hooks_of_optimizer(optimizer: Optimizer) -> list[Callable[..., Any]]:
     return [hook for name in STEP_HOOKS for hook in getattr(optimizer, name, {}).values()]
 
 
+def default_generators(device_module: Any) -> Sequence[torch.Generator]:
+    """Return the default generators of a module such as `torch.cuda`; MPS has one. If missing: none."""
+    found: Any = getattr(device_module, "default_generators", None)
+    mps: Any = getattr(device_module, "_get_default_mps_generator", None)
+    return found or (() if mps is None else (mps(),))
+
+
 def default_store(c10d: Any) -> Any:
     """Return the store of the default process group in `torch.distributed`'s c10d. If missing: None."""
     read: Any = getattr(c10d, "_get_default_store", lambda: None)

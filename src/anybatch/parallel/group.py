@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anybatch.core import RankError, torch_private as private
+from anybatch.core import RankError, accelerator, torch_private as private
 
 _SIZE = 4096  # bytes of a message; fixed, so that all ranks send and expect the same size
 
@@ -29,14 +29,16 @@ def rank(group: Group = None) -> int:
 
 
 def start_under_torchrun() -> None:
-    """Initialise the process group under torchrun: gloo for messages, NCCL for gradients on CUDA."""
+    """Initialise the process group under torchrun: gloo for messages, the accelerator's own for gradients."""
     if not dist.is_available() or dist.is_initialized() or not dist.is_torchelastic_launched():
         return
     # This module holds the group that exists when it is imported, and torch imports it in an optimizer's
     # first step. A held group cannot end before the interpreter does, and then gloo's threads abort.
     importlib.import_module("torch.distributed.nn.functional")
-    is_on_cuda = torch.cuda.is_available() and dist.is_nccl_available()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if is_on_cuda else "gloo")
+    kind = accelerator.find()
+    own = dist.Backend.default_device_backend_map.get(kind or "cpu", "gloo")  # NCCL, XCCL, HCCL
+    is_there = own != "gloo" and dist.is_backend_available(own)
+    dist.init_process_group(f"cpu:gloo,{kind}:{own}" if is_there else "gloo")
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
@@ -52,7 +54,8 @@ def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, 
             f"Expected a message to other ranks of at most {_SIZE} bytes, got {len(said)}: "
             f"{said[:80].decode(errors='replace')}... Use fewer or shorter names of loss terms."
         )
-    device = torch.device("cpu" if "cpu" in str(dist.get_backend_config(group)) else "cuda")
+    backends = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
+    device = torch.device("cpu" if "cpu" in backends else backends.partition(":")[0])
     heard = bytearray(_SIZE * ranks(group))
     host = torch.frombuffer(heard, dtype=torch.uint8)
     received = [*host.to(device).split(_SIZE)]  # on the CPU without a copy: `heard` receives the messages

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import SHORT_DTYPES, is_recomputing, mould, parts, torch_private as private
+from anybatch.core import SHORT_DTYPES, accelerator, is_recomputing, mould, parts, torch_private as private
 
 
 class Wrapper:
@@ -136,9 +136,13 @@ class Inner(Wrapper):
 class AutocastOff(Wrapper):
     """The wrapper of a float32 module under autocast: disables autocast and casts inputs to float32."""
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._kinds = {"cpu", accelerator.built() or "cpu"}  # where a module without parameters may run
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the module."""
-        kinds = {p.device.type for p in self._module.parameters()} or {"cpu", "cuda"}
+        kinds = {p.device.type for p in self._module.parameters()} or self._kinds
         found = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
         if not found:
             return self._forward(*args, **kwargs)

@@ -4,14 +4,14 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from anybatch.core import PlanError, moving, tensors_in, torch_private as private
+from anybatch.core import PlanError, accelerator, moving, tensors_in, torch_private as private
 
 #: Smaller tensors stay on the device: the latency of a copy is longer than its transfer.
 SMALLEST = 64 * 1024
@@ -34,7 +34,7 @@ class HostLink:
         """Order the following computation after the mark."""
 
 
-class CudaLink(HostLink):
+class StreamLink(HostLink):
     """Copies on a separate stream, parallel to the computation, from and to pinned memory.
 
     All device memory is allocated on the computing stream. The streams wait for each other before each copy,
@@ -44,7 +44,7 @@ class CudaLink(HostLink):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side = torch.cuda.Stream(device)
+        self._side = torch.Stream(device)
 
     def away(self, flat: Tensor) -> tuple[Tensor, Any]:
         """Copy to pinned memory."""
@@ -58,13 +58,13 @@ class CudaLink(HostLink):
 
     def wait(self, mark: Any) -> None:
         """Make the computing stream wait."""
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        torch.accelerator.current_stream(self._device).wait_event(mark)
 
-    def _copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event:
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
+    def _copy(self, to: Tensor, source: Tensor) -> torch.Event:
+        self._side.wait_stream(torch.accelerator.current_stream(self._device))
+        with accelerator.on_stream(self._side):
             to.copy_(source, non_blocking=True)
-            return cast(torch.cuda.Event, self._side.record_event())
+            return self._side.record_event()
 
 
 def _nothing() -> None:
@@ -223,5 +223,5 @@ class Offload:
 
     def _link(self, device: torch.device) -> HostLink:
         if device not in self._links:
-            self._links[device] = CudaLink(device) if device.type == "cuda" else HostLink()
+            self._links[device] = StreamLink(device) if accelerator.has_streams(device) else HostLink()
         return self._links[device]

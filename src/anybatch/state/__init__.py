@@ -7,7 +7,6 @@ from anybatch.state.draws import (
     expected_of_bernoulli as expected_of_bernoulli,
     has_own_generator as has_own_generator,
     plain_kernels as plain_kernels,
-    stream_of as stream_of,
 )
 from anybatch.state.objects import Contents as Contents, ObjectState as ObjectState, Reachable as Reachable
 from anybatch.state.snapshot import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anybatch.core import torch_private as private
+from anybatch.core import accelerator, torch_private as private
 
 
 class SeenDraws(private.TorchDispatchMode):
@@ -92,7 +92,7 @@ def plain_kernels() -> Generator[None]:
     with ExitStack() as stack:
         if private.is_compiler_loaded():
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        if torch.cuda.is_initialized():
+        if accelerator.in_use() is not None:
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield
@@ -106,7 +106,7 @@ def expected_of_bernoulli(args: Sequence[Any]) -> Tensor:
 
 def has_own_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return True if the numbers come from another generator than the device's default one."""
-    stream = stream_of(device_of(args, kwargs))
+    stream = accelerator.generator_of(device_of(args, kwargs))
     return any(isinstance(one, torch.Generator) and one is not stream for one in (*args, *kwargs.values()))
 
 
@@ -116,15 +116,8 @@ def device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
         if isinstance(value, Tensor):
             return value.device
     device = torch.device(kwargs.get("device") or "cpu")
-    # A CUDA device without an index is the current one.
-    return torch.empty(0, device=device).device if device.type == "cuda" else device
-
-
-def stream_of(device: torch.device) -> torch.Generator:
-    """Return the default generator of a device."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
+    # An accelerator without an index is the current one.
+    return device if device.type in ("cpu", "meta") else torch.empty(0, device=device).device
 
 
 def _is_idle(func: Any, args: Sequence[Any]) -> bool:

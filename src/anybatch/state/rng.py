@@ -11,27 +11,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anybatch.core import loaded, numpy_random, torch_private as private
+from anybatch.core import accelerator, loaded, numpy_random, torch_private as private
 
 
 class RandomState(NamedTuple):
     """The states of torch's default generators and of some others."""
 
     cpu: Tensor  # uint8
-    cuda: tuple[Tensor, ...] = ()  # uint8, one per device; empty if CUDA is not initialised
+    devices: tuple[Tensor, ...] = ()  # uint8, one per device of the accelerator; empty if it is not in use
     others: tuple[tuple[Any, Any], ...] = ()  # (generator, state)
 
 
 def capture(generators: Iterable[Any] = ()) -> RandomState:
     """Return the states of torch's default generators and of these, also Python's and NumPy's."""
-    cuda = tuple([one.get_state() for one in _of_cuda()])
-    return RandomState(torch.get_rng_state(), cuda, tuple([(one, ways(one)[0]()) for one in generators]))
+    devices = tuple([one.get_state() for one in accelerator.generators()])
+    return RandomState(torch.get_rng_state(), devices, tuple([(one, ways(one)[0]()) for one in generators]))
 
 
 def restore(state: RandomState) -> None:
     """Set all generators to their captured states."""
     torch.set_rng_state(state.cpu)
-    for generator, one in zip(_of_cuda(), state.cuda, strict=False):
+    for generator, one in zip(accelerator.generators(), state.devices, strict=False):
         generator.set_state(one)
     for generator, one in state.others:
         ways(generator)[1](one)
@@ -39,9 +39,10 @@ def restore(state: RandomState) -> None:
 
 def is_same(one: RandomState, other: RandomState, *, of: Sequence[Any] | None = None) -> bool:
     """Return True if two states are equal; with `of`, compare only these of the other generators."""
-    if len(one.cuda) != len(other.cuda):  # CUDA was initialised in between
+    if len(one.devices) != len(other.devices):  # the accelerator was initialised in between
         return False
-    pairs = list(zip((one.cpu, *one.cuda), (other.cpu, *other.cuda), strict=True)) if of is None else []
+    ones, others = (one.cpu, *one.devices), (other.cpu, *other.devices)
+    pairs = list(zip(ones, others, strict=True)) if of is None else []
     pairs += [
         (a, b)
         for (generator, a), (_, b) in zip(one.others, other.others, strict=False)
@@ -75,10 +76,6 @@ def is_generator(kind: type) -> bool:
     return issubclass(kind, (torch.Generator, *of_numpy))
 
 
-def _of_cuda() -> Sequence[torch.Generator]:
-    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-
-
 def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
@@ -110,8 +107,8 @@ def derive_seed(seed: int, *keys: int | str) -> int:
 
 
 def seed_process(seed: int) -> None:
-    """Seed torch's, Python's and NumPy's streams; CUDA's only if it is initialised."""
-    for generator in (torch.default_generator, *_of_cuda()):  # torch.manual_seed would seed CUDA later
+    """Seed torch's, Python's and NumPy's streams; an accelerator's only if it is in use."""
+    for generator in (torch.default_generator, *accelerator.generators()):  # manual_seed would seed it later
         generator.manual_seed(seed)
     random.seed(seed)
     if (numpy := numpy_random()) is not None:
@@ -122,7 +119,7 @@ def capture_process() -> dict[str, Any]:
     """Return the states of torch's, Python's and, if loaded, NumPy's streams: tensors, tuples and numbers."""
     with private.disable_current_modes():  # real tensors even while a step is traced
         torch_state = capture()
-        state = {"cpu": torch_state.cpu, "cuda": torch_state.cuda, "python": random.getstate()}
+        state = {"cpu": torch_state.cpu, "devices": torch_state.devices, "python": random.getstate()}
         if (numpy := numpy_random()) is not None:
             name, keys, *rest = numpy.get_state()
             state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
@@ -130,10 +127,10 @@ def capture_process() -> dict[str, Any]:
 
 
 def restore_process(state: Mapping[str, Any]) -> None:
-    """Restore the result of `capture_process`; CUDA's only if there are as many devices."""
+    """Restore the result of `capture_process`; an accelerator's only if it has as many devices."""
     with private.disable_current_modes():
-        cuda = tuple(state["cuda"]) if len(state["cuda"]) == torch.cuda.device_count() else ()
-        restore(RandomState(cpu=state["cpu"], cuda=cuda))
+        saved = tuple(state["devices"] if "devices" in state else state["cuda"])  # its name until 2026-11-25
+        restore(RandomState(state["cpu"], saved if len(saved) == torch.accelerator.device_count() else ()))
         random.setstate(state["python"])
         if "numpy" in state and (numpy := numpy_random()) is not None:
             name, keys, *rest = state["numpy"]

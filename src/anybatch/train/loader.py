@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from anybatch.core import BatchError, CheckpointError, SampleBatch, TensorBatch, tree
+from anybatch.core import BatchError, CheckpointError, SampleBatch, TensorBatch, accelerator, tree
 from anybatch.state import rng
 from anybatch.step import Step
 from anybatch.train.serialize import Packer, digest_of
@@ -246,7 +246,7 @@ def _brought(batch: Any, step: Step) -> Any:
         return batch
     device = next(step.model.parameters()).device
     # A copy to the host must be complete before it is read.
-    return tree.map_leaves(lambda leaf: leaf.to(device, non_blocking=device.type == "cuda"), batch)
+    return tree.map_leaves(lambda leaf: leaf.to(device, non_blocking=accelerator.has_streams(device)), batch)
 
 
 def _length(data: Any) -> int | None:

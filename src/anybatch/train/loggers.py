@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import EpochReport, RunInfo, StepReport
+from anybatch.core import EpochReport, RunInfo, StepReport, accelerator
 from anybatch.losses import function_of
 from anybatch.step import Step
 from anybatch.train.callbacks import TrainerCallback, records
@@ -142,7 +142,7 @@ def describe(run: Any) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "anybatch": version,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+            "device": platform.machine() if device.type == "cpu" else accelerator.name_of(device),
             "cores": os.cpu_count(),
         },
         "command": ["anybatch", *sys.argv[1:]] if is_command else None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.core import Callback, EpochReport, RunInfo, StepReport, format_bytes, format_count
+from anybatch.core import Callback, EpochReport, RunInfo, StepReport, accelerator, format_bytes, format_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,9 +97,10 @@ def _import_rich() -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory in bytes: allocated on CUDA, resident elsewhere; 0 if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """Return the peak memory in bytes: allocated on an accelerator, resident elsewhere; 0 if unknown."""
+    allocated = accelerator.peak_bytes(device)
+    if allocated is not None:
+        return allocated
     if sys.platform == "win32":
         return 0
     import resource  # not available on every system

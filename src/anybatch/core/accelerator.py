@@ -1,0 +1,80 @@
+"""Accelerators: memory, caches, streams, random streams and backends, for every kind of device"""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from anybatch.core import torch_private as private
+
+
+def module_of(kind: str | torch.device) -> Any:
+    """Return the module of a kind of device, such as `torch.cuda`; None if it has none."""
+    return getattr(torch, torch.device(kind).type, None)
+
+
+def built() -> str | None:
+    """Return the kind of accelerator that torch was built for, such as "cuda"; None without one."""
+    found = torch.accelerator.current_accelerator()  # costs a microsecond, and initializes nothing
+    return None if found is None else found.type
+
+
+def find() -> str | None:
+    """Return the kind of the accelerator that this machine has; None without one."""
+    return built() if torch.accelerator.is_available() else None
+
+
+def in_use() -> Any:
+    """Return the module of the accelerator if the process has begun to use it; else None."""
+    kind = built()
+    if kind is None:
+        return None
+    module = module_of(kind)
+    return module if getattr(module, "is_initialized", torch.accelerator.is_available)() else None
+
+
+def generators() -> Sequence[torch.Generator]:
+    """Return the default random generators of the accelerator's devices; none before its first use."""
+    module = in_use()
+    return () if module is None else private.default_generators(module)
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return the default random generator of a device."""
+    found = () if device.type == "cpu" else generators()
+    return found[device.index or 0] if found else torch.default_generator
+
+
+def free_cache() -> None:
+    """Give unused memory of the accelerator's allocator back."""
+    getattr(in_use(), "empty_cache", tuple)()
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the peak of the bytes allocated on a device; None if they are not counted, as on a CPU."""
+    read = getattr(module_of(device), "max_memory_allocated", None)
+    return None if read is None else read(device)
+
+
+def name_of(device: torch.device) -> str:
+    """Return the name of the card, or the kind of device where it has none."""
+    read = getattr(module_of(device), "get_device_name", None)
+    return device.type if read is None else read(device)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return True if copies may run beside the computation of a device."""
+    return device.type != "cpu" and hasattr(module_of(device), "Stream")
+
+
+@contextmanager
+def on_stream(stream: torch.Stream) -> Generator[None]:
+    """Run operations on a stream for a while."""
+    device, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)

@@ -1,0 +1,339 @@
+"""Programs on the simulated accelerator, and how far they are from the CPU's whole batch.
+
+The reference is one forward and one backward of the whole batch on the CPU in float64, and SGD.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.state import rng
+from tests.accelerator.simulated import counted, load
+from tests.options import flat
+from tests.toys import ConvNet, Perceptron, Transformer
+
+FEATURES, CLASSES, ROWS = 5, 4, 11
+Batch = tuple[Tensor, Tensor]
+
+
+class OwnLoss(nn.Module):
+    """A model that returns its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Perceptron(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        scores = self.body(x)
+        return scores if labels is None else {"loss": F.cross_entropy(scores, labels), "logits": scores}
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(1)
+    return Perceptron(FEATURES, CLASSES).double()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def batch(seed: int, rows: int = ROWS) -> Batch:
+    """A batch whose rows do not all count, so that micro-batches have unequal weights."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, FEATURES, generator=draw, dtype=torch.float64)
+    y = torch.randint(CLASSES, (rows,), generator=draw)
+    return x, y.where(torch.arange(rows) % 3 != 1, -100)
+
+
+def moved(value: Any) -> Any:
+    """A batch on the device."""
+    if isinstance(value, dict):
+        return {name: one.to("sim") for name, one in value.items()}
+    return tuple(one.to("sim") for one in value)
+
+
+def reference(
+    model: nn.Module, means: Sequence[Callable[[nn.Module], Tensor]], clip: Any = None
+) -> nn.Module:
+    """The model after an update for each mean, each with one forward and one backward."""
+    model = copy.deepcopy(model)
+    optimizer = sgd(model)
+    for mean in means:
+        optimizer.zero_grad()
+        mean(model).backward()
+        if clip is not None:
+            clip(model.parameters())
+        optimizer.step()
+    return model
+
+
+def error(model: nn.Module, expected: nn.Module) -> float:
+    """The largest difference of two models' parameters, relative to the largest parameter."""
+    found = [one.detach().cpu().double() for one in model.parameters()]
+    wanted = [one.detach() for one in expected.parameters()]
+    largest = max(float(one.abs().max()) for one in wanted)
+    return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)) / largest
+
+
+def mean_of(rows: Batch) -> Callable[[nn.Module], Tensor]:
+    return lambda model: F.cross_entropy(model(rows[0]), rows[1])
+
+
+def steps(clip: Any = None, **options: Any) -> float:
+    """Two steps with a loss of torch."""
+    load()
+    batches, model = [batch(0), batch(1)], perceptron()
+    expected = reference(model, [mean_of(one) for one in batches], clip)
+    model = model.to("sim")
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd(model), **flat(options))
+    for one in batches:
+        step(moved(one))
+    return error(model, expected)
+
+
+def plain() -> float:
+    return steps()
+
+
+def cut() -> float:
+    return steps(micro_batch=3)
+
+
+def clipped() -> float:
+    return steps(lambda ones: nn.utils.clip_grad_norm_(ones, 0.05), micro_batch=3, clip_norm=0.05)
+
+
+def clipped_by_value() -> float:
+    return steps(lambda ones: nn.utils.clip_grad_value_(ones, 0.01), micro_batch=4, clip_value=0.01)
+
+
+def recomputed() -> float:
+    return steps(micro_batch=4, recompute=["layers.*"])
+
+
+def offloaded() -> float:
+    """Tensors large enough to wait in host memory, copied on a side stream."""
+    load()
+    torch.manual_seed(1)
+    model = nn.Sequential(*[Perceptron(FEATURES, FEATURES, width=1024) for _ in range(3)]).double()
+    x, y = batch(0, 9)
+    mean = mean_of((x, y))
+    expected = reference(model, [mean, mean])
+    model = model.to("sim")
+    with counted() as counts:
+        step = ab.Step(
+            model, nn.CrossEntropyLoss(), sgd(model), micro_batch=8, options=ab.Options(recompute="offload")
+        )
+        for _ in range(2):
+            step(moved((x, y)))
+    assert counts["bytes_out"] > 2 * 3 * 8 * 1024 * 8  # in two steps, three blocks of 8 rows of float64
+    return error(model, expected)
+
+
+def window() -> float:
+    """Two windows of three `add`s of unequal sizes."""
+    load()
+    batches, model = [batch(0), batch(1)], perceptron()
+    expected = reference(model, [mean_of(one) for one in batches])
+    model = model.to("sim")
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd(model), micro_batch=2)
+    for x, y in batches:
+        with step.window() as opened:
+            for start, end in ((0, 5), (5, 6), (6, ROWS)):
+                opened.add(moved((x[start:end], y[start:end])))
+    return error(model, expected)
+
+
+def model_loss() -> float:
+    load()
+    torch.manual_seed(1)
+    model, rows = OwnLoss().double(), batch(0)
+    expected = reference(model, [lambda one: one(*rows)["loss"]] * 2)
+    model = model.to("sim")
+    step = ab.Step(model, ab.ModelLoss(), sgd(model), micro_batch=3)
+    for _ in range(2):
+        step(moved({"x": rows[0], "labels": rows[1]}))
+    return error(model, expected)
+
+
+def contrast(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs @ outputs.T, targets.clamp(0, 3))
+
+
+def whole_batch() -> float:
+    load()
+    model, (x, y) = perceptron(), batch(0)
+    expected = reference(model, [lambda one: contrast(one(x), y)] * 2)
+    model = model.to("sim")
+    step = ab.Step(model, ab.WholeBatch(contrast), sgd(model), micro_batch=3)
+    for _ in range(2):
+        step(moved((x, y)))
+    return error(model, expected)
+
+
+def whole_batch_with_dropout() -> float:
+    """The second pass draws the masks of the first: cut, the gradient is that of one draw of the device.
+
+    The reference runs on the device: micro-batch after micro-batch forward, then one backward.
+    """
+    sim = load()
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, CLASSES)).double()
+    x, y = moved(batch(0))
+    twin = copy.deepcopy(model).to("sim")
+    sim.default_generators[0].manual_seed(7)
+    contrast(torch.cat([twin(x[start : start + 3]) for start in range(0, ROWS, 3)]), y).backward()
+    sgd(twin).step()
+    model = model.to("sim")
+    step = ab.Step(model, ab.WholeBatch(contrast), sgd(model), micro_batch=3, options=ab.Options(check=False))
+    sim.default_generators[0].manual_seed(7)
+    step((x, y))
+    return error(model, twin.cpu())
+
+
+def drop() -> float:
+    """Rows 3, 4 and 5 are a micro-batch, and one of them is not finite."""
+    load()
+    model, (x, y) = perceptron(), batch(0)
+    rest = torch.tensor([0, 1, 2, *range(6, ROWS)])
+    expected = reference(model, [mean_of((x[rest], y[rest]))])
+    x[5] = torch.nan
+    model = model.to("sim")
+    step = ab.Step(
+        model, nn.CrossEntropyLoss(), sgd(model), micro_batch=3, options=ab.Options(non_finite="drop")
+    )
+    report = step(moved((x, y)))
+    assert report.updated
+    return error(model, expected)
+
+
+def skip() -> float:
+    """No update for a batch that is not finite; then one for a batch that is."""
+    load()
+    model, (x, y) = perceptron(), batch(0)
+    expected = reference(model, [mean_of(batch(1))])
+    x[5] = torch.nan
+    model = model.to("sim")
+    step = ab.Step(
+        model, nn.CrossEntropyLoss(), sgd(model), micro_batch=3, options=ab.Options(non_finite="skip")
+    )
+    assert not step(moved((x, y))).updated
+    assert step(moved(batch(1))).updated
+    return error(model, expected)
+
+
+def batch_loss() -> float:
+    load()
+    rows, model = batch(0), perceptron()
+    expected = reference(model, [mean_of(rows)] * 2)
+    model = model.to("sim")
+    optimizer = sgd(model)
+    loss = ab.BatchLoss(model, nn.CrossEntropyLoss(), micro_batch=3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(moved(rows)).backward()
+        optimizer.step()
+    return error(model, expected)
+
+
+def trainer() -> float:
+    """Three epochs of one batch, which the trainer shuffles and brings to the device."""
+    load()
+    rows, model = batch(0, 2 * ROWS), perceptron()
+    expected = reference(model, [mean_of(rows)] * 3)
+    model = model.to("sim")
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd(model), micro_batch=3)
+    ab.Trainer(step, rows, batch_size=2 * ROWS, progress=False).fit(epochs=3)
+    return error(model, expected)
+
+
+def of(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    """Two steps of a model on a batch, cut."""
+    expected = reference(model, [mean_of((x, y))] * 2)
+    model = model.to("sim")
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd(model), micro_batch=2)
+    for _ in range(2):
+        step(moved((x, y)))
+    return error(model, expected)
+
+
+def convolution() -> float:
+    load()
+    torch.manual_seed(1)
+    x, y = torch.randn(5, 2, 4, 4, dtype=torch.float64), torch.randint(3, (5, 4, 4))
+    return of(ConvNet(2, 3).double(), x, y)
+
+
+def transformer() -> float:
+    load()
+    torch.manual_seed(1)
+    tokens = torch.randint(1, 9, (5, 6))
+    return of(Transformer(9).double(), tokens, tokens.roll(-1, 1).where(tokens != 3, -100))
+
+
+EXACT = (
+    plain,
+    cut,
+    clipped,
+    clipped_by_value,
+    recomputed,
+    offloaded,
+    window,
+    model_loss,
+    whole_batch,
+    whole_batch_with_dropout,
+    drop,
+    skip,
+    batch_loss,
+    trainer,
+    convolution,
+    transformer,
+)
+
+
+def drawn_again() -> list[list[float]]:
+    """Numbers that the device draws from one captured state, the last time as an older checkpoint has it."""
+    load()
+    state = rng.capture_process()
+    older = {**state, "cuda": state["devices"]}
+    del older["devices"]
+    found: list[list[float]] = []
+    for one in (state, state, older):
+        rng.restore_process(one)
+        found.append(torch.rand(3, device="sim").tolist())
+    return found
+
+
+class Scores(nn.Module):
+    """A part without parameters, which remembers the dtype that it computed in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dtype = (x @ x.T).dtype
+        return x
+
+
+def kept_in_float32() -> torch.dtype:
+    """The dtype of a product in a part that stays in float32 and has no parameters."""
+    load()
+    scores, (x, y) = Scores(), batch(0)
+    model = nn.Sequential(perceptron().float(), scores).to("sim")
+    precision = ab.Precision(compute="bfloat16", keep_float32=("Scores",))
+    ab.Step(model, nn.CrossEntropyLoss(), sgd(model), precision=precision)(moved((x.float(), y)))
+    return scores.dtype
+
+
+def mixed(name: str) -> tuple[float, bool]:
+    """A step in mixed precision: its distance from float64, and whether autocast ran in 16 bits."""
+    sim = load()
+    rows, model = batch(0), perceptron().float()
+    expected = reference(copy.deepcopy(model).double(), [mean_of(rows)])
+    model, seen = model.to("sim"), set[torch.dtype]()
+    model.layers[0].register_forward_hook(lambda _, __, output: seen.add(output.dtype))
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd(model), micro_batch=3, precision=name)
+    assert step(moved((rows[0].float(), rows[1]))).updated
+    return error(model, expected), seen <= {*sim.get_amp_supported_dtype()}
