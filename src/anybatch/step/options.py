@@ -105,7 +105,7 @@ _FOREIGN = {
     "accumulation_steps": _STEPS_SIZE,  # gradient accumulation
     "gradient_accumulation_steps": _STEPS_SIZE,  # gradient accumulation by another name
     **dict.fromkeys(("accumulate_grad_batches", "accum_steps", "grad_accum_steps"), _STEPS_SIZE),
-    **dict.fromkeys(("num_micro_batches", "n_micro_batches", "micro_batches", "chunks"), _STEPS_SIZE),
+    **dict.fromkeys(("num_micro_batches", "n_micro_batches", "micro_batches"), _STEPS_SIZE),
     **dict.fromkeys(("clip_grad", "grad_clip", "clip_grad_norm", "max_norm", "max_grad_norm"), _NORM),
     **dict.fromkeys(("gradient_clip_val", "gradient_clipping"), _NORM),
     **dict.fromkeys(("amp", "use_amp", "autocast", "mixed_precision", "fp16", "bf16"), _MIXED),
