@@ -1,7 +1,7 @@
 """Accelerators: memory, caches, streams, random streams and backends, for every kind of device"""
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ def module_of(kind: str | torch.device) -> Any:
 
 def built() -> str | None:
     """Return the kind of accelerator that torch was built for, such as "cuda"; None without one."""
-    found = torch.accelerator.current_accelerator()  # costs a microsecond, and initializes nothing
+    try:
+        found = torch.accelerator.current_accelerator()  # costs a microsecond, and initializes nothing
+    except RuntimeError:  # torch 2.6, where there is none
+        return None
     return None if found is None else found.type
 
 
@@ -71,10 +74,11 @@ def has_streams(device: torch.device) -> bool:
 @contextmanager
 def on_stream(stream: torch.Stream) -> Generator[None]:
     """Run operations on a stream for a while."""
-    device, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
-        torch.accelerator.set_device_index(device)
+    on_device = getattr(module_of(stream.device), "device", nullcontext)  # `set_stream` moves to its device
+    with on_device(stream.device):
+        before = torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)

@@ -130,7 +130,7 @@ def restore_process(state: Mapping[str, Any]) -> None:
     """Restore the result of `capture_process`; an accelerator's only if it has as many devices."""
     with private.disable_current_modes():
         saved = tuple(state["devices"] if "devices" in state else state["cuda"])  # its name until 2026-11-25
-        restore(RandomState(state["cpu"], saved if len(saved) == torch.accelerator.device_count() else ()))
+        restore(RandomState(state["cpu"], saved if len(saved) == len(accelerator.generators()) else ()))
         random.setstate(state["python"])
         if "numpy" in state and (numpy := numpy_random()) is not None:
             name, keys, *rest = state["numpy"]
