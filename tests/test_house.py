@@ -149,6 +149,17 @@ def test_private_names_of_torch_stand_in_one_file(house: House) -> Iterable[str]
                 yield f"{path} uses {name}, which is private in torch: use a name of core/torch_private.py"
 
 
+@rule(only("import torch\ntorch.cuda.empty_cache()", "step/step.py"))
+def test_devices_are_asked_in_one_file(house: House) -> Iterable[str]:
+    """Ask `core/accelerator.py`, which knows every kind of device; cards are read in memory/ and planner/."""
+    for path, tree in python(house):
+        asked = any(
+            isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda" for node in ast.walk(tree)
+        )
+        if asked and not path.startswith((f"{SRC}memory/", f"{SRC}planner/")):
+            yield f"{path} uses torch.cuda: ask core/accelerator.py"
+
+
 # ---- the front door
 
 

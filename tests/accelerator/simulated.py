@@ -56,7 +56,8 @@ def build() -> Path:
             command = [compiler, str(SOURCE), *flags, *folders, *links, *libraries, "-o", str(made)]
             run = subprocess.run(command, capture_output=True, text=True, check=False)
             if run.returncode:
-                raise BuildError(" ".join(run.stderr.strip().splitlines()[-3:]))
+                told = run.stderr.strip().splitlines()
+                raise BuildError(" ".join([line for line in told if "error" in line][-3:] or told[-3:]))
             made.rename(built)
     return built
 
