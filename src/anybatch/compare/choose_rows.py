@@ -9,6 +9,7 @@ from anybatch.core import Batch, SampleBatch, tree
 
 CANDIDATES = 64  # rows to choose from if each is expensive: a `collate`, or many numbers
 _ENTRIES = 2**22  # numbers in the rows to choose from, if they are cheap
+_PIECE, _FEWEST = 2**17, 8  # numbers, and rows, that are copied at once
 _FEW = 8  # a row with at most as many numbers is summed (weights, flags), or read in all rows (labels)
 _RAREST = 8  # rows with the rarest labels, taken from all rows
 
@@ -38,7 +39,8 @@ def choose_rows(batch: Batch, at_least: int = 0) -> Callable[[int], list[int]]:
         rare = {batch.order.index(row) for row in rare} if batch.order else rare
         places = sorted({*_spread(batch.rows, max(CANDIDATES, at_least, most)), *rare})
         rows = torch.tensor(batch.callers(places))
-        table = _signatures([leaf.detach().index_select(0, rows.to(leaf.device)) for leaf in leaves])
+        pieces = rows.split(max(_FEWEST, _PIECE // max(entries, 1)))  # a copy of all of them takes memory
+        table = torch.cat([_signatures(_taken(leaves, one)) for one in pieces])
         table = torch.cat([table, *[one[rows, None] for one in rarity]], 1)
     spread = table.amax(0) - table.amin(0) if table.shape[1] else table.new_zeros(0)
     table = table / torch.where(spread > 0, spread, 1)
@@ -58,6 +60,10 @@ def _leaves(value: object) -> list[Tensor]:
     """Return the first row of each tensor of a collated sample; zeros of an empty one (no boxes)."""
     first = [leaf.detach()[:1] for leaf in tree.flatten(value).leaves if leaf.dim()]
     return [one if len(one) else one.new_zeros(1, *one.shape[1:]) for one in first]
+
+
+def _taken(leaves: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
+    return [leaf.detach().index_select(0, rows.to(leaf.device)) for leaf in leaves]
 
 
 def _spread(total: int, most: int) -> list[int]:
