@@ -235,8 +235,10 @@ class Callbacks:
 
     def due(self) -> Functions:
         """Return the functions that the gradients of a micro-batch are due to."""
-        due = [one for one in self.of_micro_gradients if getattr(one, "is_due", True)]
-        return bound(due, "micro_gradients")
+        found = self.of_micro_gradients
+        return (
+            bound([one for one in found if getattr(one, "is_due", True)], "micro_gradients") if found else ()
+        )
 
     def tell(self, report: StepReport) -> None:
         """Tell the end of a step; an error after the update says that it was made."""

@@ -122,7 +122,8 @@ class Part:
         self._micro: Micro | None = None
         self._is_told = False  # callbacks are told of the last micro-batch that is done
         self._beside: list[Tensor] = []  # placeholders with the size of a window's sums, for planning
-        call(task.callbacks.begin, self.count)
+        if task.callbacks.begin:
+            call(task.callbacks.begin, self.count)
 
     @property
     def count(self) -> int:

@@ -121,7 +121,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 def call_model(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     """Return the outputs of `call` as a tuple; raise LossError unless they are tensors."""
-    outputs = call(model, inputs)
+    outputs = noted(model, inputs) if isinstance(inputs, Tensor) else call(model, inputs)
     if isinstance(outputs, Tensor):
         return (outputs,)
     if isinstance(outputs, tuple | list):
