@@ -3,10 +3,10 @@
 from anybatch.compare.choose_rows import choose_rows as choose_rows
 from anybatch.compare.look import (
     Doubt as Doubt,
-    error_of as error_of,
     reached_by as reached_by,
     read_rows as read_rows,
     refuse_what_depends_on_the_cut as refuse_what_depends_on_the_cut,
+    run_parts as run_parts,
 )
 from anybatch.compare.outcome import Outcome as Outcome, distance as distance
 from anybatch.compare.tolerance import (

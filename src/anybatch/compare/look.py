@@ -29,17 +29,9 @@ from anybatch.state import ObjectState, rng
 
 ROWS = 8
 LEAST = 3  # the fewest rows with an uneven split
+_SHARE = 8  # rows that are read before the first cut: at most one of so many
 _LONGEST = 160  # characters of an error that are shown within another
 _AGAIN = 4  # repetitions before a refusal: hidden random numbers may be equal by chance
-
-
-def error_of(task: Task, batch: Batch, plan: Plan) -> Exception | None:
-    """Return the error that two rows raise in forward and backward; None if there is none."""
-    rows = min(2, batch.rows)
-    with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as (task, few):
-        found = outcome_of(task, few, plan, Split((few.rows,)))
-        return found if isinstance(found, Exception) else None
-    return None
 
 
 class Doubt(NamedTuple):
@@ -87,21 +79,33 @@ def read_rows(
     """Show micro-batches of a few rows to the reader of a task; compare loss and gradient of two splits.
 
     The first split has two rows in each part. The parts of the second are the largest that then `fits`, by
-    the readings so far. Return the reason why these rows could not tell; None if they could.
+    the readings so far. Then 32, 128, 512 rows run, as long as they fit and are few beside the batch. Return
+    the reason why these rows could not tell; None if they could.
 
     Raises:
         LossError: loss, gradient or weights depend on the split.
     """
     rows = min(ROWS, batch.rows, max(6, batch.rows // 4))
     is_mixed = not isinstance(task.loss, WholeBatch)
-    doubt = Doubt("memory ran out in a few rows")
-    with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as (task, few):
+    doubt: Doubt | None = Doubt("memory ran out in a few rows")
+    with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as (running, few):
         cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
         if check:
-            return _FewRows(task, few, plan).compare(2, cuts)
-        for cut in cuts:
-            outcome_of(task, few, plan, cut)
+            doubt = _FewRows(running, few, plan).compare(2, cuts)
+        else:
+            for cut in cuts:
+                outcome_of(running, few, plan, cut, is_watched=False)
+    size = 4 * ROWS
+    while is_mixed and size <= batch.rows // _SHARE and fits(size):
+        run_parts(task, batch, plan, (2, size))
+        size *= 4
     return doubt
+
+
+def run_parts(task: Task, batch: Batch, plan: Plan, sizes: tuple[int, ...]) -> None:
+    """Run micro-batches of these sizes, of a few rows of the batch, and put all back; errors are left out."""
+    with suppress(OutOfMemoryError), _few_rows(task, batch, sum(sizes)) as (running, few):
+        outcome_of(running, few, plan, Split(sizes), is_watched=False)
 
 
 def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> Iterator[Split]:

@@ -321,6 +321,12 @@ CALL_CODE: CodeType = nn.Module._call_impl.__code__
 """The code object that calls a module's forward, for comparison with frames."""
 
 
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """Step an optimizer without its hooks, and without what a scheduler has put around `step`."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return a module's table of buffers, which may be written to."""
     return module._buffers

@@ -48,9 +48,9 @@ class Ways:
         self.plan, self.is_whole = plan, is_whole  # not the task, which holds this: a circle is freed late
         # If the batch is not cut, the loss is torch's own, bit-identical. The total weight of a window, or of
         # several ranks, is unknown before its end.
-        is_open = not is_whole or task.add_rows > 0 or task.strategy.is_many
+        is_open = not is_whole or task.strategy.is_many
         self.loss: Loss = task.loss if plan.is_cut or is_open else task.loss.uncut()
-        self.holds_whole = not is_whole or task.add_rows > 0  # gradients of a micro-batch, until it is over
+        self.holds_whole = not is_whole  # gradients of a micro-batch, until it is over
         self.is_late = is_open or (plan.non_finite == "drop" and plan.is_cut)
         self.is_guarded = plan.is_guarded and not is_dry
         self.is_synced = task.is_synced(plan)
@@ -121,7 +121,6 @@ class Part:
         self.scale_before: dict[str, float] | None = None
         self._micro: Micro | None = None
         self._is_told = False  # callbacks are told of the last micro-batch that is done
-        self._beside: list[Tensor] = []  # placeholders with the size of a window's sums, for planning
         if task.callbacks.begin:
             call(task.callbacks.begin, self.count)
 
@@ -150,9 +149,16 @@ class Part:
     def first_pass(self, passes: ExitStack, before: Snapshot) -> None:
         """Enter the loss's own context, in which a loss that mixes rows makes a pass over the whole batch."""
         ways, task = self.ways, self.task
+        reader = task.reader or NO_READER
+
+        def put_back() -> None:
+            before.put_modules_back()
+            reader.begin_first()
+
         with ways.plan.precision.computing(task.network.kinds):
-            along = ways.loss.along(self.batch, self._cut.sizes, task.model, before.put_modules_back)
+            along = ways.loss.along(self.batch, self._cut.sizes, task.model, put_back)
             self._share = passes.enter_context(along)
+        reader.first_done()
 
     def micro_batches(self, before: Snapshot) -> Iterator[Micro]:
         """Yield the micro-batches that are left; note first what making one may change."""
@@ -268,14 +274,7 @@ class Part:
         banks = banks if division.divisors is None else banks[:1]
         task = self.task
         due = task.callbacks.due()
-        is_apart = bool(due) or task.add_rows > 0
-        if (
-            self.is_guarded
-            or ways.plan.compensated
-            or is_apart
-            or len(banks) > 1
-            or not ways.can_add_in_place
-        ):
+        if self.is_guarded or ways.plan.compensated or due or len(banks) > 1 or not ways.can_add_in_place:
             gradients = sums.apart(
                 banks,
                 is_looked_at=self.is_guarded,
@@ -325,8 +324,6 @@ class Part:
             finally:
                 for parameter in task.network.reached:  # not ours, and they may share memory with ours
                     parameter.grad = None
-            if task.add_rows and not self._beside:
-                self._hold_beside()
         assert self._micro is not None  # noqa: S101 - it was evaluated
         sums.count(values, weights, len(self._micro.indices))
         if task.reader is not None:
@@ -340,17 +337,6 @@ class Part:
             gradients.add_each(flowing, cotangents, 1 / scale)
         else:
             gradients.add([*flowing.values()], [*map(cotangents.__getitem__, flowing)], 1 / scale)
-
-    def _hold_beside(self) -> None:
-        """Take as much memory as a window's sums do, beside those that a cut or wider `add` has itself."""
-        gradients, plan = self.sums.gradients, self.ways.plan
-        assert gradients is not None  # noqa: S101 - they have grown
-        is_cut = plan.micro_batch < self.task.add_rows
-        for bank in gradients.banks.values():
-            for parameter, value in bank.items():
-                if is_cut or value.dtype != parameter.dtype:
-                    copies = 2 if plan.compensated else 1  # the rounding errors
-                    self._beside += [torch.empty_like(value) for _ in range(copies)]
 
     @property
     def has_accepted(self) -> bool:

@@ -51,6 +51,12 @@ class Reader:
     What fails is told to `close`; then a micro-batch may begin again.
     """
 
+    def begin_first(self) -> None:
+        """Note that the loss over all rows is about to be computed, from the outputs of a first pass."""
+
+    def first_done(self) -> None:
+        """Note that it is, if it was; what is left of it stays until the step ends."""
+
     def begin(self, micro: Micro, held: int) -> None:
         """Note that a micro-batch begins; the gradient sums hold `held` bytes."""
 
@@ -120,8 +126,6 @@ class Task:
     progress: Progress = field(default_factory=Progress)  # what the step counts
     callbacks: Callbacks = field(default_factory=Callbacks)
     reader: Reader | None = None
-    # in the plan of a window, rows of one `add`, whose sums are held apart, too; 0 for a step
-    add_rows: int = 0
     made: dict[Any, Any] = field(init=False, default_factory=dict[Any, Any])  # for a plan: `Ways`
 
     def aside(self) -> "Task":

@@ -59,8 +59,11 @@ class MemoryReading:
         self._at_mark = held_by_malloc()
         torch.UntypedStorage(_MARK)  # no operation: modes of the caller do not see it
 
-    def end(self) -> tuple[int, float] | None:
-        """Return peak bytes and seconds of overhead; None if closed or overtaken by another profiler."""
+    def end(self) -> tuple[int, float, int] | None:
+        """Return peak bytes, seconds of overhead and the bytes that are left; None if nothing was read.
+
+        A reading is lost if it was closed, or if another profiler took over.
+        """
         if self._stop is None:
             return None
         began = time.thread_time()
@@ -80,7 +83,7 @@ class MemoryReading:
                 besides = max(0, self._at_mark - self._in_use - level)
         self.events = len(sizes)
         seconds = self._seconds + time.thread_time() - began + 1e-6 * self.events
-        return int((1 if self.is_exact else _ALLOWANCE) * (peak + besides)), seconds
+        return int((1 if self.is_exact else _ALLOWANCE) * (peak + besides)), seconds, max(0, level)
 
     def close(self) -> None:
         """Discard the reading; does nothing after `end`."""
@@ -96,7 +99,13 @@ def _start_statistics(devices: Iterable[torch.device]) -> Callable[[], list[int]
     before = {one: torch.cuda.memory_allocated(one) for one in numbers}
     for one in numbers:
         torch.cuda.reset_peak_memory_stats(one)
-    return lambda: [sum(torch.cuda.max_memory_allocated(one) - level for one, level in before.items())]
+
+    def changes() -> list[int]:
+        peak = sum(torch.cuda.max_memory_allocated(one) - level for one, level in before.items())
+        left = sum(torch.cuda.memory_allocated(one) - level for one, level in before.items())
+        return [peak, left - peak]
+
+    return changes
 
 
 class _MallInfo(ctypes.Structure):

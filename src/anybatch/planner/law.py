@@ -44,6 +44,11 @@ class Law:
         """Lengths that were read."""
         return {length for _, length in self.readings}
 
+    @property
+    def misfit(self) -> float:
+        """The relative error that nine of ten readings stay below."""
+        return self._fit()[1] if self.readings else 0.0
+
     def __call__(self, size: Size) -> float:
         """Return the bytes expected of a size."""
         if size in self.readings:
@@ -65,7 +70,7 @@ class Law:
         if size in self.readings:
             return self(size) * (1 + _SURE)
         doublings = math.log2(max(1.0, size[0] * size[1] / self.largest))
-        misfit = min(_MOST_MISFIT, 2 * self._fit()[1])
+        misfit = min(_MOST_MISFIT, 2 * self.misfit)
         return self(size) * (1 + _SURE + misfit + _PER_DOUBLING * doublings)
 
     def _fit(self) -> tuple[Tensor, float, dict[int, float]]:

@@ -41,11 +41,6 @@ class Request:
         return is_chosen and self.like.batch_norm == "micro" and bool(self.task.network.batch_norms)
 
     @property
-    def largest(self) -> int:
-        """Rows of the largest micro-batch; in a window the rows of one `add`."""
-        return self.task.add_rows or self.like.rows
-
-    @property
     def all_sizes(self) -> list[int]:
         """Sizes of micro-batches, largest first: one per number of micro-batches up to 8, then ever fewer."""
         rows = self.like.rows
@@ -57,8 +52,7 @@ class Request:
         while count < rows:
             count = max(count + 1, count * 5 // 4)
             counts.append(min(count, rows))
-        found = dict.fromkeys(-(-rows // count) for count in counts)
-        return [size for size in found if size <= self.largest]
+        return [*dict.fromkeys(-(-rows // count) for count in counts)]
 
     @property
     def may_disable_foreach(self) -> bool:
@@ -83,9 +77,8 @@ def without_single_rows(request: Request) -> Request:
     try:
         trace(like, request.task, request.batch, device=request.device.kind)
     except ValueError:
-        # The last micro-batch has the remainder, of all rows and of the rows of one `add`.
-        ends = request.like.rows, request.largest
-        left = [size for size in request.all_sizes if all((end % size or size) > 1 for end in ends)]
+        rows = request.like.rows
+        left = [size for size in request.all_sizes if (rows % size or size) > 1]  # the last has the remainder
         return replace(request, sizes=tuple(left))
     return request
 

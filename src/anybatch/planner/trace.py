@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from anybatch.core import Batch, SampleBatch, TensorBatch, torch_private as private, tree
-from anybatch.engine import Plan, Task, carry_out, owned, snapshot
+from anybatch.engine import Plan, Task, carry_out, owned
 from anybatch.integrations import homes, wants_router_loss
 from anybatch.losses import Additive, Loss, ModelTerms, SummedLoss, Terms
 from anybatch.memory import (
@@ -225,10 +225,7 @@ def run_on_fakes(
             for one in task.optimizers:
                 one.register_step_pre_hook(partial(_note_updated, updated))
             with meter:
-                # Opening a window takes another snapshot.
-                opened = snapshot(fake, logical) if task.add_rows else None
                 carry_out(plan, fake, logical)
-                del opened
         written = set(fake.effects.parameters)
         task.effects.writes([parameter for parameter, twin in twins.items() if twin in written])
         task.effects.changes(

@@ -1,45 +1,44 @@
 """How a step's batches are cut: as asked, as memory has taught, or as fits a budget; and what forbids it."""
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Integral
 from operator import attrgetter
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from anybatch.batchnorm import refuse_batch_norms
-from anybatch.compare import Doubt, error_of, read_rows, refuse_what_depends_on_the_cut
+from anybatch.compare import Doubt, read_rows, refuse_what_depends_on_the_cut, run_parts
 from anybatch.core import (
     Batch,
     BudgetError,
     LossError,
     Padding,
     PlanError,
-    TraceError,
     cut_sizes,
-    format_bytes,
 )
 from anybatch.engine import Plan, Sums, Task, check_micro_batch
-from anybatch.losses import WholeBatch
 from anybatch.planner import (
     Budget,
-    Measured,
+    Ladder,
     PlanReport,
     Request,
+    Rung,
+    Want,
+    Watch,
     enforced,
     find_plan,
     length_of,
-    may_be_read,
+    refuse_unread,
 )
 from anybatch.recompute import find_blocks
 
 _DEPENDS = "with batch_norm='micro' the result depends on the cut"
-_WHOLE = {"cut_refused": _DEPENDS}
 
 
 PATIENCE = 16  # clean steps before a larger micro-batch is tried
@@ -112,8 +111,7 @@ class Planning:
         self.limits = Limits()
         self._plans: dict[tuple[int, int], Plan] = {}  # without a budget, by rows of batch and micro-batch
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
-        self._measured: Measured | None = None  # what chose the cut of this step
-        self._refused = ""  # why the batch at hand must not be cut, as far as a few rows have shown
+        self._used: tuple[Ladder, Rung] | None = None  # what chose the cut of this step
 
     @property
     def is_asked(self) -> bool:
@@ -133,15 +131,12 @@ class Planning:
         """Return the plan of a batch; and the task, with a reader if micro-batches are to be read."""
         if self.budget is None:
             return self._as_set(batch.rows, self._limited(task, batch, self._size(batch.rows))), task
-        measured, cut = self._by_readings(task, batch, self.budget)
-        if measured is not None and cut:
-            plan = _of_cut(self.settings, cut)
-            task = replace(task, reader=measured) if measured.is_wanted else task
-        else:
-            plan = self._within(self._request(task, batch, batch.rows), self.budget, measured=measured)
-            measured = None
-        self._measured, self._wanted = measured, plan.micro_batch
+        ladder, rung, cut, want = self._within(task, batch, self.budget)
+        plan = _of_cut(rung.settings, cut)
+        self._used, self._wanted = (ladder, rung), plan.micro_batch
         size = self._limited(task, batch, plan.micro_batch)
+        watch = rung.watch(want, cut, task.network.devices)
+        task = task if watch is None else replace(task, reader=watch)
         return (plan if size == plan.micro_batch else _of_size(plan, batch.rows, size)), task
 
     def of_window(self, task: Task, batch: Batch) -> Plan:
@@ -149,46 +144,81 @@ class Planning:
         rows = self._wanted = batch.rows
         if self.budget is None:
             return self._as_set(rows, self._limited(task, batch, rows))
-        _, cut = self._by_readings(task, batch, self.budget, in_window=True)
-        if cut:
-            self._wanted = max(cut)
-            return _of_size(self.settings, rows, self._limited(task, batch, self._wanted))
-        task = replace(task, add_rows=rows)
-        # One of several, so that gradients are there already; with compensated sums errors, too.
-        parts = 3 if self.settings.compensated else 2
-        request = self._request(task, batch, parts * rows, as_it_comes=True)
-        if request.cut_refused:  # and so there is only one
-            request = self._request(task, batch, rows, as_it_comes=True)
-        like = self._within(request, self.budget, whole={"sizes": (rows,)})
-        self._wanted = min(rows, like.micro_batch)
-        return _of_size(like, rows, self._limited(task, batch, self._wanted))
+        _, rung, cut, _ = self._within(task, batch, self.budget, is_add=True)
+        self._wanted = max(cut)
+        return _of_size(rung.settings, rows, self._limited(task, batch, self._wanted))
 
-    def _by_readings(
-        self, task: Task, batch: Batch, budget: Budget, *, in_window: bool = False
-    ) -> tuple[Measured | None, tuple[int, ...]]:
-        """Return the rows of each micro-batch by readings; none if the step has to be traced."""
-        norms = task.network.batch_norms and self.settings.batch_norm != "frozen"
-        if norms or batch.rows < _FEWEST or not may_be_read(task):
-            return None, ()
-        measured = budget.measured(task, self.settings, _kind(batch))
-        if isinstance(task.loss, WholeBatch):  # a trace of these takes minutes before it says no
-            _refuse_too_small(task, measured.static_bytes(task, batch), measured.num_bytes)
-        static, length = measured.static_bytes(task, batch), length_of(batch)
-        if not (measured.law.readings or measured.is_refused):
-            like, read_by = _of_size(self.settings, batch.rows, 2), replace(task, reader=measured)
+    def _within(
+        self, task: Task, batch: Batch, budget: Budget, *, is_add: bool = False
+    ) -> tuple[Ladder, Rung, tuple[int, ...], Want]:
+        """Return the rung of the ladder that fits, and the rows of each micro-batch.
+
+        Raises:
+            BudgetError: nothing fits.
+            PlanError: memory cannot be read here.
+        """
+        ladder = budget.ladder(task, self.settings, _kind(batch))
+        want = self._want(task, batch, ladder, is_add=is_add)
+        has_looked = ladder.has_looked or batch.rows == 1
+        if has_looked and (found := ladder.known(want)):
+            return ladder, *found, want
+        ladder.refuse_below_floor(task, want)
+
+        def read(rung: Rung, sizes: tuple[int, ...]) -> None:
+            with self._reading(task, rung) as running:
+                run_parts(running, batch, _of_size(rung.settings, sum(sizes), max(sizes)), sizes)
+
+        if not has_looked:
+            self._look(task, batch, ladder, want)
+            want = self._want(task, batch, ladder, is_add=is_add)
+        return ladder, *ladder.choose(want, read, lambda: self._blocks(task)), want
+
+    def _want(self, task: Task, batch: Batch, ladder: Ladder, *, is_add: bool = False) -> Want:
+        """Return the rows of a batch, what is held beside them, and the sizes that are allowed."""
+        norms = bool(task.network.batch_norms) and self.settings.batch_norm != "frozen"
+        static = ladder.static_bytes(task, batch)
+        if is_add:
+            # Sums of the window and those of one `add`; compensated ones need memory to be added.
+            static += ladder.plain.readings.gradients * (3 if self.settings.compensated else 2) // 2
+        ladder.refused = ladder.refused or _why_uncut(task, self.settings)
+        is_whole = bool(ladder.refused) or batch.rows == 1
+        only = None if is_add and not is_whole else batch.rows if is_whole else self.micro_batch
+        return Want(
+            rows=batch.rows,
+            length=length_of(batch),
+            static=static,
+            only=None if only is None else min(only, batch.rows),
+            least=2 if norms and batch.rows > 1 else 1,
+            is_fixed=norms,
+            is_add=is_add,
+        )
+
+    @contextmanager
+    def _reading(self, task: Task, rung: Rung) -> Generator[Task]:
+        """Yield a task whose micro-batches are read, a few rows at a time."""
+        watch = Watch(rung.readings, rung.race, task.network.devices, is_look=True)
+        yield replace(task, reader=watch)
+        if watch.is_blind and not rung.readings.law.readings:
+            raise refuse_unread()
+
+    def _look(self, task: Task, batch: Batch, ladder: Ladder, want: Want) -> None:
+        """Read a few rows, and compare loss and gradient of two splits."""
+        rung, ladder.looks = ladder.plain, ladder.looks + 1
+        like = _of_size(self.settings, batch.rows, min(2, batch.rows))
+        with self._reading(task, rung) as running:
+
+            def fits(rows: int) -> bool:
+                return rung.readings.fits((rows, want.length), rung.room(want))
+
             try:
-                with measured.looking(static, length) as fits:
-                    self.guard.read(read_by, batch, like, fits)
+                self.guard.read(running, batch, like, fits)
             except LossError as error:
-                measured.refused, measured.is_refused = str(error), True
-        self._refused = measured.refused
-        if measured.is_refused:
-            return None, ()
-        if not in_window:
-            return measured, measured.sizes(batch.rows, length, static, only=self.micro_batch)
-        # Sums of the window and those of one `add`; compensated ones need memory of their own to be added.
-        held = measured.gradients * (3 if self.settings.compensated else 2) // 2
-        return measured, measured.sizes(batch.rows, length, static + held, in_window=True)
+                ladder.refused = str(error)
+
+    def _blocks(self, task: Task) -> list[str]:
+        """Return the blocks that may run again."""
+        found = find_blocks(task.model) if self._may_choose_blocks else ()
+        return [name for name in found if (name, "recompute") not in self._distrusted]
 
     def _as_set(self, rows: int, micro_batch: int) -> Plan:
         plan = self._plans.get((rows, micro_batch))
@@ -207,8 +237,9 @@ class Planning:
         self, batch: Batch, plan: Plan, *, failed: int, in_window: bool = False, is_random: bool = False
     ) -> None:
         """Record a plan's outcome: `failed` rows ran out of memory, 0 for none."""
-        if self._measured is not None and not (failed or in_window):
-            self._measured.finish(is_random=is_random)
+        if self._used is not None and not (failed or in_window):
+            ladder, rung = self._used
+            ladder.finish(rung, is_random=is_random)
         if not (failed or self.limits.known):
             return
         as_asked = self.budget is None and not in_window
@@ -221,12 +252,12 @@ class Planning:
         done = plan if largest == plan.micro_batch else replace(plan, micro_batch=largest)
         self.learn(batch, done, failed=sums.too_large(), in_window=True)
 
-    def explain(self) -> tuple[str, Mapping[str, int]]:
-        """Return the basis of the last plan within a budget, in words, and its bytes by owner if traced."""
-        report = None if self.budget is None else self.budget.report
-        if self._measured is not None:
-            return self._measured.note, {}
-        return ("", {}) if report is None else (str(report), report.ledger.at_peak)
+    def explain(self) -> str:
+        """Return the basis of the last plan within a budget, in words; "" without one."""
+        if self._used is None:
+            return ""
+        ladder, rung = self._used
+        return ladder.note(rung)
 
     def distrust(self, block: str, plan: Plan) -> bool:
         """Never choose this policy of a block again; return True if it was chosen here."""
@@ -255,56 +286,31 @@ class Planning:
         """Return the cost of a batch of so many rows like these, on this device, within this much memory."""
         rows = batch.rows if rows is None else _at_least_one(rows)
         request = self._request(task, batch, rows)
-        if self.budget is not None and memory is None and device is None:  # what the step itself will do
-            measured, cut = None, tuple[int, ...]()
-            if may_be_read(task):
-                measured = self.budget.measured(task, self.settings, _kind(batch))
-                if not measured.is_refused:
-                    static = measured.static_bytes(task, batch)
-                    cut = measured.sizes(rows, length_of(batch), static, only=self.micro_batch)
-            plan = _of_cut(self.settings, cut) if cut else self._within(request, self.budget)
-            settled = replace(request, like=plan, blocks=(), sizes=(plan.micro_batch,), cut_refused="")
-            report = find_plan(settled, self.budget.memory, None)
-            return replace(report, notes=(measured.note, *report.notes)) if measured and cut else report
+        if self.budget is not None and memory is None and device is None:
+            ladder = self.budget.ladder(task, self.settings, _kind(batch))
+            want = replace(self._want(task, batch, ladder), rows=rows)
+            if found := ladder.known(want):  # what the step itself will do
+                rung, cut = found
+                like = _of_cut(rung.settings, cut)
+                settled = replace(request, like=like, blocks=(), sizes=(like.micro_batch,), cut_refused="")
+                report = find_plan(settled, self.budget.memory, None)
+                return replace(report, notes=(ladder.note(rung), *report.notes))
+            memory = self.budget.memory
         if memory is not None and request.depends_on_cut:
             with suppress(BudgetError):
                 return find_plan(replace(request, cut_refused=_DEPENDS), memory, device)
         return find_plan(request, memory, device)
 
-    def _within(
-        self,
-        request: Request,
-        budget: Budget,
-        whole: Mapping[str, Any] = _WHOLE,
-        measured: Measured | None = None,
-    ) -> Plan:
-        """Return the plan; if the result depends on the cut, rows stay uncut (`whole`) if that fits."""
-        try:
-            return budget.plan(request, replace(request, **whole) if request.depends_on_cut else None)
-        except TraceError as found:
-            traced: list[TraceError] = [found]
-        error: Exception | None = error_of(request.task, request.batch, self.settings)
-        if error is None and measured is not None and measured.law.readings:
-            static = measured.static_bytes(request.task, request.batch)
-            error = measured.too_small(self._size(1), length_of(request.batch), static)
-        if error is not None:
-            traced.clear()  # the error would hold it, and it all fake tensors
-        raise error or traced.pop()
-
-    def _request(self, task: Task, batch: Batch, rows: int, *, as_it_comes: bool = False) -> Request:
-        norms = task.network.batch_norms if self.settings.batch_norm is None else ()
-        size = rows if as_it_comes else self._size(rows)
-        blocks = find_blocks(task.model) if self._may_choose_blocks else ()
+    def _request(self, task: Task, batch: Batch, rows: int) -> Request:
+        size = self._size(rows)
         return Request(
             task=task.alone(),
             batch=batch,
             like=_of_size(self.settings, rows, size),
-            cut_refused=f"rows meet in {len(norms)} BatchNorm layer{'s' * (len(norms) > 1)} in training mode."
-            if norms
-            else self._refused,
-            blocks=tuple([name for name in blocks if (name, "recompute") not in self._distrusted]),
+            cut_refused=_why_uncut(task, self.settings),
+            blocks=tuple(self._blocks(task)),
             without=tuple({policy for _, policy in self._distrusted} - {"recompute"}),
-            sizes=() if self.micro_batch is None or as_it_comes else (size,),
+            sizes=() if self.micro_batch is None else (size,),
         )
 
     def _size(self, rows: int) -> int:
@@ -337,7 +343,8 @@ class Guard:
 
     def read(self, task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool]) -> None:
         """Read micro-batches of a few rows with the task's reader, and look, if this kind of rows is new."""
-        if self.checks and self._looks.get(_kind(batch), _NEW)[0]:
+        norms = task.network.batch_norms and self.batch_norm != "frozen"
+        if self.checks and not norms and self._looks.get(_kind(batch), _NEW)[0]:
             self._note(task, batch, lambda: read_rows(task, batch, plan, fits, check=True))
         else:
             read_rows(task, batch, plan, fits, check=False)
@@ -395,20 +402,16 @@ def whole_number(micro_batch: object) -> int | None:
     return cast("int", micro_batch)
 
 
-def _refuse_too_small(task: Task, static: int, budget: int) -> None:
-    """Refuse a budget below what every step holds: parameters, gradients, optimizer state and the batch."""
-    least = static + sum(p.nbytes for p in task.network.parameters)
-    if least > budget:
-        raise BudgetError(
-            f"Expected a budget above parameters, gradients, optimizer state and batch, which take "
-            f"{format_bytes(least)} together, got {format_bytes(budget)}. Activations come on top; 16-bit "
-            "weights, fewer trained parameters or another optimizer take less."
-        )
+def _why_uncut(task: Task, settings: Plan) -> str:
+    """Return the reason why the batch must not be cut; "" if it may."""
+    norms = task.network.batch_norms if settings.batch_norm is None else ()
+    if not norms:
+        return ""
+    return f"rows meet in {len(norms)} BatchNorm layer{'s' * (len(norms) > 1)} in training mode."
 
 
 _NOTHING = nullcontext()
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
-_FEWEST = 4  # rows that can be read in more than one cut
 _NEW = 3, None  # some batches tell nothing
 
 

@@ -118,9 +118,8 @@ class JsonLog(TrainerCallback):
         if run.step.planning.budget is None or size == self._planned or is_tail:
             return
         self._planned = size
-        text, by_owner = run.step.planning.explain()
-        text = f"micro-batches of {size} rows: {text}" if "\n" not in text else text
-        self._add("plan", {"step": self._at["step"], "text": text, "bytes": by_owner or _held(run.step)})
+        text = f"micro-batches of {size} rows: {run.step.planning.explain()}"
+        self._add("plan", {"step": self._at["step"], "text": text, "bytes": _held(run.step)})
 
     def _add(self, event: str, values: Mapping[str, object]) -> None:
         self._lines.append(to_json({"event": event, **values}))

@@ -1,0 +1,246 @@
+"""The ladder of a step within a budget: fewer rows, then blocks that run again, then refusal; all read."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core import Batch, BudgetError, PlanError, counted, format_bytes, torch_private as private
+from anybatch.engine import Plan, Task
+from anybatch.planner.rung import FROZEN, Rung, Want, smallest
+
+Read = Callable[[Rung, tuple[int, ...]], None]  # runs micro-batches of a few rows, and puts all back
+
+_LOOKS = 3  # looks without a reading, before they are given up
+_TRIES = 3  # rungs that are read between two others
+_CLOSE = 1.02  # factor that a rung between two others leaves free of the room
+
+
+class Ladder:
+    """The rungs of one kind of rows.
+
+    The first rung keeps all blocks of the model. If not even its smallest micro-batch fits, all blocks run
+    again in backward; then as many of the last blocks are kept as a straight line between the two readings
+    promises. Each rung is read before it is used, and again in steps.
+    """
+
+    def __init__(self, num_bytes: int, settings: Plan) -> None:
+        self.num_bytes = num_bytes
+        self.rungs = {0: Rung(num_bytes, settings)}  # by the number of the first blocks that run again
+        self.refused = ""  # the reason why the batch must not be cut
+        self.looks = 0  # looks at a few rows, with readings or without
+        self._static: tuple[Task | None, int, int] = None, 0, 0
+        self._steps = 0
+
+    @property
+    def has_looked(self) -> bool:
+        """True if a few rows were read, or could not be, as those of a wrong batch."""
+        return bool(self.plain.readings.law.readings) or self.looks >= _LOOKS
+
+    @property
+    def plain(self) -> Rung:
+        """The rung that keeps all blocks."""
+        return self.rungs[0]
+
+    def static_bytes(self, task: Task, batch: Batch) -> int:
+        """Return the bytes alive throughout a step, without its gradient sums."""
+        states = sum(len(one.state) for one in task.optimizers)
+        if self._static[:2] != (task, states) or self._steps < FROZEN:
+            self._static = task, states, _held(task) + (0 if states else _state_to_come(task))
+        found = [
+            p.grad for p in task.network.everyone if p.grad is not None and p.grad.layout is torch.strided
+        ]
+        # Existing gradients are kept and added to the step's, hence twice.
+        return self._static[2] + sum(one.nbytes for one in (*getattr(batch, "leaves", ()), *found, *found))
+
+    def known(self, want: Want) -> tuple[Rung, tuple[int, ...]] | None:
+        """Return the first rung that fits by what was read, and its cut."""
+        for _, rung in sorted(self.rungs.items()):
+            cut = rung.sizes(want)
+            if cut:
+                return rung, cut
+        return None
+
+    def choose(
+        self, want: Want, read: Read, find: Callable[[], Sequence[str]]
+    ) -> tuple[Rung, tuple[int, ...]]:
+        """Return the first rung that fits, and its cut; read further rungs if none does.
+
+        Args:
+            want: the rows.
+            read: runs a few rows, while a rung reads them.
+            find: returns the blocks that may run again, in the order of the model.
+
+        Raises:
+            BudgetError: nothing fits; names the smallest budget that would.
+        """
+        while True:
+            found = self.known(want)
+            if found is not None:
+                return found
+            if not self._climb(want, read, find):
+                last = self.rungs[max(self.rungs)]
+                if not last.readings.law.readings:  # the step itself will tell why
+                    return last, (1,) * want.rows if want.only is None else (want.rows,)
+                raise self._refusal(want)
+
+    def finish(self, rung: Rung, *, is_random: bool) -> None:
+        """End a step on a rung."""
+        self._steps += 1
+        rung.finish(is_random=is_random)
+
+    def _climb(self, want: Want, read: Read, find: Callable[[], Sequence[str]]) -> bool:
+        """Read something that may fit where nothing known does; return False if there is nothing left."""
+        top = max(self.rungs)
+        last = self.rungs[top]
+        if self._read_smallest(last, want, read):
+            return True
+        if top:
+            return False
+        blocks = () if self.plain.settings.blocks else tuple(find())
+        if not blocks:
+            return False
+        every = self._rung(blocks, len(blocks))
+        self._read_smallest(every, want, read)
+        if every.sizes(want):
+            self._give_back(blocks, want, read)
+        return True
+
+    def _read_smallest(self, rung: Rung, want: Want, read: Read) -> bool:
+        """Read the smallest micro-batch if that is new; return True if it was."""
+        size = want.size if want.size < want.rows else 1
+        size = max(size if 2 * size <= want.rows else 1, want.least)
+        if 2 * size > want.rows or (size, want.length) in rung.readings.law.readings:
+            return False
+        before = len(rung.readings.law.readings)
+        read(rung, (size, size))
+        return len(rung.readings.law.readings) > before
+
+    def _give_back(self, blocks: tuple[str, ...], want: Want, read: Read) -> None:
+        """Find the fewest blocks that must run again, by a line between two rungs of which one fits."""
+        low, high = 0, len(blocks)  # `high` fits, `low` does not
+        size = want.size, want.length
+        for _ in range(_TRIES):
+            more, less = [self.rungs[one].readings.law for one in (low, high)]
+            if not (more.readings and less.readings):
+                return
+            per_block = (more(size) - less(size)) / (high - low)
+            free = self.rungs[high].room(want) / _CLOSE - less(size)
+            again = high - int(max(0.0, free) / max(1.0, per_block))
+            again = max(low + 1, again)
+            if again >= high:
+                return
+            rung = self._rung(blocks, again)
+            self._read_smallest(rung, want, read)
+            low, high = (low, again) if rung.sizes(want) else (again, high)
+
+    def _rung(self, blocks: tuple[str, ...], again: int) -> Rung:
+        """Return the rung on which the first `again` blocks run again; backward frees the last first."""
+        if again not in self.rungs:
+            chosen = tuple((name, "recompute") for name in blocks[:again])
+            made = Rung(self.num_bytes, replace(self.plain.settings, blocks=chosen))
+            made.readings.gradients = self.plain.readings.gradients
+            made.readings.update = self.plain.readings.update
+            made.readings.first = dict(self.plain.readings.first)
+            self.rungs[again] = made
+        return self.rungs[again]
+
+    def refuse_below_floor(self, task: Task, want: Want) -> None:
+        """Refuse a budget below parameters, gradients, optimizer state and the batch."""
+        least = want.static + sum(p.nbytes for p in task.network.parameters)
+        if least > self.num_bytes:
+            raise BudgetError(
+                f"Expected a budget above parameters, gradients, optimizer state and batch, which take "
+                f"{format_bytes(least)} together, got {format_bytes(self.num_bytes)}. Activations come on "
+                "top; 16-bit weights, fewer trained parameters or another optimizer take less."
+            )
+
+    def _refusal(self, want: Want) -> BudgetError:
+        least = int(min(smallest(rung, want) for rung in self.rungs.values())) + 1
+        size = want.size if want.only is None or want.only < want.rows else want.rows
+        again = ", all blocks recomputed" if len(self.rungs) > 1 else ""
+        why = f" The batch may not be cut: {self.refused.rstrip('.')}." if want.only == want.rows else ""
+        return BudgetError(
+            f"Expected room for {counted(size, 'row')} at a time{again}, got {format_bytes(self.num_bytes)}. "
+            f"By readings the smallest budget for {counted(want.rows, 'row')} is {format_bytes(least)} "
+            f"({least} bytes).{why} Allow that much, or use a smaller model or smaller rows.",
+            smallest=least,
+        )
+
+    def note(self, rung: Rung) -> str:
+        """Return the basis of a cut, for a report."""
+        read = rung.readings
+        count = sum(map(len, read.law.readings.values())) + len(read.whole)
+        allowed = "" if read.is_exact else ", with an allowance for what readings cannot see here"
+        level = rung.race.level
+        faster = f"; 1/{2**level} of what fits was faster" if level else ""
+        again = len(rung.settings.blocks) if rung is not self.plain else 0
+        blocks = f"; {counted(again, 'block')} recomputed, as no row fits without" if again else ""
+        return f"cut by memory that was read in {count} runs of micro-batches{allowed}{faster}{blocks}"
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return the rungs as JSON values."""
+        return [
+            {"again": again, "blocks": list(rung.settings.blocks), **rung.state()}
+            for again, rung in self.rungs.items()
+        ]
+
+    def load(self, state: Iterable[Mapping[str, Any]]) -> None:
+        """Load the output of `state`."""
+        for one in state:
+            blocks = tuple((str(name), str(policy)) for name, policy in one["blocks"])
+            rung = Rung(self.num_bytes, replace(self.plain.settings, blocks=blocks))
+            rung.load(one)
+            self.rungs[int(one["again"])] = rung
+            self._steps = max(self._steps, rung.steps)
+
+
+def refuse_unread() -> PlanError:
+    """Return the error for a step whose memory cannot be read."""
+    return PlanError(
+        "Expected to read the memory of a few micro-batches for memory=, got none: a profiler is open, or "
+        "this device counts no memory. Make one step before the profiler starts, or choose micro_batch= "
+        "yourself."
+    )
+
+
+def _held(task: Task) -> int:
+    held: list[Any] = [*task.network.everyone, *task.masters.tensors]
+    for module in task.network.modules:
+        held += [*private.buffers_of(module).values()]
+    for optimizer in task.optimizers:
+        held += private.pytree.tree_leaves([*optimizer.state.values()])
+    found = [one for one in held if isinstance(one, Tensor) and one.layout is torch.strided]
+    here = [one.untyped_storage() for one in found if one.device in task.network.devices]
+    return sum({one.data_ptr(): one.nbytes() for one in here}.values())
+
+
+def _state_to_come(task: Task) -> int:
+    """Return the bytes of state that the first update makes, by an update of parameters without data.
+
+    Only optimizers of torch are asked: another may count its calls.
+    """
+    total = 0
+    for optimizer in task.optimizers:
+        if type(optimizer).__module__.partition(".")[0] != "torch":
+            continue
+        twin: Any = object.__new__(type(optimizer))
+        vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=[])
+        for group in optimizer.param_groups:
+            trained = [p for p in group["params"] if p.requires_grad]
+            full = [one if (one := task.masters.of(p)) is not None else p for p in trained]
+            metas = [nn.Parameter(torch.empty_like(one, device="meta")) for one in full]
+            for one in metas:
+                one.grad = torch.empty_like(one)
+            switches = {name: False for name in ("foreach", "fused") if name in group}
+            twin.param_groups.append({**group, **switches, "params": metas})
+        try:
+            private.step_without_hooks(twin)
+        except Exception:
+            continue
+        made = private.pytree.tree_leaves([*twin.state.values()])
+        total += sum(one.nbytes for one in made if isinstance(one, Tensor))
+    return total

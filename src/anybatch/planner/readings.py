@@ -1,0 +1,235 @@
+"""Readings of memory: bytes of micro-batches, of first passes and of the update, as they ran."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.core import Batch, BatchError, Micro, SampleBatch, tree
+from anybatch.engine import Reader
+from anybatch.memory import MemoryReading
+from anybatch.planner.law import Law, Size
+from anybatch.planner.race import Race
+from anybatch.planner.shapes import longest
+
+BEYOND = 1.05  # a size this factor larger than all readings is read
+_PER_SIZE = 3  # readings of one size
+_LENGTHS = 8  # lengths that are read when they first come
+_SIZES = 12  # sizes that are read when they first come, however small
+_PER_EVENT = 2_600  # bytes that a reading itself uses per allocation
+_TOO_DEAR = 0.03  # share of the room by which a reading may exceed it
+
+
+class Readings:
+    """Bytes of the micro-batches of one kind of rows with one choice of blocks, as they were read."""
+
+    def __init__(self) -> None:
+        self.law = Law()
+        self.whole: dict[Size, float] = {}  # bytes of uncut batches, gradients included
+        # of the first pass over a batch: the peak, and what it leaves (outputs and their gradient)
+        self.first: dict[Size, tuple[float, float]] = {}
+        self.update = 0.0  # temporary bytes of the update
+        self.gradients = 0  # bytes of gradient sums
+        self.ran = 0  # rows times length of the largest micro-batch so far
+        self.events = 0  # allocations in the last reading
+        self.is_exact = True  # readings saw all bytes; otherwise an allowance is added
+
+    @property
+    def seen(self) -> int:
+        """Rows times length of the largest micro-batch that was read or went through."""
+        return max(self.law.largest, self.ran)
+
+    def first_pass(self, size: Size) -> tuple[float, float]:
+        """Return peak and remaining bytes of a first pass over so many rows; in proportion if not read."""
+        if not self.first or size in self.first:
+            return self.first.get(size, (0.0, 0.0))
+        factors = [size[0] * size[1] / (rows * length) for rows, length in self.first]
+        pairs = [(f * peak, f * left) for f, (peak, left) in zip(factors, self.first.values(), strict=True)]
+        return pairs[-1]  # the last is the nearest to a real batch
+
+    def fits(self, size: Size, room: float) -> bool:
+        """Return True if a micro-batch fits into so many bytes beside the gradient sums."""
+        if self.whole.get(size, math.inf) <= room + self.gradients:
+            return True  # uncut: gradients are made while activations are freed
+        return bool(self.law.readings) and self.law.bound(size) <= room
+
+    def is_new(self, size: Size) -> bool:
+        """Return True if a size is to be read when it comes."""
+        read = self.law.readings
+        if size in read:
+            return False
+        is_new_length = size[1] not in self.law.lengths and len(self.law.lengths) < _LENGTHS
+        return is_new_length or len(read) < _SIZES or size[0] * size[1] > BEYOND * self.law.largest
+
+    def state(self) -> dict[str, Any]:
+        """Return the readings as JSON values."""
+        return {
+            "readings": [[*size, found] for size, found in self.law.readings.items()],
+            "whole": [[*size, found] for size, found in self.whole.items()],
+            "first": [[*size, *found] for size, found in self.first.items()],
+        } | {name: getattr(self, name) for name in _PLAIN}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load the output of `state`."""
+        self.law = Law(((rows, length), found) for rows, length, found in state["readings"])
+        self.whole = {(rows, length): found for rows, length, found in state["whole"]}
+        self.first = {(rows, length): (peak, left) for rows, length, peak, left in state["first"]}
+        for name in _PLAIN:
+            setattr(self, name, state[name])
+
+
+_PLAIN = "update", "gradients", "ran", "events", "is_exact"
+
+
+@dataclass(slots=True)
+class _Open:
+    """The micro-batch that runs, and its reading."""
+
+    size: Size
+    own: int  # bytes of its rows, if they are copies
+    held: int  # bytes of gradient sums
+    reading: MemoryReading | None
+    began: float
+
+
+class Watch(Reader):
+    """The reader of one step: reads the bytes of some micro-batches and times the others."""
+
+    def __init__(
+        self,
+        readings: Readings,
+        race: Race,
+        devices: Collection[torch.device],
+        *,
+        room: float = math.inf,
+        is_uncut: bool = False,
+        is_look: bool = False,
+        reads_update: bool = False,
+        batch: Size = (0, 0),
+    ) -> None:
+        """Watch one step.
+
+        Args:
+            readings: take what is read.
+            race: takes what is timed.
+            devices: those whose memory is read.
+            room: bytes for a micro-batch beside the gradient sums.
+            is_uncut: the batch is one micro-batch.
+            is_look: a few rows run, before a step; each size is read twice.
+            reads_update: the update is read.
+            batch: rows and length of the batch.
+        """
+        self.readings, self.race, self.devices = readings, race, devices
+        self._room, self._is_uncut, self._is_look, self._reads_update = room, is_uncut, is_look, reads_update
+        self._batch = batch
+        self.is_blind = False  # no reading could begin
+        self._index, self._has_read = 0, False
+        self._open: _Open | None = None
+
+    def begin(self, micro: Micro, held: int) -> None:
+        """Start a reading, or a timing."""
+        leaves = _leaves(micro.rows)
+        size = len(micro.indices), _length(leaves)
+        self.readings.gradients = max(self.readings.gradients, held)
+        own = sum(one.nbytes for one in leaves if one.untyped_storage().nbytes() == one.nbytes)
+        reading = self._begun() if self._wants(size, held) else None
+        self._open = _Open(size, own, held, reading, perf_counter())
+
+    def _begun(self) -> MemoryReading | None:
+        found = MemoryReading.begin(self.devices)
+        self.is_blind = self.is_blind or found is None
+        return found
+
+    def _wants(self, size: Size, held: int) -> bool:
+        read = self.readings
+        times = len(read.law.readings.get(size, ()))
+        if self._is_look:
+            return held > 0 and times < 2
+        expected = read.law.bound(size) if read.law.readings else 0.0
+        is_dear = times > 0 and expected + read.events * _PER_EVENT > (1 + _TOO_DEAR) * self._room
+        if self._has_read or is_dear:
+            return False
+        if not held:  # an uncut batch, or the first micro-batch, which has no gradient sums yet
+            return self._is_uncut and size not in read.whole
+        return read.is_new(size) or (not self.race.is_on and self._index == 1 and times < _PER_SIZE)
+
+    def begin_first(self) -> None:
+        """Read the loss over all rows, unless this batch's was read."""
+        if self._batch not in self.readings.first:
+            self._open = _Open((0, 0), 0, 0, self._begun(), 0.0)
+
+    def first_done(self) -> None:
+        """Keep the peak of the loss over all rows, and what it leaves."""
+        opened, self._open = self._open, None
+        found = opened.reading.end() if opened and opened.reading else None
+        if found is not None:
+            left = found[2]  # the outputs' gradient; the outputs, as large, were there before
+            self.readings.first[self._batch] = float(found[0] + left), 2.0 * left
+
+    def forward_done(self) -> None:
+        """Mark the end of the forward: the graph is complete."""
+        if self._open is not None and self._open.reading is not None:
+            self._open.reading.mark()
+
+    def done(self) -> None:
+        """Add the reading to the law, or the seconds to the race."""
+        opened, self._open = self._open, None
+        index, self._index = self._index, self._index + 1
+        if opened is None:
+            return
+        seconds, read = perf_counter() - opened.began, self.readings
+        read.ran = max(read.ran, opened.size[0] * opened.size[1])
+        if opened.reading is None:
+            self.race.time(index, opened.size[0], seconds)
+            return
+        found = opened.reading.end()
+        if found is None:  # a profiler of the caller's took over
+            return
+        self._has_read = not self._is_look
+        read.is_exact = read.is_exact and opened.reading.is_exact
+        read.events = opened.reading.events
+        if opened.held:
+            read.law.add(opened.size, found[0] + opened.own)
+        else:
+            read.whole[opened.size] = found[0] + opened.own
+
+    def begin_update(self) -> None:
+        """Read the update, except the first, which makes optimizer state."""
+        if self._reads_update:
+            self._open = _Open((0, 0), 0, 0, self._begun(), 0.0)
+
+    def update_done(self) -> None:
+        """Keep the temporary bytes of the update."""
+        opened, self._open = self._open, None
+        found = opened.reading.end() if opened and opened.reading else None
+        self.readings.update = max(self.readings.update, found[0] if found else 0)
+
+    def close(self) -> None:
+        """Drop an open reading."""
+        opened, self._open = self._open, None
+        if opened is not None and opened.reading is not None:
+            opened.reading.close()
+
+
+def _leaves(rows: Any) -> Sequence[Tensor]:
+    try:  # `collate` may return other objects
+        return tree.flatten(rows).leaves
+    except BatchError:
+        return ()
+
+
+def _length(leaves: Sequence[Tensor]) -> int:
+    return max(1, sum(one.numel() for one in leaves) // leaves[0].shape[0]) if leaves else 1
+
+
+def length_of(batch: Batch) -> int:
+    """Return the numbers in one row of a batch; for samples, in the longest row."""
+    if isinstance(batch, SampleBatch):
+        with suppress(BatchError):
+            return max(1, sum(math.prod(sizes) for _, sizes in longest(batch)))
+    return _length(getattr(batch, "leaves", ()))

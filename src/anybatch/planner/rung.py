@@ -1,0 +1,183 @@
+"""A rung of the ladder: the cuts of rows within a budget, with one choice of blocks that run again."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anybatch.core import cut_sizes
+from anybatch.engine import Plan
+from anybatch.planner.law import Size
+from anybatch.planner.race import Race
+from anybatch.planner.readings import BEYOND, Readings, Watch
+
+FROZEN = 3  # steps after which a model that draws random numbers keeps its cut
+_EARLY = 8  # steps in which micro-batches are read; later at every power of two
+_RACES = 12  # steps after which nothing is raced
+_GROWTH, _NEAR, _NEAR_GROWTH = 4, 0.6, 2  # largest growth beyond the readings; less near the budget
+_MISFIT = 0.05  # relative error of a law that is not trusted for more than twice the readings
+_PROPORTION = 0.25  # share of the room that rows may use if their bytes are proportional to rows
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """The rows that a step is to cut, and the bytes that are held beside them."""
+
+    rows: int
+    length: int  # numbers in a row
+    static: int  # bytes alive throughout, without gradient sums
+    only: int | None = None  # the one size that is allowed
+    least: int = 1  # rows of the smallest micro-batch: two with BatchNorm
+    is_fixed: bool = False  # the result depends on the cut, so the first cut is kept
+    is_add: bool = False  # rows of one `add` of a window
+
+    @property
+    def size(self) -> int:
+        """Rows of the smallest micro-batch that may be chosen."""
+        return min(self.rows, self.only or self.least)
+
+
+class Rung:
+    """The cuts of one kind of rows with one choice of blocks, by readings.
+
+    Cuts are even. A size far beyond the readings is approached in steps. Early, and rarely afterwards, a
+    micro-batch is read again. Early steps race the largest cut that fits against smaller ones. If the forward
+    draws random numbers, nothing is raced, and the cut stays the same from the third step on.
+    """
+
+    def __init__(self, num_bytes: int, settings: Plan) -> None:
+        self.num_bytes, self.settings = num_bytes, settings
+        self.readings, self.race = Readings(), Race()
+        self.steps, self.is_random = 0, False
+        self.fixed: dict[tuple[int, int], tuple[int, ...]] = {}  # cuts that are kept, by rows and length
+        self._cuts: dict[Want, tuple[tuple[int, ...], bool]] = {}
+        self._known: tuple[float, ...] = ()  # the readings on which these are based
+
+    def room(self, want: Want) -> float:
+        """Return the bytes for a micro-batch, beside what a step holds."""
+        left = self.readings.first_pass((want.rows, want.length))[1]
+        return self.num_bytes - want.static - self.readings.gradients - left
+
+    def sizes(self, want: Want) -> tuple[int, ...]:
+        """Return the rows of each micro-batch; empty if not even the smallest is known to fit."""
+        self._forget_old()
+        kept = self.fixed.get((want.rows, want.length)) if want.is_fixed else None
+        if kept is not None:
+            return kept
+        found, grows = self._cuts.get(want) or self._cuts.setdefault(want, self._fitting(want))
+        if want.is_fixed and found:
+            self.fixed[want.rows, want.length] = found
+        is_settled = grows or self.is_random or want.only or want.is_add or want.is_fixed
+        if self.steps and found and not is_settled:
+            room, read = self.room(want), self.readings
+            return (
+                self.race.cut(want.rows, max(found), lambda size: read.fits((size, want.length), room))
+                or found
+            )
+        return found
+
+    def watch(self, want: Want, cut: Sequence[int], devices: Collection[torch.device]) -> Watch | None:
+        """Return the reader of a step with this cut; None if nothing is to be read."""
+        if self._is_frozen or not cut:
+            return None
+        is_early = self.steps < _EARLY or self.steps & (self.steps - 1) == 0
+        if not (is_early or self.race.is_on or self.readings.is_new((max(cut), want.length))):
+            return None
+        return Watch(
+            self.readings,
+            self.race,
+            devices,
+            room=self.room(want),
+            is_uncut=len(cut) == 1,
+            reads_update=0 < self.steps <= 2,
+            batch=(want.rows, want.length),
+        )
+
+    def finish(self, *, is_random: bool) -> None:
+        """End a step: judge a race, and settle after the first steps."""
+        self.steps, self.is_random = self.steps + 1, self.is_random or is_random
+        if self.race.finish():
+            self._cuts.clear()
+        self.race.is_over = self.race.is_over or self.steps >= _RACES
+
+    def state(self) -> dict[str, Any]:
+        """Return readings and decisions as JSON values."""
+        fixed = [[*size, list(cut)] for size, cut in self.fixed.items()]
+        plain = {name: getattr(self, name) for name in ("steps", "is_random")}
+        return {**self.readings.state(), **plain, "fixed": fixed, "level": self.race.level}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load the output of `state`; nothing is raced again."""
+        self.readings.load(state)
+        self.steps, self.is_random = int(state["steps"]), bool(state["is_random"])
+        self.fixed = {(rows, length): tuple(cut) for rows, length, cut in state["fixed"]}
+        self.race.level, self.race.is_over = int(state["level"]), True
+
+    @property
+    def _is_frozen(self) -> bool:
+        return self.is_random and self.steps >= FROZEN
+
+    def _forget_old(self) -> None:
+        read = self.readings
+        count = sum(map(len, read.law.readings.values())), len(read.whole), len(read.first)
+        known = (*count, read.ran, read.update, read.gradients)
+        if known != self._known:
+            self._known = known
+            self._cuts.clear()
+
+    def _fitting(self, want: Want) -> tuple[tuple[int, ...], bool]:
+        """Return the largest even cut that fits, and True if it is smaller only because it is new."""
+        read, room, length = self.readings, self.room(want), want.length
+        peak, left = read.first_pass((want.rows, length))
+        if read.update > room + left or peak > room + left + read.gradients:
+            return (), False
+        if want.only is not None:
+            return (tuple(cut_sizes(want.rows, want.only)) if self._may_run(want.size, want) else ()), False
+        most = max(1, want.rows // want.least)
+        top = next((size for size in _largest_first(want.rows, most) if read.fits((size, length), room)), 0)
+        if not top or want.is_add or want.is_fixed:
+            return (even(want.rows, -(-want.rows // top)) if top else ()), False
+        wanted = top
+        if top * length > BEYOND * read.seen and not self._is_frozen:
+            top = min(top, self._next(top, length, room))
+        return even(want.rows, -(-want.rows // max(want.least, top >> self.race.level))), top < wanted
+
+    def _may_run(self, size: int, want: Want) -> bool:
+        """Return True if the one size that is allowed fits, or may be run because nothing else tells."""
+        read, room = self.readings, self.room(want)
+        one = size, want.length
+        if size < want.rows:
+            return read.fits(one, room)
+        if one in read.whole:
+            return read.whole[one] <= room + read.gradients
+        return not read.law.readings or read.law.bound(one) <= room + read.gradients
+
+    def _next(self, top: int, length: int, room: float) -> int:
+        """Return the most rows to try next, far beyond the readings."""
+        law, seen = self.readings.law, max(1, self.readings.seen // length)
+        is_near = law((top, length)) > _NEAR * room or law.misfit > _MISFIT
+        sure = int(_PROPORTION * room / law((seen, length)) * seen)
+        return max(2, sure, seen * (_NEAR_GROWTH if is_near else _GROWTH))
+
+
+def even(rows: int, parts: int) -> tuple[int, ...]:
+    """Return the sizes of so many parts that differ by at most one row, the larger first."""
+    size, more = divmod(rows, min(rows, parts))
+    return (size + 1,) * more + (size,) * (min(rows, parts) - more)
+
+
+def _largest_first(rows: int, parts: int) -> list[int]:
+    return [*dict.fromkeys(-(-rows // count) for count in range(1, parts + 1))]
+
+
+def smallest(rung: Rung, want: Want) -> float:
+    """Return the smallest budget that would do, by the sizes of this length that were read."""
+    read = rung.readings
+    sizes: list[Size] = [(want.size, want.length)] if want.only else [*read.law.readings]
+    found = [read.law.bound(size) for size in sizes if size[1] == want.length and read.law.readings]
+    if want.only == want.rows:
+        found = [read.whole[sizes[0]] - read.gradients] if sizes[0] in read.whole else found
+    peak, left = read.first_pass((want.rows, want.length))
+    held = want.static + read.gradients
+    return max(held + read.update, want.static + peak, held + left + min(found, default=float("inf")))
