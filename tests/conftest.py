@@ -96,16 +96,16 @@ def seeded() -> Iterator[None]:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The requests that were answered by traces."""
-    from anybatch.planner import cache
+    from anybatch.planner import budget
 
     asked: list[Any] = []
-    choose: Callable[[Any], Any] = cache.choose
+    choose: Callable[[Any], Any] = budget.choose
 
     def noted(request: Any) -> Any:
         asked.append(request)
         return choose(request)
 
-    monkeypatch.setattr(cache, "choose", noted)
+    monkeypatch.setattr(budget, "choose", noted)
     return asked
 
 

@@ -153,7 +153,7 @@ class Part:
 
         def put_back() -> None:
             before.put_modules_back()
-            reader.begin_first()
+            reader.begin_first(self.batch.rows)
 
         with ways.plan.precision.computing(task.network.kinds):
             along = ways.loss.along(self.batch, self._cut.sizes, task.model, put_back)

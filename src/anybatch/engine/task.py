@@ -51,8 +51,8 @@ class Reader:
     What fails is told to `close`; then a micro-batch may begin again.
     """
 
-    def begin_first(self) -> None:
-        """Note that the loss over all rows is about to be computed, from the outputs of a first pass."""
+    def begin_first(self, rows: int) -> None:
+        """Note that the loss over so many rows is about to be computed, from the outputs of a first pass."""
 
     def first_done(self) -> None:
         """Note that it is, if it was; what is left of it stays until the step ends."""

@@ -88,7 +88,12 @@ def for_device(request: Request, memory: str | int | None, device: str | torch.d
 
 def _refuse_unreadable(task: Task) -> None:
     _refuse_lazy(task)
-    sparse = [type(one).__name__ for one in task.network.modules if getattr(one, "sparse", False)]
+    trained = set(task.network.parameters)
+    sparse = [
+        type(one).__name__
+        for one in task.network.modules
+        if getattr(one, "sparse", False) and not trained.isdisjoint(one.parameters(recurse=False))
+    ]
     optimizers = [type(one).__name__ for one in task.optimizers if isinstance(one, torch.optim.SparseAdam)]
     if sparse or optimizers:
         raise sparse_refused(f"those of {(sparse or optimizers)[0]}")

@@ -1,7 +1,7 @@
 """The bytes of a micro-batch as a function of its rows and their length, fitted to readings."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
 import torch
@@ -40,6 +40,11 @@ class Law:
         return max((rows * length for rows, length in self.readings), default=0)
 
     @property
+    def least(self) -> float:
+        """The fewest rows that were read; infinity without readings."""
+        return min((rows for rows, _ in self.readings), default=math.inf)
+
+    @property
     def lengths(self) -> set[int]:
         """Lengths that were read."""
         return {length for _, length in self.readings}
@@ -60,10 +65,24 @@ class Law:
         terms, _, odd = self._fit()
         if rows in odd:
             return odd[rows] * length
-        expected = float(_columns([size])[0] @ terms)
+        expected = max(float(_columns([size])[0] @ terms), self._beyond(rows, length, odd))
         known = self.lengths
         # The power of the length is not known yet: attention needs its square.
         return expected * length / max(known) if len(known) < 3 and length > max(known) else expected
+
+    def _beyond(self, rows: int, length: int, odd: Mapping[int, float]) -> float:
+        """Return the bytes of more rows than were read, on the line through two readings of this length.
+
+        Peaks are the largest of several moments, each a line in the rows, so the last slope is the steepest.
+        """
+        found = sorted(
+            (m, _typical(one)) for (m, n), one in self.readings.items() if n == length and m not in odd
+        )
+        if not found or rows <= found[-1][0]:
+            return 0.0
+        most, top = found[-1]
+        below = [(top - least) / (most - fewer) for fewer, least in found if 2 * fewer <= most]
+        return top + (rows - most) * below[-1] if below else 0.0
 
     def bound(self, size: Size) -> float:
         """Return the bytes to allow for: more, the further a size is from the readings."""

@@ -34,12 +34,11 @@ class Race:
         """Return the micro-batches of a step that is a race; none if there is nothing to race."""
         self._levels, self._times = (), {}
         half, quarter = -(-top // 2), -(-top // 4)
-        if self.is_over or half == top or not fits(half):
+        small = [quarter, quarter, top - 2 * quarter]
+        if quarter == half or not all(map(fits, small)):
+            small = [half, top - half]
+        if self.is_over or half == top or not all(map(fits, small)):
             return ()
-        small = (
-            [quarter, quarter, top - 2 * quarter] if quarter < half and fits(quarter) else [half, top - half]
-        )
-        small = [size for size in small if size]
         if top == rows and self._alone is None:
             sizes, levels = [rows], [0]
         else:

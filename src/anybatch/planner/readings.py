@@ -31,8 +31,8 @@ class Readings:
     def __init__(self) -> None:
         self.law = Law()
         self.whole: dict[Size, float] = {}  # bytes of uncut batches, gradients included
-        # of the first pass over a batch: the peak, and what it leaves (outputs and their gradient)
-        self.first: dict[Size, tuple[float, float]] = {}
+        # of the loss over all rows, by rows of the batch: the peak, and what stays (outputs, their gradient)
+        self.first: dict[int, tuple[float, float]] = {}
         self.update = 0.0  # temporary bytes of the update
         self.gradients = 0  # bytes of gradient sums
         self.ran = 0  # rows times length of the largest micro-batch so far
@@ -44,19 +44,20 @@ class Readings:
         """Rows times length of the largest micro-batch that was read or went through."""
         return max(self.law.largest, self.ran)
 
-    def first_pass(self, size: Size) -> tuple[float, float]:
-        """Return peak and remaining bytes of a first pass over so many rows; in proportion if not read."""
-        if not self.first or size in self.first:
-            return self.first.get(size, (0.0, 0.0))
-        factors = [size[0] * size[1] / (rows * length) for rows, length in self.first]
-        pairs = [(f * peak, f * left) for f, (peak, left) in zip(factors, self.first.values(), strict=True)]
-        return pairs[-1]  # the last is the nearest to a real batch
+    def first_pass(self, rows: int) -> tuple[float, float]:
+        """Return peak and lasting bytes of the loss over so many rows; in proportion if not read."""
+        if not self.first or rows in self.first:
+            return self.first.get(rows, (0.0, 0.0))
+        known = [*self.first][-1]  # the last is the nearest to a real batch
+        peak, left = self.first[known]
+        return peak * rows / known, left * rows / known
 
     def fits(self, size: Size, room: float) -> bool:
         """Return True if a micro-batch fits into so many bytes beside the gradient sums."""
         if self.whole.get(size, math.inf) <= room + self.gradients:
             return True  # uncut: gradients are made while activations are freed
-        return bool(self.law.readings) and self.law.bound(size) <= room
+        # Fewer rows than were read may take more bytes: a single one may run other kernels.
+        return self.law.least <= size[0] and self.law.bound(size) <= room
 
     def is_new(self, size: Size) -> bool:
         """Return True if a size is to be read when it comes."""
@@ -71,14 +72,14 @@ class Readings:
         return {
             "readings": [[*size, found] for size, found in self.law.readings.items()],
             "whole": [[*size, found] for size, found in self.whole.items()],
-            "first": [[*size, *found] for size, found in self.first.items()],
+            "first": [[rows, *found] for rows, found in self.first.items()],
         } | {name: getattr(self, name) for name in _PLAIN}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load the output of `state`."""
         self.law = Law(((rows, length), found) for rows, length, found in state["readings"])
         self.whole = {(rows, length): found for rows, length, found in state["whole"]}
-        self.first = {(rows, length): (peak, left) for rows, length, peak, left in state["first"]}
+        self.first = {rows: (peak, left) for rows, peak, left in state["first"]}
         for name in _PLAIN:
             setattr(self, name, state[name])
 
@@ -107,10 +108,10 @@ class Watch(Reader):
         devices: Collection[torch.device],
         *,
         room: float = math.inf,
-        is_uncut: bool = False,
+        most: int = 0,
         is_look: bool = False,
         reads_update: bool = False,
-        batch: Size = (0, 0),
+        rows: int = 0,
     ) -> None:
         """Watch one step.
 
@@ -119,14 +120,14 @@ class Watch(Reader):
             race: takes what is timed.
             devices: those whose memory is read.
             room: bytes for a micro-batch beside the gradient sums.
-            is_uncut: the batch is one micro-batch.
+            most: rows of the largest micro-batch, which alone is read.
             is_look: a few rows run, before a step; each size is read twice.
             reads_update: the update is read.
-            batch: rows and length of the batch.
+            rows: of the batch.
         """
         self.readings, self.race, self.devices = readings, race, devices
-        self._room, self._is_uncut, self._is_look, self._reads_update = room, is_uncut, is_look, reads_update
-        self._batch = batch
+        self._room, self._most, self._is_look, self._reads_update = room, most, is_look, reads_update
+        self._rows = self._first = rows
         self.is_blind = False  # no reading could begin
         self._index, self._has_read = 0, False
         self._open: _Open | None = None
@@ -155,12 +156,15 @@ class Watch(Reader):
         if self._has_read or is_dear:
             return False
         if not held:  # an uncut batch, or the first micro-batch, which has no gradient sums yet
-            return self._is_uncut and size not in read.whole
-        return read.is_new(size) or (not self.race.is_on and self._index == 1 and times < _PER_SIZE)
+            return size[0] == self._rows and size not in read.whole
+        if size[0] < self._most:
+            return False
+        return read.is_new(size) or (not self.race.is_on and times < _PER_SIZE)
 
-    def begin_first(self) -> None:
-        """Read the loss over all rows, unless this batch's was read."""
-        if self._batch not in self.readings.first:
+    def begin_first(self, rows: int) -> None:
+        """Read the loss over all rows, unless that over so many was read."""
+        if rows not in self.readings.first:
+            self._first = rows
             self._open = _Open((0, 0), 0, 0, self._begun(), 0.0)
 
     def first_done(self) -> None:
@@ -169,7 +173,7 @@ class Watch(Reader):
         found = opened.reading.end() if opened and opened.reading else None
         if found is not None:
             left = found[2]  # the outputs' gradient; the outputs, as large, were there before
-            self.readings.first[self._batch] = float(found[0] + left), 2.0 * left
+            self.readings.first[self._first] = float(found[0] + left), 2.0 * left
 
     def forward_done(self) -> None:
         """Mark the end of the forward: the graph is complete."""

@@ -56,7 +56,7 @@ class Rung:
 
     def room(self, want: Want) -> float:
         """Return the bytes for a micro-batch, beside what a step holds."""
-        left = self.readings.first_pass((want.rows, want.length))[1]
+        left = self.readings.first_pass(want.rows)[1]
         return self.num_bytes - want.static - self.readings.gradients - left
 
     def sizes(self, want: Want) -> tuple[int, ...]:
@@ -89,9 +89,9 @@ class Rung:
             self.race,
             devices,
             room=self.room(want),
-            is_uncut=len(cut) == 1,
+            most=max(cut),
             reads_update=0 < self.steps <= 2,
-            batch=(want.rows, want.length),
+            rows=want.rows,
         )
 
     def finish(self, *, is_random: bool) -> None:
@@ -129,19 +129,25 @@ class Rung:
     def _fitting(self, want: Want) -> tuple[tuple[int, ...], bool]:
         """Return the largest even cut that fits, and True if it is smaller only because it is new."""
         read, room, length = self.readings, self.room(want), want.length
-        peak, left = read.first_pass((want.rows, length))
+        peak, left = read.first_pass(want.rows)
         if read.update > room + left or peak > room + left + read.gradients:
             return (), False
         if want.only is not None:
             return (tuple(cut_sizes(want.rows, want.only)) if self._may_run(want.size, want) else ()), False
         most = max(1, want.rows // want.least)
-        top = next((size for size in _largest_first(want.rows, most) if read.fits((size, length), room)), 0)
+        top = next((size for size in _largest_first(want.rows, most) if self._fits_even(size, want, room)), 0)
         if not top or want.is_add or want.is_fixed:
             return (even(want.rows, -(-want.rows // top)) if top else ()), False
         wanted = top
         if top * length > BEYOND * read.seen and not self._is_frozen:
             top = min(top, self._next(top, length, room))
-        return even(want.rows, -(-want.rows // max(want.least, top >> self.race.level))), top < wanted
+        size = max(want.least, -(-top // 2**self.race.level))
+        return even(want.rows, -(-want.rows // size)), top < wanted
+
+    def _fits_even(self, most: int, want: Want, room: float) -> bool:
+        """Return True if an even cut into parts of at most so many rows fits."""
+        parts = {*even(want.rows, -(-want.rows // most))}
+        return all(self.readings.fits((size, want.length), room) for size in parts)
 
     def _may_run(self, size: int, want: Want) -> bool:
         """Return True if the one size that is allowed fits, or may be run because nothing else tells."""
@@ -178,6 +184,6 @@ def smallest(rung: Rung, want: Want) -> float:
     found = [read.law.bound(size) for size in sizes if size[1] == want.length and read.law.readings]
     if want.only == want.rows:
         found = [read.whole[sizes[0]] - read.gradients] if sizes[0] in read.whole else found
-    peak, left = read.first_pass((want.rows, want.length))
+    peak, left = read.first_pass(want.rows)
     held = want.static + read.gradients
     return max(held + read.update, want.static + peak, held + left + min(found, default=float("inf")))
