@@ -60,6 +60,44 @@ def peak_bytes(device: torch.device) -> int | None:
     return None if read is None else read(device)
 
 
+def allocated(device: torch.device) -> int:
+    """Return the bytes allocated on a device that counts them."""
+    return module_of(device).memory_allocated(device)
+
+
+def forget_peak(device: torch.device) -> int | None:
+    """Begin a new peak of a device; return the bytes allocated now, None if they are not counted."""
+    module = module_of(device)
+    if not hasattr(module, "reset_peak_memory_stats"):
+        return None
+    module.reset_peak_memory_stats(device)
+    return module.memory_allocated(device)
+
+
+def free_and_total(device: torch.device) -> tuple[int, int] | None:
+    """Return the bytes of a device that are free or held by torch, and all of its bytes; None if unknown."""
+    module = module_of(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, total = module.mem_get_info(device)
+    return free + module.memory_reserved(device), total
+
+
+@contextmanager
+def capped(device: torch.device, num_bytes: int) -> Generator[None]:
+    """Let the allocator of a device refuse more than so many bytes for a while, if it can."""
+    module, found = module_of(device), free_and_total(device)
+    if found is None or not hasattr(module, "get_per_process_memory_fraction"):
+        yield
+        return
+    before = module.get_per_process_memory_fraction(device)
+    module.set_per_process_memory_fraction(min(1.0, num_bytes / found[1]), device)
+    try:
+        yield
+    finally:
+        module.set_per_process_memory_fraction(before, device)
+
+
 def name_of(device: torch.device) -> str:
     """Return the name of the card, or the kind of device where it has none."""
     read = getattr(module_of(device), "get_device_name", None)

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from anybatch.core import PlanError, parse_bytes
+from anybatch.core import PlanError, accelerator, parse_bytes
 from anybatch.memory.reading import held_by_malloc
 
 
@@ -17,8 +17,8 @@ class Device:
     """The figures of a device that planning needs; the device need not be in this machine."""
 
     name: str  # the name passed to `find_device`
-    kind: str  # "cpu" or "cuda"
-    num_bytes: int  # its memory; for the CPU, the bytes that tensors may use
+    kind: str  # of its torch.device, such as "cpu"
+    num_bytes: int  # its memory; for the CPU, the bytes that tensors may use; 0 if it does not tell
     flops: float  # floating-point operations per second that matrix products reach, in float32
     half_flops: float  # the same in bfloat16 and float16
     bandwidth: float  # bytes per second to and from its own memory
@@ -48,7 +48,9 @@ _GPUS: dict[str, tuple[str, float, float, float]] = {
 #: Cards that can be planned for without having one, as in "cuda:a100".
 CARDS = tuple(_GPUS)
 
-_TYPICAL = "rtx3060"  # the card assumed for "cuda" on a machine without one
+_CARDS_ARE = "cuda"  # the kind of all of them
+CARDS_BY_NAME = tuple(f"{_CARDS_ARE}:{card}" for card in CARDS)
+_TYPICAL = "rtx3060"  # the card assumed where none is named, and for other accelerators
 _REACHED = 0.5  # share of the published figures that ordinary models reach
 _LINK = 20e9  # bytes per second over PCIe 4 with 16 lanes, as measured by many
 _CPU_FLOPS_PER_THREAD = 40e9
@@ -56,19 +58,19 @@ _CPU_BANDWIDTH = 10e9
 
 
 def find_device(name: str | torch.device) -> Device:
-    """Return a device by name: cpu, cuda, or a card such as cuda:a100. Raise PlanError for others."""
+    """Return a device of this machine, or a card by name, such as cuda:a100; raise PlanError for others."""
     text = str(name).lower()
     kind, _, model = text.partition(":")
     if kind == "cpu":
         return _cpu(text)
-    if kind == "cuda" and (not model or model.isdecimal()):
-        is_here = torch.cuda.is_available() and int(model or 0) < torch.cuda.device_count()
-        return _cuda_here(text) if is_here else _gpu(text, _TYPICAL)
-    if kind == "cuda" and model in _GPUS:
-        return _gpu(text, model)
+    is_index = model.isdecimal() or not model
+    if is_index and kind == accelerator.find() and int(model or 0) < torch.accelerator.device_count():
+        return _here(text)
+    if kind == _CARDS_ARE and (model in _GPUS or is_index):
+        return _gpu(text, model if model in _GPUS else _TYPICAL)
     raise PlanError(
-        f"Expected a device to plan for, got {str(name)!r}. Use cpu, cuda, or a card by name: "
-        f"{', '.join(f'cuda:{one}' for one in CARDS)}."
+        f"Expected a device to plan for, got {str(name)!r}. Use cpu, the accelerator of this machine, or a "
+        f"card by name: {', '.join(CARDS_BY_NAME)}."
     )
 
 
@@ -79,6 +81,12 @@ def parse_memory(memory: str | int, device: Device) -> int:
     memory that is free or held by tensors (of all its memory, if the device is not in this machine). On the
     CPU shares respect control groups and process limits, and leave out memory that is not used by tensors.
     """
+    is_share = isinstance(memory, str) and (memory == "auto" or "%" in memory)
+    if is_share and not device.num_bytes:
+        raise PlanError(
+            f"Expected a budget in bytes for {device.name}, which does not tell how much memory it has, got "
+            f'{memory!r}. Write "8GB".'
+        )
     if memory == "auto":
         return int(0.9 * _free(device))
     found = re.fullmatch(r"\s*(\d+\.?\d*)\s*%\s*", memory) if isinstance(memory, str) else None
@@ -94,7 +102,7 @@ def _gpu(name: str, model: str) -> Device:
     memory, flops, half_flops, bandwidth = _GPUS[model]
     return Device(
         name=name if name.endswith(f":{model}") else f"{name} (taken to be a {model})",
-        kind="cuda",
+        kind=_CARDS_ARE,
         num_bytes=parse_bytes(memory),
         flops=_REACHED * flops,
         half_flops=_REACHED * half_flops,
@@ -103,11 +111,13 @@ def _gpu(name: str, model: str) -> Device:
     )
 
 
-def _cuda_here(name: str) -> Device:
-    properties = torch.cuda.get_device_properties(torch.device(name))
-    squeezed = re.sub(r"[^a-z0-9]", "", str(properties.name).lower())
+def _here(name: str) -> Device:
+    device = torch.device(name)
+    squeezed = re.sub(r"[^a-z0-9]", "", accelerator.name_of(device).lower())
     model = next((one for one in sorted(_GPUS, key=len, reverse=True) if one in squeezed), _TYPICAL)
-    return replace(_gpu(name, model), name=name, num_bytes=int(properties.total_memory), is_here=True)
+    found = accelerator.free_and_total(device)
+    total = 0 if found is None else found[1]
+    return replace(_gpu(name, model), name=name, kind=device.type, num_bytes=total, is_here=True)
 
 
 def _cpu(name: str) -> Device:
@@ -124,10 +134,11 @@ def _cpu(name: str) -> Device:
 
 
 def _free(device: Device) -> int:
-    if device.kind == "cuda" and device.is_here:
-        # A budget counts all tensors, so memory that torch has reserved is available.
-        return int(torch.cuda.mem_get_info(device.name)[0]) + torch.cuda.memory_reserved(device.name)
-    return device.num_bytes if device.kind == "cuda" else _host_bytes(is_free=True)
+    if device.kind == "cpu":
+        return _host_bytes(is_free=True)
+    # A budget counts all tensors, so memory that torch has reserved is available.
+    found = accelerator.free_and_total(torch.device(device.name)) if device.is_here else None
+    return device.num_bytes if found is None else found[0]
 
 
 def _host_bytes(*, is_free: bool = False) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from anybatch.core import torch_private as private
+from anybatch.core import accelerator, torch_private as private
 
 _MARK = 12_347  # bytes: an allocation of this size marks the end of the forward in the events
 _ALLOWANCE = 1.25  # factor if nodes of the graph are not seen
@@ -22,7 +22,7 @@ class MemoryReading:
 
     On the CPU it uses torch's profiler without operators (allocations of the thread; some 15 us and, at the
     end, 2.3 to 2.9 KB per event), and at `mark` adds other memory of malloc, such as nodes of the graph. On
-    CUDA it uses the allocators' statistics, added up, and resets the peak statistics. Without glibc it adds a
+    accelerators it uses the allocators' statistics, added up, and resets their peaks. Without glibc it adds a
     quarter to the bytes seen (`is_exact` is False). End it in the thread that began it.
     """
 
@@ -42,10 +42,10 @@ class MemoryReading:
             return None
         reading = None
         try:
-            if any(one.type == "cuda" for one in found):
-                if torch.cuda.is_initialized():
+            if any(one.type != "cpu" for one in found):
+                if accelerator.in_use() is not None:
                     reading = cls(partial(_start_statistics, found), is_exact=True)
-            elif not private.is_profiling() and _has_events() and all(one.type == "cpu" for one in found):
+            elif not private.is_profiling() and _has_events():
                 reading = cls(private.start_memory_events, is_exact=_mallinfo() is not None)
         except RuntimeError:  # an allocator without statistics
             return None
@@ -95,14 +95,16 @@ _Start = Callable[[], Callable[[], list[int] | None]]
 
 
 def _start_statistics(devices: Iterable[torch.device]) -> Callable[[], list[int]]:
-    numbers = {torch.cuda.device(one).idx for one in devices if one.type == "cuda"}
-    before = {one: torch.cuda.memory_allocated(one) for one in numbers}
-    for one in numbers:
-        torch.cuda.reset_peak_memory_stats(one)
+    before: dict[torch.device, int] = {}
+    for one in devices:
+        held = None if one.type == "cpu" else accelerator.forget_peak(one)
+        if held is None:
+            raise RuntimeError(f"Expected a device that counts its memory, got {one}.")
+        before[one] = held
 
     def changes() -> list[int]:
-        peak = sum(torch.cuda.max_memory_allocated(one) - level for one, level in before.items())
-        left = sum(torch.cuda.memory_allocated(one) - level for one, level in before.items())
+        peak = sum((accelerator.peak_bytes(one) or 0) - held for one, held in before.items())
+        left = sum(accelerator.allocated(one) - held for one, held in before.items())
         return [peak, left - peak]
 
     return changes

@@ -1,15 +1,15 @@
 """A memory budget: readings for each kind of rows, and plans for a device."""
 
 import hashlib
-from collections.abc import Generator, Hashable, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from anybatch.core import PlanError
+from anybatch.core import PlanError, accelerator
 from anybatch.engine import Plan, Task
 from anybatch.memory import Device, find_device, parse_memory, sparse_refused
 from anybatch.planner.ladder import Ladder
@@ -117,7 +117,7 @@ def _signature(task: Task) -> str:
     settings = [
         (type(one).__name__, [_switches(group) for group in one.param_groups]) for one in task.optimizers
     ]
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    kinds = [kind for kind in sorted(task.network.kinds | {"cpu"}) if torch.is_autocast_enabled(kind)]
     casts = [str(torch.get_autocast_dtype(kind)) for kind in kinds]
     found = [p.grad for p in (*task.network.parameters, *task.network.others) if p.grad is not None]
     held = sum(one.untyped_storage().nbytes() for one in found if one.layout is torch.strided)
@@ -144,14 +144,7 @@ def device_of(task: Task) -> Device:
     return find_device(next(iter(found), "cpu"))
 
 
-@contextmanager
-def enforced(memory: str | int, task: Task) -> Generator[None]:
-    """Limit CUDA's allocator to the budget while a step runs."""
+def enforced(memory: str | int, task: Task) -> AbstractContextManager[None]:
+    """Return a context in which the allocator of an accelerator refuses more than the budget."""
     device = device_of(task)
-    before = torch.cuda.get_per_process_memory_fraction(device.name)
-    share = min(1.0, parse_memory(memory, device) / device.num_bytes)
-    torch.cuda.set_per_process_memory_fraction(share, device.name)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(before, device.name)
+    return accelerator.capped(torch.device(device.name), parse_memory(memory, device))

@@ -269,8 +269,8 @@ class Planning:
         return True
 
     def enforced(self, task: Task) -> AbstractContextManager[None]:
-        """Return a context in which the allocator itself keeps to the budget, on CUDA."""
-        if self.budget is None or "cuda" not in task.network.kinds:  # to look a device up takes milliseconds
+        """Return a context in which the allocator of an accelerator itself keeps to the budget."""
+        if self.budget is None or task.network.kinds <= {"cpu"}:  # to look a device up takes milliseconds
             return _NOTHING
         return enforced(self.budget.memory, task)
 
