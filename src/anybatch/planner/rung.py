@@ -31,6 +31,7 @@ class Want:
     least: int = 1  # rows of the smallest micro-batch: two with BatchNorm
     is_fixed: bool = False  # the result depends on the cut, so the first cut is kept
     is_add: bool = False  # rows of one `add` of a window
+    races: bool = True  # cuts may be raced
 
     @property
     def size(self) -> int:
@@ -68,7 +69,7 @@ class Rung:
         found, grows = self._cuts.get(want) or self._cuts.setdefault(want, self._fitting(want))
         if want.is_fixed and found:
             self.fixed[want.rows, want.length] = found
-        is_settled = grows or self.is_random or want.only or want.is_add or want.is_fixed
+        is_settled = grows or self.is_random or want.only or want.is_add or want.is_fixed or not want.races
         if self.steps and found and not is_settled:
             room, read = self.room(want), self.readings
             return (

@@ -92,7 +92,8 @@ class Planning:
     Args:
         settings: a plan without rows that holds all that does not depend on the batch.
         guard: checks a batch before it is split.
-        may_choose_blocks: whether it is for a budget to say which blocks are rebuilt or moved.
+        may_choose_blocks: a budget may say which blocks run again.
+        is_ordered: rows are sorted by length and cut by tokens, so cuts by rows are not raced.
     """
 
     def __init__(
@@ -103,8 +104,10 @@ class Planning:
         micro_batch: int | None,
         memory: str | int | None,
         may_choose_blocks: bool,
+        is_ordered: bool = False,
     ) -> None:
         self.settings, self.guard, self._may_choose_blocks = settings, guard, may_choose_blocks
+        self._is_ordered = is_ordered
         self.micro_batch = whole_number(micro_batch)
         self.budget = None if memory is None else Budget(memory)
         self._distrusted: set[tuple[str, str]] = set()  # block and policy
@@ -191,6 +194,7 @@ class Planning:
             least=2 if norms and batch.rows > 1 else 1,
             is_fixed=norms,
             is_add=is_add,
+            races=not self._is_ordered,
         )
 
     @contextmanager
