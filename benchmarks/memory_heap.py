@@ -200,8 +200,9 @@ def measure(name: str, share: float) -> Iterator[dict[str, Any]]:
 def _settled(case: Case, batch: Batch, ours: Training, budget: int) -> dict[str, Any]:
     """Seconds of our steps beside those of the fastest `micro_batch=` whose heap is within the budget."""
     rows, fitting = case.size[0], dict[str, tuple[float, Training]]()
+    again = (None, "all") if find_blocks(ours.model) else (None,)
     sizes = sorted({-(-rows // min(rows, parts << k)) for k in range(9) for parts in (1, 3)}, reverse=True)
-    for blocks, size in ((blocks, size) for blocks in (None, "all") for size in sizes):
+    for blocks, size in ((blocks, size) for blocks in again for size in sizes):
         if len(fitting) == TRIED or (fitting and blocks):  # all blocks again only where nothing else fits
             break
         by_hand = Training(case, micro_batch=size, options=ab.Options(recompute=blocks))

@@ -1,10 +1,13 @@
 """The ladder on traced numbers: fewer rows at once, then blocks that run again, then the smallest budget."""
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from time import monotonic
 
 from torch import nn
 
+from anybatch.core import counted, format_bytes
 from anybatch.engine import Plan
 from anybatch.planner.report import Option, PlanReport, refusal
 from anybatch.planner.request import Request, computes_in_half, without_single_rows
@@ -13,8 +16,10 @@ from anybatch.planner.trace import trace
 KEEP = "keep"
 SHOWN = 6  # options in a report
 EVEN = 1.1  # estimates within this factor of the fastest count as equal
+CLOSE = 1.02  # guesses further over the budget than this factor are not traced
 NEAR = 3  # sizes that are traced of those that fit, the largest first
-TRIES = 3  # further traces for the number of blocks that run again
+TRIES = 4  # traces of plans with blocks that run again
+SILENT_S = 2.0  # seconds before a line says that planning goes on
 
 
 def choose(request: Request) -> PlanReport:
@@ -24,110 +29,121 @@ def choose(request: Request) -> PlanReport:
 
 class _Ladder:
     def __init__(self, request: Request) -> None:
-        self._request = request
+        self._request, self._sizes = request, request.all_sizes
         self._limit = 2**62 if request.budget is None else request.budget
         self._half = request.like.precision.is_short or computes_in_half(request.task)
         self._traced: dict[Plan, Option] = {}
         self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient
+        self._began, self._is_told = monotonic(), False
 
     def best(self) -> PlanReport:
         """Climb until nothing can be much faster; fall back to the plan of the fewest bytes."""
-        request, sizes = self._request, self._request.all_sizes
-        found = self._largest(KEEP)
-        if request.policies and self._limit < 2**62:
-            fastest = self._option(sizes[0], KEEP).seconds  # were there room
-            for policy in (*[one for one in request.policies if one == "offload"], *self._that_run_again):
-                if any(option.seconds <= EVEN * fastest for option in found):
-                    break
-                found += self._with_blocks(policy)
+        request, sizes = self._request, self._sizes
+        at = self._largest(KEEP)
+        found = [self._option(size, KEEP) for size in sizes[at : at + 1]]
+        fastest = self._option(sizes[0], KEEP).seconds  # were there room
+        if request.policies and not (found and found[0].seconds <= EVEN * fastest):
+            found += self._with_blocks(found)
+        else:
+            found += [self._option(size, KEEP) for size in sizes[at + 1 : at + NEAR]]
+        found = [option for option in found if option.peak <= self._limit]
         if not found:
             least = self._least()
             if least.peak > self._limit:
                 norms = request.task.network.batch_norms
                 raise refusal(least, self._limit, norms, request.cut_refused)
             found = [least]
-        first, *others = _ordered(found, request.device.kind)
-        return self._report(first, others)
+        return self._report(found)
 
-    @property
-    def _that_run_again(self) -> list[str]:
-        return [one for one in ("selective", "recompute") if one in self._request.policies]
-
-    def _largest(self, policy: str) -> list[Option]:
-        """Return the largest sizes that fit with all blocks under one policy, and a few smaller ones.
-
-        More rows take more bytes, nearly in a straight line: so the next size to trace is where the line
-        through the last two crosses the budget.
-        """
-        sizes = self._request.all_sizes
-        low, high, at = 0, len(sizes), 0  # sizes before `low` do not fit, those from `high` on do
-        known: list[tuple[int, int]] = []
+    def _largest(self, policy: str) -> int:
+        """Return the index of the largest size that fits with all blocks under one policy."""
+        low, high, at = 0, len(self._sizes), 0  # sizes before `low` do not fit, those from `high` on do
         while low < high:
-            option = self._option(sizes[at], policy)
-            known = [*known[-1:], (sizes[at], option.peak)]
-            low, high = (low, at) if option.peak <= self._limit else (at + 1, high)
-            at = (low + high) // 2 if len(known) < 2 else self._crossing(known, low, high)
-        found = [self._option(size, policy) for size in sizes[low : low + NEAR]]
-        return [option for option in found if option.peak <= self._limit]
+            fits = self._option(self._sizes[at], policy).peak <= self._limit
+            low, high = (low, at) if fits else (at + 1, high)
+            left = range(low, high)
+            guesses = (at for at in left if self._guess(self._sizes[at], policy) <= self._limit)
+            at = next(guesses, high - 1)
+            if low < high < len(self._sizes) and self._guess(self._sizes[at], policy) > CLOSE * self._limit:
+                break
+        return high
 
-    def _crossing(self, known: Sequence[tuple[int, int]], low: int, high: int) -> int:
-        """Return the index from `low` to `high` of the largest size that fits by a line, or the middle."""
-        (one, less), (other, more) = sorted(known)
-        if low >= high or more <= less:
-            return (low + high) // 2
-        rows = one + (self._limit - less) * (other - one) / (more - less)
-        sizes = self._request.all_sizes
-        return next((index for index in range(low, high) if sizes[index] <= rows), high - 1)
+    def _guess(self, size: int, policy: str) -> float:
+        """Estimate the peak of a size by the nearest traced one: activations grow with the rows."""
+        uniform = [self._request.uniform(one, policy) for one in self._sizes]
+        known = [self._traced[plan] for plan in uniform if plan in self._traced]
+        near = min(known, key=lambda option: abs(option.plan.micro_batch - size))
+        assert near.ledger is not None  # noqa: S101, every option is traced
+        held = [near.ledger.at_peak[owner] for owner in ("parameters", "optimizer state", "input")]
+        grows = near.peak - sum(held) - near.ledger.at_peak["gradients"]
+        gradients = max(moment.bytes[1] for moment in near.ledger.moments)
+        return sum(held) + gradients + grows * size / near.plan.micro_batch
 
-    def _with_blocks(self, policy: str) -> list[Option]:
-        """Return plans with blocks under a policy: all of them, and as few as fit.
+    def _with_blocks(self, kept: Sequence[Option]) -> list[Option]:
+        """Return plans whose first blocks run again, as few as fit; the last ones are freed first.
 
-        The last blocks are kept: backward frees them first.
+        Bytes and seconds lie on lines: in the rows, in the number of micro-batches and of blocks. Plans are
+        traced in the order of their estimates, until none can be faster than those found.
         """
-        found = self._largest(policy)
-        kept = max([one.plan.micro_batch for one in self._largest(KEEP)], default=0)
-        fitting = max([one.plan.micro_batch for one in found], default=0)
-        over = [size for size in self._request.all_sizes if kept < size <= fitting]
-        for size in dict.fromkeys((*over[:1], *over[-1:])):
-            every, none = self._option(size, policy), self._option(size, KEEP)
-            per_block = (none.peak - every.peak) / len(self._request.blocks)
-            again = len(self._request.blocks) - int((self._limit - every.peak) / max(1.0, per_block))
-            for _ in range(TRIES):  # the line is a guess until it is traced
-                option = self._option(size, policy, max(1, again))
-                fits = option.peak <= self._limit
-                found += [option] * fits
-                again += -1 if fits else 1
-                if again < 1 or self._request.uniform(size, policy, again) in self._traced:
+        request, sizes, blocks = self._request, self._sizes, len(self._request.blocks)
+        whole = self._option(sizes[0], KEEP)
+        cuts = [option for option in self._traced.values() if option.plan.is_cut and not option.plan.blocks]
+        per_cut = max(
+            [(cut.seconds - whole.seconds) / (cut.plan.micro_batches - 1) for cut in cuts], default=0
+        )
+        guesses: list[tuple[float, int, str, int]] = []
+        for policy in request.policies:
+            more = self._option(sizes[0], policy).seconds - whole.seconds
+            for size in sizes:
+                every, none = self._guess(size, policy), self._guess(size, KEEP)
+                if every < none and every <= CLOSE * self._limit < CLOSE * none:
+                    again = min(blocks, max(1, -int((self._limit - none) * blocks // (none - every))))
+                    parts = request.uniform(size, policy).micro_batches - 1
+                    seconds = whole.seconds + parts * per_cut + more * again / blocks
+                    guesses.append((seconds, size, policy, again))
+        found, tries = list(kept), TRIES
+        for seconds, size, policy, again in sorted(guesses):
+            if not tries or any(option.seconds <= seconds for option in found):
+                break
+            for more in range(again, blocks + 1):
+                option, tries = self._option(size, policy, more), tries - 1
+                if option.peak <= self._limit or not tries:
+                    found += [option] * (option.peak <= self._limit)
                     break
-        return found
+        return found[len(kept) :]
 
     def _least(self) -> Option:
         """Return the fastest plan that fits of those with the fewest bytes, or the one with the fewest."""
-        sizes = self._request.all_sizes
-        tried = self._under_all(sizes[-1])
-        least = min(option.peak for option in tried)
+        sizes = self._sizes
+        # An uncut batch has no separate gradient sums.
+        tried = [self._option(sizes[0], policy) for policy in (KEEP, *self._request.policies)]
+        order = sorted(range(len(tried)), key=lambda index: tried[index].peak)[:2]
+        policies = [(KEEP, *self._request.policies)[index] for index in order]
+        tried += (ends := [self._option(sizes[-1], policy) for policy in policies])
+        least = min(ends, key=lambda option: option.peak)
         for size in sizes[-2::-1]:  # each micro-batch leaves a few bytes, so single rows may use more
-            found = self._under_all(size)
-            tried += found
-            if least <= (least := min(option.peak for option in found)):
+            tried.append(option := self._option(size, policies[ends.index(least)]))
+            if option.peak >= min(one.peak for one in tried[:-1]):
                 break
-        tried += self._under_all(sizes[0])  # an uncut batch has no separate gradient sums
         fitting = [option for option in tried if option.peak <= self._limit]
         return min(fitting or tried, key=lambda option: option.seconds if fitting else option.peak)
 
-    def _under_all(self, size: int) -> list[Option]:
-        return [self._option(size, policy) for policy in (KEEP, *self._request.policies)]
-
     def _option(self, size: int, policy: str, again: int | None = None) -> Option:
-        """Trace a plan; if it does not fit, with an update that is made parameter by parameter as well."""
+        """Trace a plan; if its update does not fit, with one that is made parameter by parameter as well."""
         plan = self._request.uniform(size, policy, again)
         option = self._trace(plan)
-        if option.peak > self._limit and self._request.may_disable_foreach:
+        assert option.ledger is not None  # noqa: S101, every option is traced
+        in_update = option.ledger.peak_moment.phase == "update"
+        if option.peak > self._limit and in_update and self._request.may_disable_foreach:
             return self._trace(replace(plan, foreach=False))
         return option
 
     def _trace(self, plan: Plan) -> Option:
         if plan not in self._traced:
+            if not self._is_told and monotonic() - self._began > SILENT_S:
+                self._is_told = True
+                done = counted(len(self._traced), "plan")
+                sys.stderr.write(f"anybatch looks for a plan on fake tensors: {done} traced so far.\n")
             request = self._request
             device = request.device
             found = trace(plan, request.task, request.batch, device=device.kind, idle=self._idle)
@@ -136,7 +152,18 @@ class _Ladder:
             self._traced[plan] = Option(plan=plan, peak=found.peak, seconds=seconds, ledger=found.ledger)
         return self._traced[plan]
 
-    def _report(self, best: Option, others: Sequence[Option]) -> PlanReport:
+    def _report(self, found: Sequence[Option]) -> PlanReport:
+        """Report the fastest; on the host the smallest of those equally fast by estimate."""
+        by_plan = {option.plan: option for option in found}.values()
+        order = sorted(by_plan, key=lambda option: (option.seconds, -option.plan.micro_batch))
+        best, notes = order[0], list[str]()
+        # Allocations too large for the host's allocator to keep come in fresh pages each time.
+        if self._request.device.kind == "cpu":
+            even = [option for option in order if option.seconds <= EVEN * order[0].seconds]
+            best = min(even, key=lambda option: option.peak)
+            if best is not order[0]:
+                less = format_bytes(order[0].peak - best.peak)
+                notes.append(f"The fastest plan by estimate gains less than 10 % and takes {less} more.")
         assert best.ledger is not None  # noqa: S101, every option is traced
         return PlanReport(
             plan=best.plan,
@@ -144,16 +171,6 @@ class _Ladder:
             seconds=best.seconds,
             budget=self._request.budget,
             device=self._request.device.name,
-            options=tuple([replace(one, ledger=None) for one in others][:SHOWN]),
+            options=tuple([replace(one, ledger=None) for one in order if one is not best][:SHOWN]),
+            notes=tuple(notes),
         )
-
-
-def _ordered(options: Sequence[Option], kind: str) -> list[Option]:
-    """Sort fastest first; on the host, options equally fast by estimate smallest first."""
-    by_plan: Mapping[Plan, Option] = {option.plan: option for option in options}
-    found = sorted(by_plan.values(), key=lambda option: (option.seconds, -option.plan.micro_batch))
-    if kind != "cpu":
-        return found
-    # Allocations too large for the host's allocator to keep come in fresh pages each time.
-    even = [one for one in found if one.seconds <= EVEN * found[0].seconds]
-    return sorted(even, key=lambda option: option.peak) + [one for one in found if one not in even]
