@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil, inf
 from time import monotonic
 
 from torch import nn
 
 from anybatch.core import counted, format_bytes
 from anybatch.engine import Plan
+from anybatch.memory import Ledger
 from anybatch.planner.report import Option, PlanReport, refusal
 from anybatch.planner.request import Request, computes_in_half, without_single_rows
 from anybatch.planner.trace import trace
@@ -33,144 +35,125 @@ class _Ladder:
         self._limit = 2**62 if request.budget is None else request.budget
         self._half = request.like.precision.is_short or computes_in_half(request.task)
         self._traced: dict[Plan, Option] = {}
+        self._ledgers: dict[Plan, Ledger] = {}  # of the traced plans
+        self._known: dict[str, dict[int, Option]] = {}  # by policy of all blocks and by size
         self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient
-        self._began, self._is_told = monotonic(), False
+        self._tell_at = monotonic() + SILENT_S
 
     def best(self) -> PlanReport:
         """Climb until nothing can be much faster; fall back to the plan of the fewest bytes."""
-        request, sizes = self._request, self._sizes
-        at = self._largest(KEEP)
+        request, sizes, at = self._request, self._sizes, self._largest()
         found = [self._option(size, KEEP) for size in sizes[at : at + 1]]
         fastest = self._option(sizes[0], KEEP).seconds  # were there room
         if request.policies and not (found and found[0].seconds <= EVEN * fastest):
-            found += self._with_blocks(found)
+            found += self._with_blocks(min([option.seconds for option in found], default=inf))
         else:
             found += [self._option(size, KEEP) for size in sizes[at + 1 : at + NEAR]]
-        found = [option for option in found if option.peak <= self._limit]
-        if not found:
-            least = self._least()
-            if least.peak > self._limit:
-                norms = request.task.network.batch_norms
-                raise refusal(least, self._limit, norms, request.cut_refused)
-            found = [least]
+        found = [option for option in found if option.peak <= self._limit] or [self._least()]
+        if found[0].peak > self._limit:
+            least = replace(found[0], ledger=self._ledgers[found[0].plan])
+            raise refusal(least, self._limit, request.task.network.batch_norms, request.cut_refused)
         return self._report(found)
 
-    def _largest(self, policy: str) -> int:
-        """Return the index of the largest size that fits with all blocks under one policy."""
+    def _largest(self) -> int:
+        """Return the index of the largest size that fits as it is; the number of sizes if none does."""
         low, high, at = 0, len(self._sizes), 0  # sizes before `low` do not fit, those from `high` on do
         while low < high:
-            fits = self._option(self._sizes[at], policy).peak <= self._limit
+            fits = self._option(self._sizes[at], KEEP).peak <= self._limit
             low, high = (low, at) if fits else (at + 1, high)
-            left = range(low, high)
-            guesses = (at for at in left if self._guess(self._sizes[at], policy) <= self._limit)
-            at = next(guesses, high - 1)
-            if low < high < len(self._sizes) and self._guess(self._sizes[at], policy) > CLOSE * self._limit:
+            guesses = [self._guess(size, KEEP) for size in self._sizes[:high]]
+            at = next((at for at in range(low, high) if guesses[at] <= self._limit), high - 1)
+            if low < high < len(self._sizes) and guesses[at] > CLOSE * self._limit:
                 break
         return high
 
     def _guess(self, size: int, policy: str) -> float:
         """Estimate the peak of a size by the nearest traced one: activations grow with the rows."""
-        uniform = [self._request.uniform(one, policy) for one in self._sizes]
-        known = [self._traced[plan] for plan in uniform if plan in self._traced]
-        near = min(known, key=lambda option: abs(option.plan.micro_batch - size))
-        assert near.ledger is not None  # noqa: S101, every option is traced
-        held = [near.ledger.at_peak[owner] for owner in ("parameters", "optimizer state", "input")]
-        grows = near.peak - sum(held) - near.ledger.at_peak["gradients"]
-        gradients = max(moment.bytes[1] for moment in near.ledger.moments)
-        return sum(held) + gradients + grows * size / near.plan.micro_batch
+        near = min(self._known[policy].values(), key=lambda option: abs(option.plan.micro_batch - size))
+        ledger, scale = self._ledgers[near.plan], size / near.plan.micro_batch
+        gradients, peaks = max(moment.bytes[1] for moment in ledger.moments), list[float]()
+        for phase, moment in ledger.phases().items():
+            parameters, _, state, activations, workspace, inputs, other = moment.bytes
+            grown = parameters + gradients + state + inputs + scale * (activations + workspace + other)
+            peaks.append(moment.total if phase == "update" else grown)
+        return near.peak if scale == 1 else max(peaks)
 
-    def _with_blocks(self, kept: Sequence[Option]) -> list[Option]:
-        """Return plans whose first blocks run again, as few as fit; the last ones are freed first.
-
-        Bytes and seconds lie on lines: in the rows, in the number of micro-batches and of blocks. Plans are
-        traced in the order of their estimates, until none can be faster than those found.
-        """
+    def _with_blocks(self, fastest: float) -> list[Option]:
+        """Return plans whose first blocks run again, until no other can take less than `fastest` seconds."""
         request, sizes, blocks = self._request, self._sizes, len(self._request.blocks)
-        whole = self._option(sizes[0], KEEP)
-        cuts = [option for option in self._traced.values() if option.plan.is_cut and not option.plan.blocks]
-        per_cut = max(
-            [(cut.seconds - whole.seconds) / (cut.plan.micro_batches - 1) for cut in cuts], default=0
-        )
+        whole, *cuts = sorted(self._known[KEEP].values(), key=lambda option: -option.plan.micro_batch)
+        per_cut = [(cut.seconds - whole.seconds) / (cut.plan.micro_batches - 1) for cut in cuts]
         guesses: list[tuple[float, int, str, int]] = []
         for policy in request.policies:
-            more = self._option(sizes[0], policy).seconds - whole.seconds
+            rebuilding = self._option(sizes[0], policy).seconds - whole.seconds
             for size in sizes:
                 every, none = self._guess(size, policy), self._guess(size, KEEP)
-                if every < none and every <= CLOSE * self._limit < CLOSE * none:
-                    again = min(blocks, max(1, -int((self._limit - none) * blocks // (none - every))))
-                    parts = request.uniform(size, policy).micro_batches - 1
-                    seconds = whole.seconds + parts * per_cut + more * again / blocks
-                    guesses.append((seconds, size, policy, again))
-        found, tries = list(kept), TRIES
+                if every < none and every <= CLOSE * self._limit:
+                    again = max(1, min(blocks, ceil(blocks * (none - self._limit) / (none - every))))
+                    cut_s = max(per_cut, default=0) * (request.uniform(size, KEEP).micro_batches - 1)
+                    guesses.append((whole.seconds + cut_s + rebuilding * again / blocks, size, policy, again))
+        found, tries = list[Option](), TRIES
         for seconds, size, policy, again in sorted(guesses):
-            if not tries or any(option.seconds <= seconds for option in found):
-                break
-            for more in range(again, blocks + 1):
-                option, tries = self._option(size, policy, more), tries - 1
-                if option.peak <= self._limit or not tries:
-                    found += [option] * (option.peak <= self._limit)
+            while 0 < again <= blocks and seconds < fastest and (tries := tries - 1) >= 0:
+                option = self._option(size, policy, again)  # the line is a guess until it is traced
+                room = self._limit - option.peak
+                found += [option] * (room >= 0)
+                if 0 <= room < (self._guess(size, KEEP) - option.peak) / again:  # of one block
                     break
-        return found[len(kept) :]
+                again += -1 if room >= 0 else 1
+            fastest = min([fastest, *[option.seconds for option in found]])
+        return found
 
     def _least(self) -> Option:
         """Return the fastest plan that fits of those with the fewest bytes, or the one with the fewest."""
-        sizes = self._sizes
-        # An uncut batch has no separate gradient sums.
-        tried = [self._option(sizes[0], policy) for policy in (KEEP, *self._request.policies)]
-        order = sorted(range(len(tried)), key=lambda index: tried[index].peak)[:2]
-        policies = [(KEEP, *self._request.policies)[index] for index in order]
-        tried += (ends := [self._option(sizes[-1], policy) for policy in policies])
-        least = min(ends, key=lambda option: option.peak)
+        sizes, policies = self._sizes, (KEEP, *self._request.policies)
+        policy = min(policies, key=lambda policy: self._option(sizes[0], policy).peak)
+        tried = [self._option(size, policy) for size in (sizes[0], sizes[-1])]  # uncut: no separate sums
         for size in sizes[-2::-1]:  # each micro-batch leaves a few bytes, so single rows may use more
-            tried.append(option := self._option(size, policies[ends.index(least)]))
-            if option.peak >= min(one.peak for one in tried[:-1]):
+            tried.append(self._option(size, policy))
+            if tried[-1].peak >= min(option.peak for option in tried[:-1]):
                 break
         fitting = [option for option in tried if option.peak <= self._limit]
         return min(fitting or tried, key=lambda option: option.seconds if fitting else option.peak)
 
     def _option(self, size: int, policy: str, again: int | None = None) -> Option:
         """Trace a plan; if its update does not fit, with one that is made parameter by parameter as well."""
-        plan = self._request.uniform(size, policy, again)
-        option = self._trace(plan)
-        assert option.ledger is not None  # noqa: S101, every option is traced
-        in_update = option.ledger.peak_moment.phase == "update"
+        option = self._trace(plan := self._request.uniform(size, policy, again))
+        in_update = self._ledgers[plan].peak_moment.phase == "update"
         if option.peak > self._limit and in_update and self._request.may_disable_foreach:
-            return self._trace(replace(plan, foreach=False))
+            option = self._trace(replace(plan, foreach=False))
+        if again is None:
+            self._known.setdefault(policy, {})[size] = option
         return option
 
     def _trace(self, plan: Plan) -> Option:
         if plan not in self._traced:
-            if not self._is_told and monotonic() - self._began > SILENT_S:
-                self._is_told = True
-                done = counted(len(self._traced), "plan")
-                sys.stderr.write(f"anybatch looks for a plan on fake tensors: {done} traced so far.\n")
-            request = self._request
-            device = request.device
+            if monotonic() > self._tell_at:  # once
+                self._tell_at = inf
+                sys.stderr.write(
+                    f"anybatch is planning; {counted(len(self._traced), 'plan')} traced so far\n"
+                )
+            request, device = self._request, self._request.device
             found = trace(plan, request.task, request.batch, device=device.kind, idle=self._idle)
             last, self._idle = found.marks[-1], found.idle
             seconds = device.seconds(last.operations, last.flops, last.moved, half=self._half)
-            self._traced[plan] = Option(plan=plan, peak=found.peak, seconds=seconds, ledger=found.ledger)
+            self._traced[plan] = Option(plan=plan, peak=found.peak, seconds=seconds)
+            self._ledgers[plan] = found.ledger
         return self._traced[plan]
 
     def _report(self, found: Sequence[Option]) -> PlanReport:
-        """Report the fastest; on the host the smallest of those equally fast by estimate."""
-        by_plan = {option.plan: option for option in found}.values()
-        order = sorted(by_plan, key=lambda option: (option.seconds, -option.plan.micro_batch))
-        best, notes = order[0], list[str]()
-        # Allocations too large for the host's allocator to keep come in fresh pages each time.
-        if self._request.device.kind == "cpu":
-            even = [option for option in order if option.seconds <= EVEN * order[0].seconds]
-            best = min(even, key=lambda option: option.peak)
-            if best is not order[0]:
-                less = format_bytes(order[0].peak - best.peak)
-                notes.append(f"The fastest plan by estimate gains less than 10 % and takes {less} more.")
-        assert best.ledger is not None  # noqa: S101, every option is traced
+        """Report the fastest; on the host, where large allocations are slow, the smallest of those as fast."""
+        order = sorted(dict.fromkeys(found), key=lambda one: (one.seconds, -one.plan.micro_batch))
+        margin = EVEN if self._request.device.kind == "cpu" else 1.0
+        even = [option for option in order if option.seconds <= margin * order[0].seconds]
+        best = min(even, key=lambda option: option.peak) if margin > 1 else order[0]
+        note = f"The fastest plan by estimate gains at most 10 % and takes {format_bytes(order[0].peak)}."
         return PlanReport(
             plan=best.plan,
-            ledger=best.ledger,
+            ledger=self._ledgers[best.plan],
             seconds=best.seconds,
             budget=self._request.budget,
             device=self._request.device.name,
-            options=tuple([replace(one, ledger=None) for one in order if one is not best][:SHOWN]),
-            notes=tuple(notes),
+            options=tuple([option for option in order if option is not best][:SHOWN]),
+            notes=(note,) if best is not order[0] else (),
         )
