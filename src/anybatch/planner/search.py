@@ -38,14 +38,15 @@ class _Ladder:
         self._ledgers: dict[Plan, Ledger] = {}  # of the traced plans
         self._known: dict[str, dict[int, Option]] = {}  # by policy of all blocks and by size
         self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient
-        self._tell_at = monotonic() + SILENT_S
+        self._tell_at, self._one_by_one = monotonic() + SILENT_S, False
 
     def best(self) -> PlanReport:
         """Climb until nothing can be much faster; fall back to the plan of the fewest bytes."""
         request, sizes, at = self._request, self._sizes, self._largest()
         found = [self._option(size, KEEP) for size in sizes[at : at + 1]]
-        fastest = self._option(sizes[0], KEEP).seconds  # were there room
-        if request.policies and not (found and found[0].seconds <= EVEN * fastest):
+        if request.policies and not (
+            found and found[0].seconds <= EVEN * self._known[KEEP][sizes[0]].seconds
+        ):
             found += self._with_blocks(min([option.seconds for option in found], default=inf))
         else:
             found += [self._option(size, KEEP) for size in sizes[at + 1 : at + NEAR]]
@@ -113,15 +114,16 @@ class _Ladder:
             tried.append(self._option(size, policy))
             if tried[-1].peak >= min(option.peak for option in tried[:-1]):
                 break
-        fitting = [option for option in tried if option.peak <= self._limit]
-        return min(fitting or tried, key=lambda option: option.seconds if fitting else option.peak)
+        return min(tried, key=lambda one: (0, one.seconds) if one.peak <= self._limit else (1, one.peak))
 
     def _option(self, size: int, policy: str, again: int | None = None) -> Option:
-        """Trace a plan; if its update does not fit, with one that is made parameter by parameter as well."""
-        option = self._trace(plan := self._request.uniform(size, policy, again))
-        in_update = self._ledgers[plan].peak_moment.phase == "update"
-        if option.peak > self._limit and in_update and self._request.may_disable_foreach:
-            option = self._trace(replace(plan, foreach=False))
+        """Trace a plan; from an update that does not fit on, updates are made parameter by parameter."""
+        plan = self._request.uniform(size, policy, again)
+        option = self._trace(replace(plan, foreach=False) if self._one_by_one else plan)
+        update = self._ledgers[option.plan].phases().get("update")
+        if update and update.total > self._limit and self._request.may_disable_foreach > self._one_by_one:
+            self._one_by_one = True
+            return self._option(size, policy, again)
         if again is None:
             self._known.setdefault(policy, {})[size] = option
         return option
@@ -142,7 +144,7 @@ class _Ladder:
         return self._traced[plan]
 
     def _report(self, found: Sequence[Option]) -> PlanReport:
-        """Report the fastest; on the host, where large allocations are slow, the smallest of those as fast."""
+        """Report the fastest; on the host, where large allocations are slow, the smallest of the even."""
         order = sorted(dict.fromkeys(found), key=lambda one: (one.seconds, -one.plan.micro_batch))
         margin = EVEN if self._request.device.kind == "cpu" else 1.0
         even = [option for option in order if option.seconds <= margin * order[0].seconds]
