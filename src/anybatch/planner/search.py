@@ -1,7 +1,6 @@
 """The ladder on traced numbers: fewer rows at once, then blocks that run again, then the smallest budget."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, inf
 from time import monotonic
@@ -44,9 +43,8 @@ class _Ladder:
         """Climb until nothing can be much faster; fall back to the plan of the fewest bytes."""
         request, sizes, at = self._request, self._sizes, self._largest()
         found = [self._option(size, KEEP) for size in sizes[at : at + 1]]
-        if request.policies and not (
-            found and found[0].seconds <= EVEN * self._known[KEEP][sizes[0]].seconds
-        ):
+        enough = EVEN * self._known[KEEP][sizes[0]].seconds  # of the batch at once, were there room
+        if request.policies and not (found and found[0].seconds <= enough):
             found += self._with_blocks(min([option.seconds for option in found], default=inf))
         else:
             found += [self._option(size, KEEP) for size in sizes[at + 1 : at + NEAR]]
@@ -60,8 +58,8 @@ class _Ladder:
         """Return the index of the largest size that fits as it is; the number of sizes if none does."""
         low, high, at = 0, len(self._sizes), 0  # sizes before `low` do not fit, those from `high` on do
         while low < high:
-            fits = self._option(self._sizes[at], KEEP).peak <= self._limit
-            low, high = (low, at) if fits else (at + 1, high)
+            option = self._option(self._sizes[at], KEEP)
+            low, high = (low, at) if option.peak <= self._limit else (at + 1, high)
             guesses = [self._guess(size, KEEP) for size in self._sizes[:high]]
             at = next((at for at in range(low, high) if guesses[at] <= self._limit), high - 1)
             if low < high < len(self._sizes) and guesses[at] > CLOSE * self._limit:
@@ -107,8 +105,8 @@ class _Ladder:
 
     def _least(self) -> Option:
         """Return the fastest plan that fits of those with the fewest bytes, or the one with the fewest."""
-        sizes, policies = self._sizes, (KEEP, *self._request.policies)
-        policy = min(policies, key=lambda policy: self._option(sizes[0], policy).peak)
+        sizes, known = self._sizes, (KEEP, *self._request.policies)
+        policy = min(known, key=lambda one: self._option(sizes[0], one).peak)
         tried = [self._option(size, policy) for size in (sizes[0], sizes[-1])]  # uncut: no separate sums
         for size in sizes[-2::-1]:  # each micro-batch leaves a few bytes, so single rows may use more
             tried.append(self._option(size, policy))
@@ -135,20 +133,20 @@ class _Ladder:
                 sys.stderr.write(
                     f"anybatch is planning; {counted(len(self._traced), 'plan')} traced so far\n"
                 )
-            request, device = self._request, self._request.device
-            found = trace(plan, request.task, request.batch, device=device.kind, idle=self._idle)
+            asked, device = self._request, self._request.device
+            found = trace(plan, asked.task, asked.batch, device=device.kind, idle=self._idle)
             last, self._idle = found.marks[-1], found.idle
             seconds = device.seconds(last.operations, last.flops, last.moved, half=self._half)
             self._traced[plan] = Option(plan=plan, peak=found.peak, seconds=seconds)
             self._ledgers[plan] = found.ledger
         return self._traced[plan]
 
-    def _report(self, found: Sequence[Option]) -> PlanReport:
+    def _report(self, found: list[Option]) -> PlanReport:
         """Report the fastest; on the host, where large allocations are slow, the smallest of the even."""
         order = sorted(dict.fromkeys(found), key=lambda one: (one.seconds, -one.plan.micro_batch))
-        margin = EVEN if self._request.device.kind == "cpu" else 1.0
+        margin = EVEN if self._request.device.kind == "cpu" else 0.0
         even = [option for option in order if option.seconds <= margin * order[0].seconds]
-        best = min(even, key=lambda option: option.peak) if margin > 1 else order[0]
+        best = min(even or order[:1], key=lambda option: option.peak)
         note = f"The fastest plan by estimate gains at most 10 % and takes {format_bytes(order[0].peak)}."
         return PlanReport(
             plan=best.plan,
