@@ -9,7 +9,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class Case:
     size: tuple[int, int] = (32, 96)
 
 
-def _tokens(rows: int, length: int) -> Tensor:
+def tokens(rows: int, length: int) -> Tensor:
     return torch.randint(3, WORDS, (rows, length), generator=torch.Generator().manual_seed(length))
 
 
@@ -84,9 +85,9 @@ def _bert() -> nn.Module:
 
 
 def _bert_batch(rows: int, length: int) -> Batch:
-    tokens = _tokens(rows, length)
-    hidden = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(1)) < 0.15
-    return {"input_ids": tokens.masked_fill(hidden, 1), "labels": tokens.masked_fill(~hidden, -100)}
+    ids = tokens(rows, length)
+    hidden = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.15
+    return {"input_ids": ids.masked_fill(hidden, 1), "labels": ids.masked_fill(~hidden, -100)}
 
 
 def _convnext() -> nn.Module:
@@ -114,7 +115,7 @@ def _whisper() -> nn.Module:
 
 
 def _whisper_batch(rows: int, length: int) -> Batch:
-    return {"input_features": torch.randn(rows, 40, 200), "labels": _tokens(rows, 32)}
+    return {"input_features": torch.randn(rows, 40, 200), "labels": tokens(rows, 32)}
 
 
 class UNet3d(nn.Module):
@@ -138,7 +139,7 @@ class UNet3d(nn.Module):
 CASES: Mapping[str, Case] = {
     "llama": Case(
         build=_llama,
-        batch=lambda rows, length: {"input_ids": (ids := _tokens(rows, length)), "labels": ids.clone()},
+        batch=lambda rows, length: {"input_ids": (ids := tokens(rows, length)), "labels": ids.clone()},
         weight=lambda part: part["labels"][:, 1:].numel(),
     ),
     "bert": Case(build=_bert, batch=_bert_batch),
@@ -161,19 +162,19 @@ class Training:
     The heap of a step: the tensors that are there when it begins, and what malloc gives out in it on top.
     """
 
-    def __init__(self, name: str, *, memory: str | int | None = None) -> None:
-        self.case = CASES[name]
+    def __init__(self, case: Case, **asked: Any) -> None:
+        self.case = case
         torch.manual_seed(0)
         self.model = self.case.build().train()
         self.optimizer = AdamW(self.model.parameters(), lr=1e-4)
-        self._step: Any = None
-        if memory is not None:
-            self._step = ab.Step(self.model, self.case.loss(), self.optimizer, memory=memory)
+        self._step: Any = None  # by hand, unless something is asked of a step
+        if asked:
+            self._step = ab.Step(self.model, self.case.loss(), self.optimizer, **asked)
         self.cut: tuple[int, ...] = ()
 
     def step(self, batch: Batch, size: int = 0) -> tuple[float, int]:
         """One update, with micro-batches of `size` by hand; seconds and bytes."""
-        held, before = self._held(batch), _heap("now")
+        held, before = self.held(batch), _heap("now")
         HEAP.heap_reset()
         began = time.process_time()
         if self._step is None:
@@ -190,12 +191,23 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _held(self, batch: Batch) -> int:
+    def held(self, batch: Batch) -> int:
+        """Bytes of parameters, buffers, gradients, optimizer state and batch."""
         state = [one for slots in self.optimizer.state.values() for one in slots.values()]
         found = [*self.model.parameters(), *self.model.buffers(), *state, *_leaves(batch)]
         found += [one.grad for one in self.model.parameters()]
         storages = [one.untyped_storage() for one in found if isinstance(one, Tensor)]
         return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+@contextmanager
+def counted() -> Generator[Mapping[str, str]]:
+    """The environment of children whose heap is counted."""
+    with tempfile.TemporaryDirectory() as temporary:
+        library = Path(temporary) / "heap.so"
+        source = Path(__file__).with_name("heap.c")
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
+        yield os.environ | {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
 
 
 HEAP: Any = ctypes.CDLL(None)  # of a child, which runs with `heap.c` before the C library
@@ -231,7 +243,7 @@ def _even(rows: int) -> list[int]:
 def measure(name: str, share: str) -> Iterator[Record]:
     """One model under one budget, warm: plain steps, ours, then ours and cuts by hand in turn."""
     batch, rows = _batch(name), CASES[name].size[0]
-    plain = Training(name)
+    plain = Training(CASES[name])
     plain.step(batch, rows)  # makes the optimizer's state
     by_hand = {size: [plain.step(batch, size) for _ in range(2)] for size in _even(rows)}
     heaps = {size: runs[-1][1] for size, runs in by_hand.items()}
@@ -241,7 +253,7 @@ def measure(name: str, share: str) -> Iterator[Record]:
     budget = None if share == "auto" else int(float(share) / 100 * heaps[rows])
     record: dict[str, Any] = {"model": name, "share": share, "budget": budget, "plain_s": whole_s}
     record |= {"plain_heap": heaps[rows], "least_heap": min(heaps.values())}
-    ours = Training(name, memory=share if budget is None else budget)
+    ours = Training(CASES[name], memory=share if budget is None else budget)
     try:
         runs = [ours.step(batch) for _ in range(STEPS)]
     except ab.BudgetError as error:
@@ -256,7 +268,7 @@ def measure(name: str, share: str) -> Iterator[Record]:
 
 def _settled(name: str, batch: Batch, ours: Training, sizes: Sequence[int]) -> dict[str, Any]:
     """Seconds of our steps beside cuts by hand: the median of pairs, with the fastest cut."""
-    plain = Training(name)
+    plain = Training(CASES[name])
     pairs: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
     for turn in range(ROUNDS):
         for size, found in pairs.items():
@@ -273,10 +285,8 @@ def _settled(name: str, batch: Batch, ours: Training, sizes: Sequence[int]) -> d
 
 def measure_lengths(share: str, size: int) -> Iterator[Record]:
     """Batches of 30 lengths, cold: by hand at `size`, or ours within a share of the plain peak (size 0)."""
-    memory: str | int | None = None
-    if not size:
-        memory = share if share == "auto" else int(share)
-    training = Training("llama", memory=memory)
+    asked = {} if size else {"memory": share if share == "auto" else int(share)}
+    training = Training(CASES["llama"], **asked)
     batches = [_batch("llama", length) for length in LENGTHS]
     runs = [training.step(batch, size) for batch in batches]
     heap = max(heap for _, heap in runs[1:])
@@ -334,11 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path("benchmarks/results") if options.save else options.folder
     if options.raw:
         return STUDY.finish(Raw.load(options.raw), folder, keep=False)
-    with tempfile.TemporaryDirectory() as temporary:
-        library = Path(temporary) / "heap.so"
-        source = Path(__file__).with_name("heap.c")
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
-        environment = os.environ | {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
+    with counted() as environment:
         if options.lengths:
             records = list(_lengths(options.shares, environment))
         else:

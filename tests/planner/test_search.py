@@ -12,6 +12,7 @@ from anybatch import PlanReport, Step, WholeBatch
 from anybatch.core.errors import BudgetError
 from anybatch.engine import Plan
 from anybatch.memory.device import find_device
+from anybatch.planner import search
 from anybatch.planner.request import Request
 from anybatch.planner.search import choose
 from anybatch.planner.trace import trace
@@ -162,6 +163,23 @@ def test_of_plans_as_fast_on_the_host_the_smallest_is_taken() -> None:
     asked = request(make(Wide), rows_of(512, 512))
     host, card = [within(replace(asked, device=find_device(one)), 2**40) for one in ("cpu", "cuda:a100")]
     assert host.peak < card.peak
+    assert ["10 %" in note for note in host.notes] == [True]
+    assert not card.notes
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.7])
+def test_few_plans_are_traced_and_a_line_says_that_it_goes_on(
+    share: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = request(make(Wide), rows_of(512, 512), device=find_device("cuda:a100"))
+    least, most = smallest(asked), within(asked, 2**40).peak
+    capsys.readouterr()
+    plans: list[Plan] = []
+    monkeypatch.setattr(search, "trace", lambda plan, *a, **k: (plans.append(plan), trace(plan, *a, **k))[1])
+    monkeypatch.setattr(search, "SILENT_S", 0.0)
+    within(asked, int(least + share * (most - least)))
+    assert 2 <= len(plans) <= 11
+    assert capsys.readouterr().err.count("planning") == 1
 
 
 def test_a_budget_above_all_changes_nothing_and_one_below_rebuilds_or_cuts() -> None:
