@@ -93,6 +93,7 @@ class Part:
 
     Attributes:
         sums: of the micro-batches that are done.
+        reader: of their cost; None for none.
         is_guarded: look at each micro-batch before it is added.
         tried: grows while micro-batches are undone.
         scale_before: the loss scale before the current micro-batch lowered it; None if it has not.
@@ -108,7 +109,7 @@ class Part:
         share: Share | None,
         tried: Tried,
     ) -> None:
-        self.task, self.ways, self.batch = task, ways, batch
+        self.task, self.ways, self.batch, self.reader = task, ways, batch, task.reader
         self.is_guarded = ways.is_guarded or tried.is_guarded
         self.sums = Sums(ways.plan, task, batch)
         self.sums.redone += tried.redone
@@ -149,7 +150,7 @@ class Part:
     def first_pass(self, passes: ExitStack, before: Snapshot) -> None:
         """Enter the loss's own context, in which a loss that mixes rows makes a pass over the whole batch."""
         ways, task = self.ways, self.task
-        reader = task.reader or NO_READER
+        reader = self.reader or NO_READER
 
         def put_back() -> None:
             before.put_modules_back()
@@ -176,7 +177,7 @@ class Part:
         self._micro = micro
         if self.sums.scale_before["value"] != 1.0:
             self.task.scale.begin(self.tried.scale_limit)
-        gradients, reader = self.sums.gradients, self.task.reader
+        gradients, reader = self.sums.gradients, self.reader
         if gradients is not None:
             gradients.begin()
         if reader is not None:
@@ -252,8 +253,8 @@ class Part:
                 f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "
                 f"{sorted(known)}. Return ab.Total.zero() for a term that has nothing to add."
             )
-        if task.reader is not None:
-            task.reader.forward_done()
+        if self.reader is not None:
+            self.reader.forward_done()
         return terms
 
     def _open(self, terms: Evaluated, rows: int) -> None:
@@ -326,8 +327,8 @@ class Part:
                     parameter.grad = None
         assert self._micro is not None  # noqa: S101 - it was evaluated
         sums.count(values, weights, len(self._micro.indices))
-        if task.reader is not None:
-            task.reader.done()
+        if self.reader is not None:
+            self.reader.done()
 
     def _flow(self, flowing: Mapping[str, Tensor]) -> None:
         gradients, division, scale = self.sums.gradients, self.sums.division, self.task.scale.value
@@ -346,7 +347,7 @@ class Part:
     def close(self) -> None:
         """Remove hooks, and drop readings of a micro-batch that has begun."""
         self.sums.close()
-        (self.task.reader or NO_READER).close()
+        (self.reader or NO_READER).close()
 
 
 def _nbytes(gradients: InPlace | Apart, plan: Plan) -> int:

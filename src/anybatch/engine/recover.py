@@ -62,7 +62,7 @@ def recover(error: Exception, part: Part, before: Snapshot) -> None:
     | not finite at scale 1 | raise, drop the micro-batch, or skip the update: as asked |
     | anything else, of callbacks too, and all of these where other ranks wait | raised: all is as before |
     """
-    (part.task.reader or NO_READER).close()
+    (part.reader or NO_READER).close()
     if isinstance(error, EvaluateAgain):
         if not _undo(part, before, "to be evaluated again", LossError):
             raise Restart(part, part.sizes())

@@ -33,7 +33,7 @@ from anybatch.engine.part import NO_READER, NOTHING_TRIED, Part, Tried, Ways
 from anybatch.engine.plan import Plan
 from anybatch.engine.recover import NotUndoneError, Restart, recover, restart_after_end
 from anybatch.engine.sums import Sums
-from anybatch.engine.task import Task, context, label_for_profiler
+from anybatch.engine.task import Reader, Task, context, label_for_profiler
 from anybatch.engine.update import (
     TornUpdateError,
     clip,
@@ -90,7 +90,15 @@ class Accumulation:
 
     # ---- forward and backward
 
-    def fold(self, plan: Plan, batch: Batch, tried: Tried = NOTHING_TRIED, *, is_dry: bool = False) -> Part:
+    def fold(
+        self,
+        plan: Plan,
+        batch: Batch,
+        tried: Tried = NOTHING_TRIED,
+        *,
+        is_dry: bool = False,
+        reader: Reader | None = None,
+    ) -> Part:
         """Run forward and backward of all rows; if this fails, all is as before it.
 
         A step may divide early and use torch's uncut loss; `discard` puts its snapshot back.
@@ -101,6 +109,7 @@ class Accumulation:
             window = None if is_whole else self._sums
             ways = Ways.of(plan, task, is_whole=is_whole, is_dry=is_dry)
             part = Part(task, ways, batch, window, share=self._share, tried=tried)
+            part.reader = reader or part.reader
             try:
                 clear(task.network.everyone if is_whole else task.network.reached)
                 fold(part, before)

@@ -152,7 +152,7 @@ class Watch(Reader):
         if self._is_look:
             return held > 0 and times < 2
         expected = read.law.bound(size) if read.law.readings else 0.0
-        is_dear = times > 0 and expected + read.events * _PER_EVENT > (1 + _TOO_DEAR) * self._room
+        is_dear = expected + read.events * _PER_EVENT > (1 + _TOO_DEAR) * self._room
         if self._has_read or is_dear:
             return False
         if not held:  # an uncut batch, or the first micro-batch, which has no gradient sums yet

@@ -60,7 +60,7 @@ class Request:
         groups = [group for one in self.task.optimizers for group in one.param_groups]
         return any(
             not group.get("fused")
-            and (group["foreach"] or (self.device.kind == "cuda" and group["foreach"] is None))
+            and (group["foreach"] or (self.device.kind != "cpu" and group["foreach"] is None))
             for group in groups
             if "foreach" in group
         )

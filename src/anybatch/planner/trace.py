@@ -101,7 +101,7 @@ def _collated(batch: Batch, rows: int) -> Batch:
 
 
 _LATE = 1000.0  # the step count set by `advance`
-CUDA_GRANULE = 512  # bytes; CUDA's caching allocator rounds sizes up to multiples of it
+GRANULE = 512  # bytes; caching allocators of accelerators round sizes up to multiples of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +180,7 @@ def trace(
         plan=plan,
         recording=recording,
         device=str(target),
-        granule=CUDA_GRANULE if target.type == "cuda" else 1,
+        granule=GRANULE if target.type != "cpu" else 1,
         idle=found,
     )
 
@@ -276,7 +276,7 @@ def loss_module_of(task: Task) -> nn.Module:
 
 
 def _set_foreach(task: Task, device: torch.device) -> None:
-    for optimizer in task.optimizers if device.type == "cuda" else ():
+    for optimizer in task.optimizers if device.type != "cpu" else ():
         for group in optimizer.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True

@@ -142,14 +142,16 @@ class Planning:
         task = task if watch is None else replace(task, reader=watch)
         return (plan if size == plan.micro_batch else _of_size(plan, batch.rows, size)), task
 
-    def of_window(self, task: Task, batch: Batch) -> Plan:
-        """Return the plan of one micro-batch of a window: as it comes, unless it does not fit."""
+    def of_window(self, task: Task, batch: Batch) -> tuple[Plan, Task]:
+        """Return plan and task of one `add` of a window: as it comes, unless it does not fit."""
         rows = self._wanted = batch.rows
         if self.budget is None:
-            return self._as_set(rows, self._limited(task, batch, rows))
-        _, rung, cut, _ = self._within(task, batch, self.budget, is_add=True)
-        self._wanted = max(cut)
-        return _of_size(rung.settings, rows, self._limited(task, batch, self._wanted))
+            return self._as_set(rows, self._limited(task, batch, rows)), task
+        ladder, rung, cut, want = self._within(task, batch, self.budget, is_add=True)
+        self._used, self._wanted = (ladder, rung), max(cut)
+        watch = rung.watch(want, cut, task.network.devices)
+        task = task if watch is None else replace(task, reader=watch)
+        return _of_size(rung.settings, rows, self._limited(task, batch, self._wanted)), task
 
     def _within(
         self, task: Task, batch: Batch, budget: Budget, *, is_add: bool = False
@@ -241,7 +243,7 @@ class Planning:
         self, batch: Batch, plan: Plan, *, failed: int, in_window: bool = False, is_random: bool = False
     ) -> None:
         """Record a plan's outcome: `failed` rows ran out of memory, 0 for none."""
-        if self._used is not None and not (failed or in_window):
+        if self._used is not None and not failed:
             ladder, rung = self._used
             ladder.finish(rung, is_random=is_random)
         if not (failed or self.limits.known):

@@ -135,9 +135,9 @@ class Window(Accumulation):
                 "closes its window all the same."
             )
         if self._skipped is None:
-            plan = self._plan(batch)
+            plan, running = self._plan(batch)
             with planning.enforced(task), context(plan, task):
-                part = self.fold(plan, batch)
+                part = self.fold(plan, batch, reader=running.reader)
             if self._skipped is None:
                 try:
                     self._sums.take(part.sums)
@@ -148,17 +148,17 @@ class Window(Accumulation):
         self._rows += batch.rows
         self._seconds += perf_counter() - began
 
-    def _plan(self, batch: Batch) -> Plan:
+    def _plan(self, batch: Batch) -> tuple[Plan, Task]:
         planning, task = self._step.planning, self._task
         guard = planning.guard
         if self._rows or task.strategy.is_many:
             guard.refuse_meetings(task)
-        plan = planning.of_window(task, batch)
+        plan, running = planning.of_window(task, batch)
         if plan.is_cut:
             guard.refuse_meetings(task)
         if plan.is_cut or self._rows:
             guard.look(task, batch, plan, plan.micro_batch)
-        return plan
+        return plan, running
 
     def state(self) -> dict[str, Any]:
         """Return the state of an open window, to continue it in another process with `Step.window(state)`.
