@@ -1,6 +1,5 @@
-"""One plan for each shape of rows."""
+"""A budget: readings for each kind of rows, kept as JSON; and what no budget can serve."""
 
-import functools
 import json
 from dataclasses import replace
 from typing import Any
@@ -9,69 +8,101 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch.core.batch import SampleBatch
-from anybatch.core.errors import BatchError, PlanError
-from anybatch.planner.cache import Budget, device_of, longest
-from tests.budgets import Net, carried_out, changed_by, make, metered, request, rows_of, sgd
+from anybatch import Step
+from anybatch.core import PlanError, SampleBatch
+from anybatch.planner import Budget, length_of
+from tests.budgets import Net, changed_by, make, metered, rows_of, sgd
 
+pytestmark = pytest.mark.usefixtures("untimed")
 ROWS = 6
-MEMORY = 60_000
-
-
-def sparse_adam(parameters: Any) -> Any:
-    words, *others = parameters
-    return [torch.optim.SparseAdam([words]), torch.optim.SGD(others, lr=0.1)]
-
-
-def net() -> nn.Module:
-    return Net(blocks=1)
+PLAIN, TIGHT = (
+    1_500_000,
+    1_050_000,
+)  # bytes for which a few rows of 1,000 numbers fit, and none without recompute
 
 
 def lengths(length: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return rows_of(rows, length, 8)
 
 
-def test_lengths_share_a_few_plans_that_hold_for_all(made: list[Any]) -> None:
-    step = make(net)
-    kept = Budget(MEMORY)
-    sizes: dict[int, int] = {}
-    for length in (9, 16, 13, 14, 15, 16, 9, 12, 11, 10, 40, 38):
-        plan = kept.plan(request(step, lengths(length), blocks=()))
-        sizes[length] = plan.micro_batch
-        if length in (9, 16, 38):
-            batch = lengths(length)
-            carried_out(step, plan, batch)
-            run = functools.partial(carried_out, step, plan, batch)
-            assert metered(step, run, batch) <= MEMORY
-    assert len(made) == len(kept.plans) == 4  # 9, 16, 40, and 12 for 11 and 10
-    assert sizes[9] >= sizes[16] > sizes[40] >= 1
+def budget_of(step: Step) -> Budget:
+    assert step.planning.budget is not None
+    return step.planning.budget
 
 
-def test_fewer_rows_use_the_same_plan_and_more_do_not(made: list[Any]) -> None:
-    step, kept = make(net), Budget(MEMORY)
-    first = kept.plan(request(step, lengths(16), blocks=()))
-    fewer = kept.plan(request(step, lengths(16, 2), blocks=()))
-    assert (fewer.rows, fewer.micro_batch) == (2, min(2, first.micro_batch))
-    assert len(made) == 1
-    assert kept.plan(request(step, lengths(16, 7), blocks=())).rows == 7
-    assert len(made) == 2
+def resumed(step: Step, memory: int) -> Step:
+    """A step that goes on from the weights and the readings of another, through JSON."""
+    other = make(memory=memory)
+    other.model.load_state_dict(step.model.state_dict())
+    other.optimizers[0].load_state_dict(step.optimizers[0].state_dict())
+    old = {"memory": memory, "shape": []}  # as older checkpoints have it
+    budget_of(other).load([old, *json.loads(json.dumps(budget_of(step).state()))])
+    return other
 
 
-def test_plans_survive_json(made: list[Any]) -> None:
-    step, kept = make(net), Budget(MEMORY)
-    batches = [lengths(length) for length in (16, 15, 13, 30)]
-    before = [kept.plan(request(step, batch)) for batch in batches]
-    assert before[0].batch_norm is None
-    count, state = len(made), json.dumps(kept.state())
-    again = Budget(MEMORY)
-    again.load(
-        [{"memory": MEMORY, "shape": []}, *json.loads(state)]
-    )  # the first as older checkpoints have it
-    assert [again.plan(request(step, batch)) for batch in reversed(batches)] == before[::-1]
-    assert len(made) == count
-    other = Budget(MEMORY + 1)
-    other.load(kept.state())
-    assert other.plans == {}
+def outcome(step: Step, batch: Any) -> tuple[tuple[int, ...], int]:
+    cut = step(batch).cut
+    return cut, "recomputed" in step.planning.explain()
+
+
+@pytest.mark.parametrize("memory", [PLAIN, TIGHT])
+def test_a_run_that_goes_on_cuts_as_the_unbroken_one(memory: int, made: list[Any]) -> None:
+    unbroken, batches = make(memory=memory), [lengths(n) for n in (1000, 600, 900, 700, 1000, 800)]
+    expected = [outcome(unbroken, batch) for batch in batches]
+    first = make(memory=memory)
+    assert [outcome(first, batch) for batch in batches[:3]] == expected[:3]
+    second = resumed(first, memory)
+    assert [outcome(second, batch) for batch in batches[3:]] == expected[3:]
+    assert expected[0][1] is (memory == TIGHT)
+    assert not made
+
+
+def test_a_settled_race_goes_on_and_another_budgets_readings_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from anybatch.planner import readings
+
+    clock = {"now": 0.0}
+    monkeypatch.setattr(readings, "perf_counter", lambda: clock["now"])
+
+    def build() -> nn.Module:
+        net = Net()
+        net.register_forward_pre_hook(lambda _, args: clock.update(now=clock["now"] + len(args[0]) ** 1.5))
+        return net
+
+    step, batch = make(build, memory=10**8), lengths(600, 12)
+    for _ in range(12):
+        step(batch)
+    settled = step(batch).cut
+    assert settled == (3,) * 4
+    assert resumed(step, 10**8)(batch).cut == settled
+    other = Budget(10**8 + 1)
+    other.load(budget_of(step).state())
+    assert other.state() == []
+
+
+def test_kinds_of_rows_settings_and_trained_parameters_have_ladders_of_their_own(made: list[Any]) -> None:
+    step, batch = make(Net, lambda these: torch.optim.SGD(these), memory=3_000_000), lengths(400)
+    budget = budget_of(step)
+    step(batch)
+    step(lengths(300))
+    assert len(budget.state()) == 1  # lengths share one
+    step.model.blocks.requires_grad_(False)
+    step(batch)
+    step.model.double()
+    step((batch[0].double(), batch[1]))
+    assert len(budget.state()) == 3
+    step.model.float().blocks.requires_grad_(True)
+    for _ in range(2):
+        step(batch)
+    assert metered(step, lambda: step(batch), batch) <= 3_000_000
+    assert len(budget.state()) == 3
+    budget.forget()
+    assert budget.state() == []
+    assert not made
+
+
+# ---- no budget
 
 
 class Words(nn.Module):
@@ -81,6 +112,11 @@ class Words(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.words(ids).mean(1))
+
+
+def sparse_adam(parameters: Any) -> Any:
+    words, *others = parameters
+    return [torch.optim.SparseAdam([words]), torch.optim.SGD(others, lr=0.1)]
 
 
 @pytest.mark.parametrize("optimizer", [sgd, lambda these: torch.optim.SGD(these, lr=0.1), sparse_adam])
@@ -113,33 +149,18 @@ def test_modules_without_shapes_are_refused() -> None:
 
 
 def test_a_model_on_several_devices_is_refused() -> None:
-    task = make(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4, device="meta"))).task()
-    assert device_of(task).kind == "cpu"
+    step = make(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4, device="meta")))
+    task, settings = step.task(), step.planning.settings
+    assert Budget(10**6).ladder(task, settings, ()).num_bytes == 10**6
+    several = replace(task.network, devices={torch.device("cpu"), torch.device("cuda:1")})
     with pytest.raises(PlanError, match=r"on one device.*\['cpu', 'cuda:1'\]"):
-        device_of(
-            replace(
-                task, network=replace(task.network, devices={torch.device("cpu"), torch.device("cuda:1")})
-            )
-        )
-
-
-def test_what_is_trained_later_is_planned_anew() -> None:
-    step, batch = make(Net, memory=60_000), rows_of(40, 5, 8)
-    for block in step.model.blocks:
-        block.requires_grad_(False)
-    step(batch)
-    for block in step.model.blocks:
-        block.requires_grad_(True)
-    for _ in range(3):
-        step(batch)
-    assert len(step.planning.budget._measured) == 2
-    assert metered(step, lambda: step(batch), batch) <= 60_000
+        Budget(10**6).ladder(replace(task, network=several), settings, ())
 
 
 # ---- shapes
 
 
-def test_samples_are_planned_for_the_longest_of_each() -> None:
+def test_samples_are_as_long_as_the_longest_of_them() -> None:
     seen: list[int] = []
 
     def collate(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -149,10 +170,7 @@ def test_samples_are_planned_for_the_longest_of_each() -> None:
         return x, torch.zeros(len(samples), dtype=torch.long)
 
     state = torch.get_rng_state()
-    batch = SampleBatch([torch.zeros(2 + row, 8) for row in range(11)], collate)
-    assert longest(batch) == (("torch.float32", (12, 8)), ("torch.int64", ()))
+    assert length_of(SampleBatch([torch.zeros(2 + row, 8) for row in range(11)], collate)) == 12 * 8 + 1
     assert seen == [8, 3]
     assert torch.equal(torch.get_rng_state(), state)
-    batch = SampleBatch([0] * 9, lambda rows: torch.zeros([1] * len(rows)))
-    with pytest.raises(BatchError, match="tensors of the same kinds"):
-        longest(batch)
+    assert length_of(SampleBatch([0] * 9, lambda rows: torch.zeros([1] * len(rows)))) == 1

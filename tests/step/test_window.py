@@ -11,7 +11,6 @@ from anybatch.core.errors import BudgetError
 from tests.budgets import Meeting, metered
 from tests.options import flat
 
-
 WIDTH = 400  # the weight takes eight rows' worth of input
 
 

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Batch, BudgetError, PlanError, counted, cut_sizes, format_bytes, torch_private as private
+from anybatch.core import (
+    Batch,
+    BudgetError,
+    PlanError,
+    counted,
+    cut_sizes,
+    format_bytes,
+    torch_private as private,
+)
 from anybatch.engine import Plan, Task
 from anybatch.planner.rung import FROZEN, Rung, Want, even, smallest
 
@@ -86,7 +94,9 @@ class Ladder:
                 last = self.rungs[max(self.rungs)]
                 if not last.readings.law.readings:  # the step itself will tell why
                     parts = -(-want.rows // want.size)
-                    return last, tuple(cut_sizes(want.rows, want.only)) if want.only else even(want.rows, parts)
+                    return last, tuple(cut_sizes(want.rows, want.only)) if want.only else even(
+                        want.rows, parts
+                    )
                 raise self._refusal(want)
 
     def finish(self, rung: Rung, *, is_random: bool) -> None:
