@@ -1,4 +1,4 @@
-"""The ladder of a step within a budget: fewer rows, then blocks that run again, then refusal; all are read."""
+"""The ladder of a step in a budget: fewer rows, then blocks that run again, then refusal; all are read."""
 
 import re
 from typing import Any
