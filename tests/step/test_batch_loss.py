@@ -20,7 +20,7 @@ from tests.options import flat
 from tests.snapshots import same_as_before
 
 EXACT, ROWS, CROSS, CUT = 1e-12, 37, nn.CrossEntropyLoss(), {"micro_batch": 5}
-WAYS: dict[str, Any] = {"uncut": {}, "window": {}, "scarce": {}, "cut": CUT, "budget": {"memory": "6KB"}}
+WAYS: dict[str, Any] = {"uncut": {}, "window": {}, "scarce": {}, "cut": CUT, "budget": {"memory": "350KB"}}
 WAYS["drop"] = CUT | {"non_finite": "drop"}
 SERVER = ab.ParameterServer()
 
@@ -39,7 +39,7 @@ def fail(_: nn.Module, args: tuple[Tensor]) -> None:
 
 def make(dtype: torch.dtype = torch.float64) -> tuple[nn.Sequential, Tensor, Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(dtype)
+    model = nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 4)).to(dtype)
     target = torch.randint(4, (ROWS,)).where(torch.arange(ROWS) > 15, -100)  # the first rows do not count
     return model, torch.randn(ROWS, 6, dtype=dtype), target
 

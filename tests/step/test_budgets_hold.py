@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core import BudgetError
 from anybatch.engine import window
-from anybatch.planner import trace
 from anybatch.testing import relative_error, tolerance
 from tests.options import flat
 
@@ -81,12 +80,6 @@ def test_settings_with_an_entry_per_row_have_budgets() -> None:
     assert (report.micro_batches > 1, report.checked) == (True, True)
     named = [dict(one.named_parameters()) for one in (model, twin)]
     assert relative_error(*named) <= tolerance(torch.float64, 40)
-
-
-def test_whole_batch_losses_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "trace", lambda *_, **__: pytest.fail("traced"))
-    step = make(Limited(), LOSSES["whole batch"], memory="100KB")
-    assert step((torch.randn(60, 6).double(), torch.randint(4, (60,)))).micro_batches > 1
 
 
 def test_a_budget_below_what_is_held_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,19 @@ from torch import Tensor, nn
 
 from anybatch import Options, Step
 from anybatch.core.errors import BudgetError
-from tests.budgets import metered
+from tests.budgets import Meeting, metered
 from tests.options import flat
+
+WIDTH = 400  # the weight takes eight rows' worth of input
+
+
+def layer(*more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Sigmoid(), *more)
+
+
+def rows_of(rows: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(rows, 50, WIDTH)
+    return x, x.sin()
 
 
 def with_layer(model: nn.Module, memory: int | None, **options: Any) -> Step:
@@ -17,95 +28,82 @@ def with_layer(model: nn.Module, memory: int | None, **options: Any) -> Step:
     return Step(model, nn.MSELoss(), optimizer, memory=memory, **flat(options, check=False))
 
 
-def peak_of_window(step: Step, batch: Any, sizes: Any, *, warm: bool = True) -> int:
-    """Of the second window, when there is nothing left to be made once."""
+def peak_of_window(step: Step, batch: Any, sizes: Any) -> int:
+    """Of the second window, when there is nothing left to be made once; only the largest part counts."""
 
     def run() -> None:
         with step.window() as window:
             for micro in zip(*(leaf.split(sizes) for leaf in batch), strict=True):
                 window.add(micro)
 
-    if warm:
-        run()
-    return metered(step, run, batch)
+    run()
+    others = 1 - max(sizes) / sum(sizes)
+    return metered(step, run, batch) - int(others * sum(leaf.nbytes for leaf in batch))
 
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [((8, 8), {}), ((3, 13), {}), ((6, 6, 6, 6), {"compensated": True}), ((3, 13), {"non_finite": "drop"})],
+    [((8, 8), {}), ((13, 3), {}), ((6, 6, 6), {"compensated": True}), ((3, 13), {"non_finite": "drop"})],
     ids=str,
 )
-def test_a_window_keeps_to_its_budget(sizes: tuple[int, ...], options: dict[str, Any]) -> None:
-    """A whole batch has no sums beside its gradients, a window has; and it plans while it holds some."""
-    batch = torch.randn(sum(sizes), 100), torch.randn(sum(sizes), 100)
+def test_a_window_keeps_to_its_budget(
+    sizes: tuple[int, ...], options: dict[str, Any], made: list[Any]
+) -> None:
+    """A whole batch has no sums beside its gradients, a window has."""
+    batch = rows_of(sum(sizes))
 
     def peak(memory: int | None) -> int:
-        return peak_of_window(with_layer(nn.Linear(100, 100, bias=False), memory, **options), batch, sizes)
+        return peak_of_window(with_layer(layer(), memory, **options), batch, sizes)
 
-    most, held = peak(None), 0
-    for eighths in (5, 7, 8, 9, 11):
-        memory = most * eighths // 8
-        try:
-            assert peak(memory) <= memory
-            held += 1
-        except BudgetError:
-            # Rows of several are counted, though only those of one have to be there; and sums that are
-            # compensated take most from the third micro-batch on, if one comes.
-            assert memory < (1.6 if "compensated" in options and len(sizes) < 3 else 1.2) * most
-    assert held
+    with pytest.raises(BudgetError, match="By readings") as refused:
+        with_layer(layer(), 3_500_000, **options).window().add(rows_of(max(sizes)))
+    least = refused.value.smallest
+    assert least < (1.4 if "compensated" in options else 0.9) * peak(None)
+    for memory in (least, 3 * least // 2):
+        assert 0.55 * memory < peak(memory) <= memory
+    assert not made
 
 
 def test_a_window_whose_result_depends_on_the_cut_is_cut_only_if_need_be() -> None:
-    batch = torch.randn(16, 4, 256), torch.randint(2, (16,))
-
-    def make(memory: int) -> Step:
-        norm, convolution = nn.BatchNorm1d(32), nn.Conv1d(32, 32, 3, padding=1)
-        layers = [nn.Conv1d(4, 32, 3, padding=1), norm, nn.ReLU(), convolution, nn.Flatten()]
-        model = nn.Sequential(*layers, nn.Linear(8192, 4))
+    def cut(memory: int) -> tuple[int, ...]:
+        model = Meeting()
+        options = Options(batch_norm="micro", check=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Step(
-            model,
-            nn.CrossEntropyLoss(),
-            optimizer,
-            memory=memory,
-            options=Options(batch_norm="micro", check=False),
-        )
+        step = Step(model, nn.CrossEntropyLoss(), optimizer, memory=memory, options=options)
+        window = step.window()
+        window.add((torch.randn(8, 8, 64, 16), torch.randint(2, (8,))))
+        return window.close().cut
 
-    window = make(2**30).window()
-    window.add(batch)
-    assert window.close().cut == (16,)
+    assert cut(2**30) == (8,)
     with pytest.raises(BudgetError) as refused:
-        make(2_000).window().add(batch)
-    window = make(refused.value.smallest).window()
-    window.add(batch)
-    assert len(window.close().cut) > 1
+        cut(700_000)
+    assert cut(refused.value.smallest) == (2,) * 4
 
 
-def test_gradients_that_are_there_from_the_start_have_a_plan_of_their_own() -> None:
-    batch, model = (torch.randn(16, 100), torch.randn(16, 100)), nn.Linear(100, 100, bias=False)
+@pytest.mark.parametrize(("is_window", "tight"), [(False, 6_000_000), (True, 5_600_000)])
+def test_gradients_that_are_there_count_also_of_parameters_that_are_not_trained(
+    is_window: bool, tight: int
+) -> None:
+    batch = rows_of(8)
+    net = layer(nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False))
 
-    step = with_layer(model, 120_000)
-    step(batch)
-    without = step.foresee(batch)
-    model.weight.grad = torch.ones_like(model.weight)
-    with pytest.raises(BudgetError) as refused:
-        step(batch)
-    assert with_layer(model, 2**30).foresee(batch).peak > without.peak
-    step = with_layer(model, refused.value.smallest)
-    step(batch)
-    assert metered(step, lambda: step(batch), batch) <= refused.value.smallest
+    def peak(memory: int) -> int:
+        step = with_layer(net, memory)
+        if is_window:
+            return peak_of_window(step, batch, (8,))
+        for _ in range(2):
+            step(batch)
+        return metered(step, lambda: step(batch), batch)
 
-
-def test_a_window_counts_gradients_of_parameters_that_are_not_trained() -> None:
-    batch = torch.randn(16, 100), torch.randn(16, 100)
-    net = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
-    net[1].weight.requires_grad_(False)
-    net[1].weight.grad = gradient = torch.ones(100, 100)
-    with pytest.raises(BudgetError) as refused:
-        peak_of_window(with_layer(net, 180_000), batch, 8, warm=False)
-    least = refused.value.smallest
-    assert peak_of_window(with_layer(net, least), batch, 8) <= least
-    assert net[1].weight.grad is gradient
+    smallest: list[int] = []
+    for given in (None, torch.ones(WIDTH, WIDTH)):
+        net[0].weight.grad = net[-1].weight.grad = given
+        with pytest.raises(BudgetError) as refused:
+            peak(3_400_000 if given is None else tight)
+        smallest.append(refused.value.smallest)
+        assert peak(smallest[-1]) <= smallest[-1]
+        assert net[-1].weight.grad is given
+    assert smallest[1] - smallest[0] >= 2 * net[0].weight.nbytes
 
 
 def test_a_sparse_gradient_of_somebody_elses_is_in_nobodys_way() -> None:

@@ -34,10 +34,10 @@ class Budget:
             PlanError: the model is on several devices, has lazy modules or makes sparse gradients.
         """
         if self._last is None or self._last[:2] != (task, kind):
+            _refuse_unreadable(task)
             key = f"{kind} {settings.to_json()} {_signature(task)}"
             found = self._ladders.get(key)
             if found is None:
-                _refuse_unreadable(task)
                 found = Ladder(parse_memory(self.memory, device_of(task)), settings)
                 self._ladders[key] = found
             self._last = task, kind, found

@@ -8,14 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Batch, BudgetError, PlanError, counted, format_bytes, torch_private as private
+from anybatch.core import (
+    Batch,
+    BudgetError,
+    PlanError,
+    counted,
+    cut_sizes,
+    format_bytes,
+    torch_private as private,
+)
 from anybatch.engine import Plan, Task
-from anybatch.planner.rung import FROZEN, Rung, Want, smallest
+from anybatch.planner.rung import FROZEN, Rung, Want, even, smallest
 
 Read = Callable[[Rung, tuple[int, ...]], None]  # runs micro-batches of a few rows, and puts all back
 
 _LOOKS = 3  # looks without a reading, before they are given up
 _TRIES = 3  # rungs that are read between two others
+_SLACK = 1.01  # factor on the smallest budget, because another reading may be a little larger
 _CLOSE = 1.02  # factor that a rung between two others leaves free of the room
 
 
@@ -84,7 +93,10 @@ class Ladder:
             if not self._climb(want, read, find):
                 last = self.rungs[max(self.rungs)]
                 if not last.readings.law.readings:  # the step itself will tell why
-                    return last, (1,) * want.rows if want.only is None else (want.rows,)
+                    parts = -(-want.rows // want.size)
+                    return last, tuple(cut_sizes(want.rows, want.only)) if want.only else even(
+                        want.rows, parts
+                    )
                 raise self._refusal(want)
 
     def finish(self, rung: Rung, *, is_random: bool) -> None:
@@ -159,10 +171,10 @@ class Ladder:
             )
 
     def _refusal(self, want: Want) -> BudgetError:
-        least = int(min(smallest(rung, want) for rung in self.rungs.values())) + 1
+        least = int(_SLACK * min(smallest(rung, want) for rung in self.rungs.values()))
         size = want.size if want.only is None or want.only < want.rows else want.rows
         again = ", all blocks recomputed" if len(self.rungs) > 1 else ""
-        why = f" The batch may not be cut: {self.refused.rstrip('.')}." if want.only == want.rows else ""
+        why = f" The batch may not be cut: {self.refused.rstrip('.')}." if self.refused else ""
         return BudgetError(
             f"Expected room for {counted(size, 'row')} at a time{again}, got {format_bytes(self.num_bytes)}. "
             f"By readings the smallest budget for {counted(want.rows, 'row')} is {format_bytes(least)} "

@@ -36,7 +36,7 @@ class Want:
     @property
     def size(self) -> int:
         """Rows of the smallest micro-batch that may be chosen."""
-        return min(self.rows, self.only or self.least)
+        return min(self.rows, self.only or -(-self.rows // max(1, self.rows // self.least)))
 
 
 class Rung:
@@ -181,8 +181,9 @@ def _largest_first(rows: int, parts: int) -> list[int]:
 def smallest(rung: Rung, want: Want) -> float:
     """Return the smallest budget that would do, by the sizes of this length that were read."""
     read = rung.readings
-    sizes: list[Size] = [(want.size, want.length)] if want.only else [*read.law.readings]
-    found = [read.law.bound(size) for size in sizes if size[1] == want.length and read.law.readings]
+    sizes: list[Size] = [(want.size, want.length), *([] if want.only else read.law.readings)]
+    sizes = [size for size in sizes if size[1] == want.length and size[0] >= want.size]
+    found = [read.law.bound(size) for size in sizes if read.law.readings]
     if want.only == want.rows:
         found = [read.whole[sizes[0]] - read.gradients] if sizes[0] in read.whole else found
     peak, left = read.first_pass(want.rows)

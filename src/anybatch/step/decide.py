@@ -186,7 +186,8 @@ class Planning:
             # Sums of the window and those of one `add`; compensated ones need memory to be added.
             static += ladder.plain.readings.gradients * (3 if self.settings.compensated else 2) // 2
         ladder.refused = ladder.refused or _why_uncut(task, self.settings)
-        is_whole = bool(ladder.refused) or batch.rows == 1
+        is_refused = bool(ladder.refused) and (is_add or self.micro_batch is None)  # else the guard refuses
+        is_whole = is_refused or batch.rows == 1
         only = None if is_add and not is_whole else batch.rows if is_whole else self.micro_batch
         return Want(
             rows=batch.rows,

@@ -1,0 +1,176 @@
+"""A budget: readings for each kind of rows, kept as JSON; and what no budget can serve."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch import Step
+from anybatch.core import PlanError, SampleBatch
+from anybatch.planner import Budget, length_of
+from tests.budgets import Net, changed_by, make, metered, rows_of, sgd
+
+pytestmark = pytest.mark.usefixtures("untimed")
+ROWS = 6
+PLAIN, TIGHT = (
+    1_500_000,
+    1_050_000,
+)  # bytes for which a few rows of 1,000 numbers fit, and none without recompute
+
+
+def lengths(length: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    return rows_of(rows, length, 8)
+
+
+def budget_of(step: Step) -> Budget:
+    assert step.planning.budget is not None
+    return step.planning.budget
+
+
+def resumed(step: Step, memory: int) -> Step:
+    """A step that goes on from the weights and the readings of another, through JSON."""
+    other = make(memory=memory)
+    other.model.load_state_dict(step.model.state_dict())
+    other.optimizers[0].load_state_dict(step.optimizers[0].state_dict())
+    old = {"memory": memory, "shape": []}  # as older checkpoints have it
+    budget_of(other).load([old, *json.loads(json.dumps(budget_of(step).state()))])
+    return other
+
+
+def outcome(step: Step, batch: Any) -> tuple[tuple[int, ...], int]:
+    cut = step(batch).cut
+    return cut, "recomputed" in step.planning.explain()
+
+
+@pytest.mark.parametrize("memory", [PLAIN, TIGHT])
+def test_a_run_that_goes_on_cuts_as_the_unbroken_one(memory: int, made: list[Any]) -> None:
+    unbroken, batches = make(memory=memory), [lengths(n) for n in (1000, 600, 900, 700, 1000, 800)]
+    expected = [outcome(unbroken, batch) for batch in batches]
+    first = make(memory=memory)
+    assert [outcome(first, batch) for batch in batches[:3]] == expected[:3]
+    second = resumed(first, memory)
+    assert [outcome(second, batch) for batch in batches[3:]] == expected[3:]
+    assert expected[0][1] is (memory == TIGHT)
+    assert not made
+
+
+def test_a_settled_race_goes_on_and_another_budgets_readings_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from anybatch.planner import readings
+
+    clock = {"now": 0.0}
+    monkeypatch.setattr(readings, "perf_counter", lambda: clock["now"])
+
+    def build() -> nn.Module:
+        net = Net()
+        net.register_forward_pre_hook(lambda _, args: clock.update(now=clock["now"] + len(args[0]) ** 1.5))
+        return net
+
+    step, batch = make(build, memory=10**8), lengths(600, 12)
+    for _ in range(12):
+        step(batch)
+    settled = step(batch).cut
+    assert settled == (3,) * 4
+    assert resumed(step, 10**8)(batch).cut == settled
+    other = Budget(10**8 + 1)
+    other.load(budget_of(step).state())
+    assert other.state() == []
+
+
+def test_kinds_of_rows_settings_and_trained_parameters_have_ladders_of_their_own(made: list[Any]) -> None:
+    step, batch = make(Net, lambda these: torch.optim.SGD(these), memory=3_000_000), lengths(400)
+    budget = budget_of(step)
+    step(batch)
+    step(lengths(300))
+    assert len(budget.state()) == 1  # lengths share one
+    step.model.blocks.requires_grad_(False)
+    step(batch)
+    step.model.double()
+    step((batch[0].double(), batch[1]))
+    assert len(budget.state()) == 3
+    step.model.float().blocks.requires_grad_(True)
+    for _ in range(2):
+        step(batch)
+    assert metered(step, lambda: step(batch), batch) <= 3_000_000
+    assert len(budget.state()) == 3
+    budget.forget()
+    assert budget.state() == []
+    assert not made
+
+
+# ---- no budget
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.words(ids).mean(1))
+
+
+def sparse_adam(parameters: Any) -> Any:
+    words, *others = parameters
+    return [torch.optim.SparseAdam([words]), torch.optim.SGD(others, lr=0.1)]
+
+
+@pytest.mark.parametrize("optimizer", [sgd, lambda these: torch.optim.SGD(these, lr=0.1), sparse_adam])
+def test_sparse_gradients_are_refused(optimizer: Any) -> None:
+    """Their sums grow with each micro-batch, and their state with each step."""
+
+    def refused(run: Any) -> None:
+        with pytest.raises(PlanError, match=r"Expected dense gradients, got .* sparse=False"):
+            run(words)
+
+    words = torch.arange(ROWS * 3).reshape(ROWS, 3), torch.zeros(ROWS, dtype=torch.long)
+    step = make(Words, optimizer, memory=10**6)
+    for run in (step, step.foresee):
+        assert changed_by(step, lambda run=run: refused(run)) == []
+    free = make(lambda: step.model, optimizer)
+    assert free(words).updated
+    refused(free.foresee)
+    step.model.words.sparse = False
+    assert make(lambda: step.model, memory=10**6)(words).updated
+
+
+def test_modules_without_shapes_are_refused() -> None:
+    lazy = make(lambda: nn.Sequential(nn.LazyLinear(4)), sgd, memory=10**6)
+    free = make(lambda: nn.Sequential(nn.LazyLinear(4)), sgd)
+    for run in (lazy, lazy.foresee, free.foresee):
+        with pytest.raises(PlanError, match="shapes are known where memory is planned, got LazyLinear"):
+            run(rows_of(8))
+    assert free(rows_of(8)).updated
+    assert free.foresee(rows_of(8)).peak > 0
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    step = make(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4, device="meta")))
+    task, settings = step.task(), step.planning.settings
+    assert Budget(10**6).ladder(task, settings, ()).num_bytes == 10**6
+    several = replace(task.network, devices={torch.device("cpu"), torch.device("cuda:1")})
+    with pytest.raises(PlanError, match=r"on one device.*\['cpu', 'cuda:1'\]"):
+        Budget(10**6).ladder(replace(task, network=several), settings, ())
+
+
+# ---- shapes
+
+
+def test_samples_are_as_long_as_the_longest_of_them() -> None:
+    seen: list[int] = []
+
+    def collate(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
+        seen.append(len(samples))
+        torch.rand(1)
+        x = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+        return x, torch.zeros(len(samples), dtype=torch.long)
+
+    state = torch.get_rng_state()
+    assert length_of(SampleBatch([torch.zeros(2 + row, 8) for row in range(11)], collate)) == 12 * 8 + 1
+    assert seen == [8, 3]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert length_of(SampleBatch([0] * 9, lambda rows: torch.zeros([1] * len(rows)))) == 1
