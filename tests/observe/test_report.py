@@ -57,7 +57,7 @@ def test_everything_in_the_log_is_on_the_page(tmp_path: Path) -> None:
         "throughput 128; rows of a micro-batch 16; micro-batches of an update 4; peak memory so far 1.0 MiB."
     )
     assert f"Always the same: {same}" in page.text
-    assert "made.test loss0.3125test accuracy0.75best validation loss0.25, epoch 1" in page.text
+    assert "made.test loss0.3125test accuracy0.75best validation loss, epoch 10.25" in page.text
     happened = {event["name"].split(" (")[0]: event["x"] for event in page.data["events"]}
     told = {"micro-batches done again": [5], "loss scale lowered": [6], "loss scale raised": [7]}
     assert happened == told | {"rows left out": [8], "no finite loss": [7], "no update made": [7]}

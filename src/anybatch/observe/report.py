@@ -222,8 +222,10 @@ def _totals(run: RunLog) -> dict[str, str]:
 
 
 def _cards(totals: Mapping[str, str]) -> str:
+    parts = [(name, *told.partition(", ")) for name, told in totals.items()]  # such as "0.25, epoch 3"
     cards = "".join(
-        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in totals.items()
+        f"<div><dt>{_text(name + comma + more)}</dt><dd>{_text(value)}</dd></div>"
+        for name, value, comma, more in parts
     )
     return f'<dl class="totals">{cards}</dl>' if cards else ""
 
