@@ -47,7 +47,15 @@ NEEDS = {
 }  # and what shows it in a block
 COMPILER = "a C++ compiler"
 HOSTS = ("lightning", "accelerate", "accelerate.utils", "sentence_transformers")
-ALONE = {"wandb", "mlflow", "trackio", "ray", "peft", COMPILER, *HOSTS}  # leave threads, variables and warnings behind
+ALONE = {
+    "wandb",
+    "mlflow",
+    "trackio",
+    "ray",
+    "peft",
+    COMPILER,
+    *HOSTS,
+}  # leave threads, variables and warnings behind
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 MOST_WORDS = 900  # of a page, without blocks
