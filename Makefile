@@ -12,7 +12,7 @@ or_say = || { echo "make $@: failed; $(1)" >&2; exit 1; }
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help env demo test test-slow soak test-oldest check format bench docs clean
+.PHONY: help env demo test test-slow soak test-oldest check format bench docs wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## /  make \1	/p' Makefile | expand -t 20
@@ -61,6 +61,15 @@ docs: env .venv/.with-docs ## build the documentation site in build/docs; a warn
 	@rm -rf docs/reference
 	@$(BIN)/python -m sphinx -b html -W --keep-going -n -q docs build/docs $(call or_say,mend what is named above)
 	@echo "docs: open build/docs/index.html"
+
+# The wheel sees the packages of .venv, but not the checkout: what it forgets to hold is missed.
+wheel: env ## build the wheel, install it in an environment of its own, train with it and draw its page
+	@echo "wheel: building, installing, training"
+	@rm -rf build/wheel && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel . $(call or_say,see the message above)
+	@$(BIN)/python -m venv --clear build/wheel/env
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(build/wheel/env/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/packages.pth"
+	@build/wheel/env/bin/python -m pip install --quiet --no-input --disable-pip-version-check --no-deps --no-index --force-reinstall build/wheel/*.whl $(call or_say,see the message above)
+	@cd build/wheel && env/bin/anybatch train lenet5 --data digits --epochs 1 --quiet --out run && env/bin/anybatch report run $(call or_say,the wheel lacks something: see above)
 
 clean: ## delete .venv, caches and build outputs; runs/ stays
 	@echo "clean: deleting .venv, caches and build outputs"

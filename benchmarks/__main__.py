@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import history
 from benchmarks.config import FULL, QUICK, Config, RaceCase
 from benchmarks.contestants import PACKAGES, PEERS, RIVALS, Builders, installed
 from benchmarks.exactness import exactness
@@ -59,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raw.save(path.with_suffix(".json"))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
+    if not (options.raw or options.quick or options.only or options.compile):  # a whole run
+        print(f"history: {history.append(raw)}, {history.PICTURE}")
+        history.PICTURE.write_text(history.draw(history.read()), encoding="utf-8")
     failed = [verdict.what for verdict in verdicts if not verdict.holds]
     print(f"\n{text}\nreport: {path}\nraw results: {options.raw or path.with_suffix('.json')}")
     print("\n".join(f"FAILED: {what}" for what in failed) or "all thresholds hold")

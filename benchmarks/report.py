@@ -46,8 +46,12 @@ def render(raw: Raw, verdicts: Sequence[Verdict]) -> str:
 
 def file_name(raw: Raw) -> str:
     """`what_hardware_date.md`, in lower case and without blanks."""
-    hardware = re.sub(r"[^a-z0-9]+", "-", raw.hardware.lower()).strip("-")
-    return f"steps-{raw.config}_{hardware}_{raw.date}.md"
+    return f"steps-{raw.config}_{slug(raw.hardware)}_{raw.date}.md"
+
+
+def slug(hardware: str) -> str:
+    """Return the name of a machine as part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -19,6 +19,7 @@ add_module_names = False
 smartquotes = False
 autodoc_typehints = "none"  # the docstrings say types, shapes and units
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True  # `options=DEFAULT`, not all ten of them
 autosummary_generate = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -30,6 +31,9 @@ nitpick_ignore_regex = [
 html_theme = "pydata_sphinx_theme"
 html_title = "anybatch"
 html_show_sourcelink = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
+html_context = {"default_mode": "auto"}
 html_theme_options = {
     "header_links_before_dropdown": 7,
     "navbar_end": ["theme-switcher"],

@@ -234,18 +234,18 @@ def tree_of(text: str) -> House:
 
 @rule(
     only('"""Sums with weights."""'),
-    only('"""Sums."""') | {"CONTRIBUTING.md": "\nsrc/anybatch/\n  core/\n    total.py  Means\n```"},
-    {"CONTRIBUTING.md": "\nsrc/anybatch/\n  losses/\n    gone.py  Gone\n```"},
+    only('"""Sums."""') | {"docs/architecture.md": "\nsrc/anybatch/\n  core/\n    total.py  Means\n```"},
+    {"docs/architecture.md": "\nsrc/anybatch/\n  losses/\n    gone.py  Gone\n```"},
     only('"""Losses."""', "losses/__init__.py"),
     only('"""Losses."""', "losses/__init__.py")
-    | {"CONTRIBUTING.md": "\nsrc/anybatch/\n  losses/  Sums\n```"},
+    | {"docs/architecture.md": "\nsrc/anybatch/\n  losses/  Sums\n```"},
 )
-def test_contributing_captions_every_package_and_file(house: House) -> Iterable[str]:
+def test_architecture_captions_every_package_and_file(house: House) -> Iterable[str]:
     ours = {path.removesuffix("__init__.py"): caption(tree) for path, tree in python(house)}
-    told = tree_of(house.get("CONTRIBUTING.md", ""))
+    told = tree_of(house.get("docs/architecture.md", ""))
     for path in sorted((ours.keys() | told.keys()) - {SRC}):
         if (ours.get(path) or "") != (told.get(path) or "") or (path in ours and not ours[path]):
-            yield f"{path}: CONTRIBUTING says {told.get(path)!r}, the docstring {ours.get(path)!r}"
+            yield f"{path}: docs/architecture.md says {told.get(path)!r}, the docstring {ours.get(path)!r}"
 
 
 @rule(only('"""Whether rows may be cut."""'), only('class Cut:\n    """What a cut holds."""'))

@@ -11,7 +11,7 @@ from anybatch.precision import Precision
 from anybatch.step import BatchLoss, Options, Step, Window, plan
 from anybatch.train import EMA, EarlyStopping, LossMonitor, Metrics, Trainer, accuracy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "EMA",

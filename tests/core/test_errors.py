@@ -10,7 +10,7 @@ TREE = {name: one for name, one in vars(errors).items() if isinstance(one, type)
 
 
 def test_every_error_is_public_and_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs/failures.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/errors.md").read_text(encoding="utf-8")
     assert [name for name in TREE if f"`{name}`" not in page and f"ab.{name}" not in page] == []
     assert anybatch.errors is errors
 

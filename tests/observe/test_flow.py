@@ -239,7 +239,7 @@ def test_nan_is_marked_and_what_is_undone_is_not_kept() -> None:
     assert (flow.history, flow.updates, flow.record()) == ([], 0, {})
     step((inputs, targets))
     assert [one.update for one in flow.history] == [1]
-    assert set(flow.record()) == {"layers", *FIGURES}
+    assert set(flow.record()) == {"layers", "classes", *FIGURES}
     assert ab.gradient_flow(model, nn.MSELoss(), (inputs * torch.nan, targets)).marks[-1] == "not finite"
 
 

@@ -15,10 +15,7 @@ from anybatch.core import DataError
 from anybatch.observe import report_page
 from tests.observe.logs import NAMES, START, lines, step, write
 
-ALL = (
-    "loss terms metric-0 learning-rate gradient-norm noise callback-1 throughput micro-batch micro-batches "
-    "memory scale flow layer layer-zeros"
-)
+ALL = "loss terms metric-0 learning-rate gradient-norm noise callback-1 scale flow layer layer-zeros"
 EMPTY = ("input", "meta", "link", "rect", "br")
 
 
@@ -55,8 +52,12 @@ def test_everything_in_the_log_is_on_the_page(tmp_path: Path) -> None:
     assert " ".join(page.data["charts"]) == ALL
     loss = page.data["charts"]["loss"]["series"]
     assert loss[0]["y"] == [None if n == 7 else float(f"{5 / n:.6g}") for n in range(1, 41)]
-    assert (loss[1]["x"], loss[1]["y"]) == ([40], [0.25])
-    assert set(page.data["charts"]["throughput"]["series"][0]["y"]) == {128}
+    assert (loss[1]["x"], loss[1]["y"]) == ([1, 40], [2.0, 0.25])
+    same = (
+        "throughput 128; rows of a micro-batch 16; micro-batches of an update 4; peak memory so far 1.0 MiB."
+    )
+    assert f"Always the same: {same}" in page.text
+    assert "made.test loss0.3125test accuracy0.75best validation loss, epoch 10.25" in page.text
     happened = {event["name"].split(" (")[0]: event["x"] for event in page.data["events"]}
     told = {"micro-batches done again": [5], "loss scale lowered": [6], "loss scale raised": [7]}
     assert happened == told | {"rows left out": [8], "no finite loss": [7], "no update made": [7]}
@@ -64,6 +65,8 @@ def test_everything_in_the_log_is_on_the_page(tmp_path: Path) -> None:
         assert text in page.text
     assert "micro_batch 16 rows <" in page.text
     assert page.data["flow"]["layers"] == NAMES
+    assert page.data["flow"]["classes"] == ["Linear"] * 5
+    assert "farLinearvanishing" in page.text
     assert page.data["flow"]["marks"] == ["exploding", "", "", "unused", "vanishing"]
 
 
@@ -83,15 +86,41 @@ def test_what_servers_did_is_told(tmp_path: Path) -> None:
     """Per step in the log; sums and means on the page. Mutation: a mean of the updates' means."""
     counts = {"pushes": 2, "staleness": 4, "largest staleness": 3, "bytes pushed": 1 << 20}
     steps = [step(1, counts=counts), step(2, counts={**counts, "pushes": 6, "staleness": 0}), step(3)]
-    steps[1]["counts"]["workers replaced"] = 2
+    steps[1]["counts"] |= {"workers replaced": 2, "bytes pushed": 3 << 20}
     page = read(write(tmp_path, [START, *steps]))
     stale = page.data["charts"]["staleness"]["series"]
     assert [one["y"] for one in stale] == [[2, 0, None], [3, 3, None]]
     assert page.data["charts"]["pushed"]["unit"] == "bytes"
     assert {"name": "workers replaced", "x": [2]} in page.data["events"]
     told = page.text.partition("Servers and workers")[2].partition("Events")[0].strip()
-    assert told == "pushes8mean staleness0.5largest staleness3bytes pushed2.0 MiBworkers replaced2"
+    assert told == "pushes8mean staleness0.5largest staleness3bytes pushed4.0 MiBworkers replaced2"
     assert "Servers" not in read(write(tmp_path, [START, step(1)])).text
+
+
+def test_a_short_last_batch_does_not_make_a_constant_a_chart(tmp_path: Path) -> None:
+    """Mutation: charts of all updates, also of short ones."""
+    start = START | {"batch_size": 64}
+    tail = step(3, rows=8, micro_batches=1, cut=[[8, 1]])
+    told = read(write(tmp_path, [start, step(1), step(2), tail])).text
+    assert "rows of a micro-batch 16; micro-batches of an update 4" in told
+
+
+def test_several_runs_lie_over_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One curve per run in each chart, at its own updates. Mutation: x of the first run for all."""
+    folders = [write(tmp_path / "first", lines(40)), write(tmp_path / "second", [START, step(1), step(2)])]
+    (folders[1] / "settings.json").write_text('{"lr": 0.5}')
+    assert main.main(["report", *map(str, folders)]) == 0
+    page = Page((tmp_path / "compare.html").read_text())
+    over = {chart["title"]: chart["series"] for chart in page.data["charts"].values()}
+    assert [(one["name"], len(one["x"])) for one in over["Loss"]] == [("first", 40), ("second", 2)]
+    assert [one["name"] for one in over["Loss: validation"]] == ["first"]
+    assert over["Loss"][1]["y"] == [5.0, 2.5]
+    assert page.data["last"] == 40
+    for text in ("test accuracy0.75", "best validation loss0.25, epoch 1", "lr0.5", "throughput 128"):
+        assert text in page.text
+    assert "device" not in page.text.partition("that differ")[2]  # the same in both
+    assert main.main(["report", *[str(folders[0])] * 9]) == 1
+    assert "at most 8 runs on one page, got 9" in capsys.readouterr().err
 
 
 def flow_of(page: Page, name: str, key: str) -> np.ndarray[Any, Any]:

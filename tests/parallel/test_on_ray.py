@@ -50,7 +50,7 @@ def test_workers_servers_and_the_driver_end_and_nothing_is_lost(marked: dict[str
 
 @pytest.fixture
 def cluster(marked: dict[str, str], tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A cluster with a token, started as docs/server.md says; an environment that has the token."""
+    """A cluster with a token, started as docs/cluster.md says; an environment that has the token."""
     variables = marked | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     start = ["start", "--head", "--port", PORT, "--include-dashboard=false", "--disable-usage-stats"]
     command = [sys.executable, "-m", "ray.scripts.scripts", *start]

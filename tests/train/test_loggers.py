@@ -131,6 +131,10 @@ def test_the_log_says_what_runs_where_and_what_callbacks_saw(tmp_path: Path) -> 
         True,
     ]  # started twice
     assert steps[0]["observed"]["flow"]["layers"] == ["0", "1", "4"]
+    assert [steps[n]["observed"]["flow"].get("classes") for n in (0, 2)] == [
+        ["Linear", "BatchNorm1d", "Linear"],
+        None,
+    ]
     assert steps[0]["observed"]["flow"]["ratio"] == [float(f"{one:.4g}") for one in flow.history[0].ratio]
     assert [line["learning_rate"] for line in steps[:3]] == [0.1, 0.1, pytest.approx(0.07)]
     assert 0 < steps[0]["seconds"] < steps[-1]["seconds"] == pytest.approx(trainer.seconds)

@@ -198,11 +198,13 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     add("--batch-norm", choices=BATCH_NORM_CHOICES, help="what a step does with BatchNorm")
     add("--precision", choices=tuple(NAMED), default="float32", metavar="NAME", help=_PRECISION)
     add("--plot", metavar="FILE", help="draw memory over the step: .png, .svg, .pdf or .html")
-    reported = commands.add_parser("report", help="write the page of a run: one file of HTML with its charts")
+    about = "write the page of a run, or of several over one another: one file of HTML with charts"
+    reported = commands.add_parser("report", help=about)
     reported.set_defaults(run=report_action.report)
     add = reported.add_argument
-    add("folder", metavar="RUN", help="the folder of a run")
-    add("--out", metavar="FILE", help="the page; report.html in the folder of the run if not given")
+    add("folders", metavar="RUN", nargs="+", help="the folder of a run; several are compared, at most 8")
+    page = "the page; by default report.html in the folder of the run, or compare.html beside the first"
+    add("--out", metavar="FILE", help=page)
     add("--json", action="store_true", help=_JSON)
     return parser
 

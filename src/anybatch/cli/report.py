@@ -1,4 +1,4 @@
-"""`anybatch report`: a run as one page of HTML, written from its log."""
+"""`anybatch report`: a run, or several over one another, as one page of HTML, written from the logs."""
 
 import argparse
 from pathlib import Path
@@ -10,9 +10,12 @@ from anybatch.train import write_whole
 
 
 def report(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Run `anybatch report`: write the page of a run."""
-    page = report_page(options.folder).encode()
-    path = Path(options.out or Path(options.folder, "report.html"))
+    """Run `anybatch report`: write the page of a run, or of several."""
+    first, *others = options.folders
+    page = report_page(first, *others).encode()
+    path = Path(
+        options.out or (Path(first).parent / "compare.html" if others else Path(first, "report.html"))
+    )
     try:
         write_whole(path, lambda file: file.write_bytes(page))
     except OSError as error:

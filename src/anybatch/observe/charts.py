@@ -48,6 +48,7 @@ def charts(run: RunLog) -> list[Chart]:
     loss = [*_curve(values, loss="training"), *_epochs(run, "validation", "loss")]
     terms = {name: name.removeprefix("terms.") for name in values if name.startswith("terms.")}
     speed, seconds = _throughput(run)
+    full = _full(run)
     pushed = {name: name.removeprefix("counts.") for name in values if name.startswith("counts.bytes")}
     found = [
         _chart("loss", "Loss", loss),
@@ -64,12 +65,42 @@ def charts(run: RunLog) -> list[Chart]:
             "staleness", "Staleness of pushes", [*_curve(_staleness(run), mean="mean", largest="largest")]
         ),
         _chart("pushed", "Bytes pushed to servers", [*_curve(values, **pushed)], "bytes"),
-        _chart("micro-batch", "Rows of a micro-batch", [*_curve(values, micro_batch="the largest")], "rows"),
-        _chart("micro-batches", "Micro-batches of an update", [*_curve(values, micro_batches="number")]),
+        _chart("micro-batch", "Rows of a micro-batch", [*_curve(full, micro_batch="the largest")], "rows"),
+        _chart("micro-batches", "Micro-batches of an update", [*_curve(full, micro_batches="number")]),
         _chart("memory", "Peak memory so far", [*_curve(values, memory="peak")], "bytes"),
         _chart("scale", "Loss scale", [*_curve(values, scale="loss scale")]),
     ]
     return [chart for chart in found if chart["series"]]
+
+
+def laid_over(runs: Mapping[str, RunLog]) -> list[Chart]:
+    """Return the charts of several runs, by name: a chart for each series, with a curve for each run."""
+    found: dict[tuple[str, str], Chart] = {}
+    for run_name, run in runs.items():
+        for chart in charts(run) if run.steps else []:
+            for one in chart["series"]:
+                alone = len(chart["series"]) == 1 or one["name"] == "training"
+                title = chart["title"] if alone else f"{chart['title']}: {one['name']}"
+                new = {**chart, "id": f"over-{len(found)}", "title": title, "label": "", "series": []}
+                over = found.setdefault((chart["id"], one["name"]), new)
+                over["label"] += f" {run_name}: {chart['label']}"
+                over["log"] &= chart["log"]
+                over["series"].append({"x": points(run), **one, "name": run_name})
+    return [*found.values()]
+
+
+def constants(chart: Chart) -> str:
+    """Return the title and the values of a chart whose curves never change; empty for other charts."""
+    told: dict[str, float] = {}
+    for one in chart["series"]:
+        values = {v for key in ("y", "low", "high") for v in one.get(key, ()) if v is not None}
+        if len(values) != 1:
+            return ""
+        told[one["name"]] = values.pop()
+    say = format_bytes if chart["unit"] == "bytes" else "{:,.4g}".format
+    if len({*told.values()}) == 1:
+        return f"{chart['title'].lower()} {say(next(iter(told.values())))}"
+    return f"{chart['title'].lower()} {', '.join(f'{say(value)} ({name})' for name, value in told.items())}"
 
 
 def _metrics(run: RunLog) -> list[str]:
@@ -109,6 +140,15 @@ def served(run: RunLog) -> dict[str, int | float | str]:
         else:
             told[name] = format_bytes(total) if name.startswith("bytes") else int(total)
     return told
+
+
+def _full(run: RunLog) -> Mapping[str, Numbers]:
+    """Return the values of updates of full batches: the last batch of an epoch may be short."""
+    size = number(run.starts[-1].get("batch_size")) if run.starts else math.nan
+    rows = run.values.get("rows")
+    if rows is None or not (rows == size).any():
+        return run.values
+    return {name: np.where(rows == size, one, math.nan) for name, one in run.values.items()}
 
 
 def _throughput(run: RunLog) -> tuple[dict[str, Numbers], Numbers | None]:
@@ -232,7 +272,8 @@ def pack_flow(flow: FlowLog) -> dict[str, Any]:
     there = np.isfinite(norms).sum(axis=0).tolist()  # a log has null for NaN and for no gradient
     marks = find_marks([one if had else None for one, had in zip(norms[-1].tolist(), there, strict=True)])
     row = max(3, min(24, 540 // len(flow.layers)))  # pixels of a layer in the heat map
-    return {"layers": flow.layers, "marks": marks, "x": flow.updates, "figures": figures, "row": row}
+    known = {"layers": flow.layers, "classes": flow.classes, "marks": marks}
+    return known | {"x": flow.updates, "figures": figures, "row": row}
 
 
 def _coded(low: Numbers, high: Numbers, *, log: bool, more: bool) -> dict[str, Any]:

@@ -158,6 +158,8 @@ class _FlowReading:
                 f"Expected the gradients of {type(model).__name__}, got {next(iter(gradients))!r} and others "
                 "that it does not have. Give GradientFlow the model that the step has."
             )
+        modules = [(private.plain_name(f"{name}.")[:-1], module) for name, module in model.named_modules()]
+        self._classes = {name or _MODEL: type(module).__name__ for name, module in modules}
         self._layers: dict[str, list[str]] = {}  # layer -> names of its parameters
         for name in (*named, *[name for name in gradients if name not in named]):
             layer = _LOSS if name not in named else name.rpartition(".")[0] or _MODEL
@@ -194,6 +196,7 @@ class _FlowReading:
         columns = [*zip(*rows, strict=True)] if rows else [()] * 5
         return Flow(
             layers=tuple(self._layers),
+            classes=tuple([self._classes.get(layer, "") for layer in self._layers]),
             **dict(zip(("mean", "largest", "norm", "zeros", "ratio"), columns, strict=True)),
         )
 

@@ -65,6 +65,7 @@ class Flow:
         largest: largest absolute value of the gradient.
         norm: 2-norm of the gradient.
         zeros: share of zeros, from 0 to 1.
+        classes: class names of the layers' modules; empty if nothing tells.
         ratio: 2-norm of the update over the 2-norm of the weights before it; None without an update, or if
             all weights were zero.
         update: number of the callback's update, 1 for the first; 0 without an update.
@@ -76,6 +77,7 @@ class Flow:
     norm: Figures
     zeros: Figures
     ratio: Figures
+    classes: tuple[str, ...] = ()
     update: int = 0
 
     @property
@@ -88,10 +90,17 @@ class Flow:
         pairs = zip(self.layers, self.marks, strict=True)
         return tuple([layer for layer, found in pairs if found == mark])
 
+    def named(self) -> tuple[str, ...]:
+        """Return the layers' names, each with its class."""
+        classes = self.classes or ("",) * len(self.layers)
+        return tuple([f"{name} {kind}".strip() for name, kind in zip(self.layers, classes, strict=True)])
+
     def record(self) -> dict[str, Any]:
         """Return the figures for a log, with four significant digits."""
         names = ("mean", "largest", "norm", "zeros", "ratio")
-        return {"layers": self.layers} | {name: [*map(_rounded, getattr(self, name))] for name in names}
+        return {"layers": self.layers, "classes": self.classes} | {
+            name: [*map(_rounded, getattr(self, name))] for name in names
+        }
 
     def __repr__(self) -> str:
         marked = len(self.marks) - self.marks.count("")
@@ -101,10 +110,11 @@ class Flow:
         return html_table([("", str(self))])
 
     def __str__(self) -> str:
-        width = max([len(layer) for layer in self.layers], default=0)
+        named = self.named()
+        width = max([len(layer) for layer in named], default=0)
         head = f"{'layer':{width}}  {'mean':>8}  {'largest':>8}  {'norm':>8}  {'zeros':>6}  update/weight"
         columns = zip(
-            self.layers, self.mean, self.largest, self.norm, self.zeros, self.ratio, self.marks, strict=True
+            named, self.mean, self.largest, self.norm, self.zeros, self.ratio, self.marks, strict=True
         )
         lines = [head]
         for layer, mean, largest, norm, zeros, ratio, mark in columns:

@@ -33,7 +33,7 @@ def draw(records: Flow | Sequence[Flow], path: str | Path, *, title: str = "grad
     last, several = shown[-1], [one for one in shown if one.layers == shown[-1].layers]
     has_ratios = any(ratio is not None for ratio in last.ratio)
     heights = [3.0, 1.2, *([1.8] if has_ratios else []), *([2.4] if len(several) > 1 else [])]
-    names = max([len(name) for name in last.layers], default=0)
+    names = max([len(name) for name in last.named()], default=0)
     width = min(max(0.2 * len(last.layers), 8), 16)
     figure = new_figure(width, sum(heights) + 1.2 + 0.06 * names)
     figure.suptitle(title)
@@ -62,9 +62,16 @@ def _sizes(panel: Any, flow: Flow) -> None:
     _line(panel, flow.mean, color="#009E73", linewidth=0.8, markersize=3, label="mean of absolute values")
     _line(panel, flow.norm, color="black", linewidth=1.2, label="2-norm")
     end = norm_at_end(flow.norm)
-    for limit in (VANISHING * end, EXPLODING * end) if end else ():
-        panel.axhline(limit, color="black", linewidth=0.7, linestyle=":")
+    if end:
+        _limit(panel, VANISHING * end, f"vanishing below: {VANISHING:g} of the norm at the end")
+        _limit(panel, EXPLODING * end, f"exploding above: {EXPLODING:g} times the norm at the end")
     panel.set(ylabel="gradient", yscale="log")
+
+
+def _limit(panel: Any, height: float, label: str) -> None:
+    panel.axhline(height, color="black", linewidth=0.7, linestyle=":")
+    place = {"xy": (0, height), "xycoords": ("axes fraction", "data"), "xytext": (3, 2)}
+    panel.annotate(label, **place, textcoords="offset points", va="bottom", fontsize=7)
 
 
 def _zeros(panel: Any, flow: Flow) -> None:
@@ -76,7 +83,7 @@ def _zeros(panel: Any, flow: Flow) -> None:
 
 def _ratios(panel: Any, flow: Flow) -> None:
     _line(panel, flow.ratio, color="#009E73", linewidth=1.2)
-    panel.axhline(1e-3, color="black", linewidth=0.7, linestyle=":")
+    _limit(panel, 1e-3, "1e-3 is common")
     panel.set(ylabel="update / weight", yscale="log")
 
 
@@ -109,6 +116,6 @@ def _shade(panels: Sequence[Any], flow: Flow) -> None:
 def _name_layers(panel: Any, flow: Flow) -> None:
     every = max(1, -(-len(flow.layers) // _MOST_NAMES))
     places = range(0, len(flow.layers), every)
-    panel.set_xticks(places, [flow.layers[place] for place in places], rotation=90, fontsize=7)
+    panel.set_xticks(places, [flow.named()[place] for place in places], rotation=90, fontsize=7)
     panel.set_xlim(-0.7, len(flow.layers) - 0.3)
     panel.set_xlabel("layers, in network order" + (f"; every {every}th is named" if every > 1 else ""))

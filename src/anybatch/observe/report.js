@@ -1,7 +1,7 @@
 const byId = (id) => document.getElementById(id), data = JSON.parse(byId("data").textContent);
 const { flow, events } = data, FULL = [data.x[0], Math.max(data.last, data.x[0] + 1)], charts = [];
 const TOP = 8, FOOT = 26, END = 20, PAD = 5, SIGNS = { vanishing: "↓", exploding: "↑", unused: "∅", "not finite": "!" };
-let view = FULL, cursor = null, layer = 0, figure = 0, frame = 0;
+let view = FULL, cursor = null, layer = 0, figure = 0, frame = 0, smoothing = 0;
 const redraw = () => { cancelAnimationFrame(frame); frame = requestAnimationFrame(() => charts.forEach(draw)); };
 function make(parent, name, attributes, textContent = "") {
   const node = Object.assign(document.createElementNS(parent.namespaceURI, name), { textContent });
@@ -11,7 +11,7 @@ function make(parent, name, attributes, textContent = "") {
 function format(v, unit) {
   if (v === null || v === undefined) return "none";
   const size = Math.abs(v), power = Math.min(Math.floor(Math.log2(Math.max(size, 1) * 1.0005) / 10), 4);
-  if (unit === "bytes") return `${+(v / 1024 ** power).toPrecision(3)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+  if (unit === "bytes") return `${+(v / 1024 ** power).toPrecision(4)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
   if (size && (size < 1e-3 || size >= 1e7)) return v.toExponential(2).replace(/\.?0*e\+?/, "e");
   return (+v.toPrecision(size >= 1e4 ? 7 : 4)).toLocaleString("en", { maximumFractionDigits: 20 });
 }
@@ -37,7 +37,7 @@ function draw(chart) {  // all charts share the zoom and the pointer's place
   svg.replaceChildren();
   const inside = make(svg, "svg", { x: left, y: TOP, width: inner, height });
   Object.assign(chart, { left, inner, height, x, inside });
-  for (const one of ticks(...view, Math.max(3, inner / 70)).filter(Number.isInteger)) {
+  for (const one of ticks(...view, Math.max(3, inner / 55)).filter(Number.isInteger)) {
     make(svg, "text", { x: left + x(one), y: TOP + height + 18, class: "middle" }, one.toLocaleString("en"));
     if (!heat) make(inside, "path", { class: "grid", d: `M${x(one)} 0v${height}` });
   }
@@ -46,6 +46,11 @@ function draw(chart) {  // all charts share the zoom and the pointer's place
     for (const one of kind.x) make(inside, "path", { class: `event e${i}`, d: `M${x(one)} ${height}l-4 -9h8z` });
   for (const name of ["brush", "line"]) chart[name] = make(inside, "path", { class: name });
   point(chart);
+}
+function smooth(ys) {  // an exponential mean over so many points, without a bias at its start
+  let sum = 0, weight = 0;
+  const keep = 1 - 1 / smoothing;
+  return ys.map((v) => ((v ?? null) === null ? null : (sum = sum * keep + v) / (weight = weight * keep + 1)));
 }
 function drawCurves({ svg, spec, height, left, inner, x, inside }) {
   const good = (v) => (v ?? null) !== null && (!spec.log || v > 0), to = spec.log ? Math.log10 : (v) => v;
@@ -62,16 +67,20 @@ function drawCurves({ svg, spec, height, left, inner, x, inside }) {
     make(svg, "text", { x: left - 6, y: TOP + y(one) + 4, class: "end" }, format(one, spec.unit));
   }
   for (const [number, one] of spec.series.entries()) {
-    const xs = one.x, wide = (x(FULL[1]) - x(FULL[0])) / xs.length + 0.5, paths = { band: "", curve: "", dot: "" };
+    const xs = one.x, wide = (x(FULL[1]) - x(FULL[0])) / xs.length + 0.5, paths = { band: "", raw: "", curve: "", dot: "" };
+    const smoothed = smoothing && xs.length > 40 ? smooth(one.y) : one.y;
     for (const [i, v] of one.y.entries()) if (good(v)) {
-      paths.curve += `${i && good(one.y[i - 1]) ? "L" : "M"}${x(xs[i])} ${y(v)}h0`;
+      const to = i && good(one.y[i - 1]) ? "L" : "M";
+      if (good(smoothed[i])) paths.curve += `${to}${x(xs[i])} ${y(smoothed[i])}h0`;
+      if (smoothed !== one.y) paths.raw += `${to}${x(xs[i])} ${y(v)}h0`;
       if (xs.length <= 40) paths.dot += `M${x(xs[i])} ${y(v)}h0`;
       paths.band += `M${x(xs[i])} ${y(good(one.low[i]) ? one.low[i] : v)}V${y(one.high[i])}`;
     }
     for (const [kind, d] of Object.entries(paths))
-      make(inside, "path", { class: `${kind} s${number}`, d, "stroke-width": kind === "band" ? wide : 2 });
+      make(inside, "path", { class: `${kind} s${number}`, d, "stroke-width": kind === "band" ? wide : kind === "raw" ? 1 : 2 });
   }
 }
+const full = (j) => `${flow.layers[j]} ${flow.classes[j]}`.trim();
 function drawHeat({ svg, left, inner, x, inside }) {
   const part = flow.figures[figure], { row, layers, marks } = flow, rows = layers.length, cells = {}, room = left / 5.9 - 3;
   for (const [k, code] of part.high.entries()) {
@@ -82,14 +91,14 @@ function drawHeat({ svg, left, inner, x, inside }) {
   for (const kind in cells) make(inside, "path", { class: `cell ${kind}`, d: cells[kind] });
   for (const [j, name] of layers.entries()) if (j % Math.ceil(13 / row) === 0) make(svg, "text",
     { class: `end ${j === layer ? "chosen" : marks[j] && "marked"}`, x: left - 6, y: TOP + (j + 0.5) * row + 4 },
-    `${name.length > room ? `…${name.slice(1 - room)}` : name} ${SIGNS[marks[j]] || ""}`);
+    `${name.length > room ? `…${name.slice(1 - room)}` : full(j).length > room ? name : full(j)} ${SIGNS[marks[j]] || ""}`);
   make(inside, "rect", { class: "row", x: 1, y: layer * row, width: inner - 2, height: row });
   for (const [id, code] of [["least", 2], ["most", 65535]]) byId(id).textContent = format(value(part, code));
 }
 function point({ spec, line, readout, x, height }) {
-  const here = cursor ?? data.last, xs = spec.series[0].x, near = (one) => cursor && Math.abs(x(one) - x(here)) < 5;
+  const here = cursor ?? data.last, shown = spec.series.map((one) => one.x[at(one.x, here)]), near = (one) => cursor && Math.abs(x(one) - x(here)) < 5;
   line.setAttribute("d", cursor === null ? "" : `M${x(here)} 0v${height}`);
-  readout.textContent = `update ${format(xs[at(xs, here)])} `;
+  readout.textContent = `update ${format(Math.max(...shown))} `;
   for (const [number, one] of spec.series.entries()) {
     const [y, low, high] = [one.y, one.low, one.high].map((ys) => format(ys[at(one.x, here)], spec.unit));
     make(readout, "span", { class: `key s${number}` }, `${one.name} ${y}${low === high ? "" : ` (${low} to ${high})`}`);
@@ -105,7 +114,7 @@ function zoom(low, high) {
 function choose(to) {
   byId("layer-choice").value = layer = Math.min(Math.max(to, 0), flow.layers.length - 1);
   for (const one of document.querySelectorAll("button[data-layer]")) one.ariaPressed = one.dataset.layer == layer;
-  const name = flow.layers[layer] + (flow.marks[layer] && ` (${flow.marks[layer]})`), part = flow.figures[figure];
+  const name = full(layer) + (flow.marks[layer] && ` (${flow.marks[layer]})`), part = flow.figures[figure];
   for (const { spec, heat, root } of charts.filter((one) => one.spec.layer)) {
     if (!heat) root.querySelector("h3").textContent = `${spec.title}: ${name}`;
     spec.series = heat ? [{ ...series(part), name: `${name}: ${part.name}` }]
@@ -145,6 +154,11 @@ for (const part of flow?.figures || []) for (const key of ["low", "high"]) if (p
   part[key] = new Uint16Array(Uint8Array.from(atob(part[key]), (one) => one.charCodeAt(0)).buffer);
 document.querySelectorAll("figure[id]").forEach(start);
 window.onresize = redraw;
-document.onchange = () => { figure = +byId("figure").value; choose(+byId("layer-choice").value); };
+document.onchange = () => {
+  smoothing = +byId("smoothing")?.value || 0;
+  if (!flow) return redraw();
+  figure = +byId("figure").value;
+  choose(+byId("layer-choice").value);
+};
 document.onclick = ({ target: on }) => (on.id === "reset" ? zoom(...FULL) : on.dataset.layer && choose(+on.dataset.layer));
 flow ? choose(Math.max(flow.marks.findIndex((one) => one && one !== "unused"), 0)) : redraw();

@@ -1,4 +1,4 @@
-"""A run as one self-contained HTML page: charts, events, epochs, plan, machine and command."""
+"""A run, or several over one another, as one self-contained HTML page that loads nothing."""
 
 import base64
 import hashlib
@@ -8,19 +8,23 @@ import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from anybatch.core import format_bytes, format_seconds
+from anybatch.core import DataError, format_bytes, format_seconds
 from anybatch.observe.charts import (
     MARK_RULE,
     MOST_POINTS,
+    MOST_SERIES,
     Chart,
     RunEvent,
     charts,
+    constants,
     events,
+    laid_over,
     marks_on_axis,
     pack_flow,
     points,
@@ -37,55 +41,102 @@ _FIGURES = {
     "zeros": "share of zeros",
     "ratio": "norm of the update / norm of the weights",
 }
+_SMOOTHED = (0, 5, 20, 100)  # points over which an exponential mean goes
 _MACHINE = ("time", "model", "parameters", "loss", "optimizer", "precision", "batch_size", "seed")
 
 
-def report_page(folder: str | Path) -> str:
-    """Return the page of a run as text; the same log gives the same page.
+def report_page(folder: str | Path, *others: str | Path) -> str:
+    """Return the page of a run as text, or one page that compares several; the same logs give the same page.
 
     Args:
         folder: the folder of the run, with `log.jsonl` and perhaps `settings.json`.
+        others: folders of more runs, at most 7. The page then has one curve for each run in each chart, and
+            the results and the options that differ side by side.
 
     Returns:
         HTML with script and style inside; its policy forbids all network requests.
 
     Raises:
-        DataError: the folder or its log does not exist, or the log is empty, no log of anybatch, or of a
-            later version.
+        DataError: a folder or its log does not exist, or the log is empty, no log of anybatch, or of a later
+            version; or there are more than 8 folders.
     """
-    run = read_run(folder)
-    drawn, found = charts(run) if run.steps else [], events(run)
+    runs = [read_run(one) for one in (folder, *others)]
+    if len(runs) > MOST_SERIES:
+        raise DataError(
+            f"Expected at most {MOST_SERIES} runs on one page, got {len(runs)}. Write several pages."
+        )
+    return _one(runs[0]) if len(runs) == 1 else _several(runs)
+
+
+def _one(run: RunLog) -> str:
+    found = charts(run) if run.steps else []
+    same = {chart["id"]: told for chart in found if (told := constants(chart))}
+    drawn, happened = [chart for chart in found if chart["id"] not in same], events(run)
     flow = pack_flow(run.flow) if run.flow and run.steps else None
     layers = _layer_charts(flow)
     start: Line = run.starts[0] if run.starts else {}
     name = _name(run, start)
     body = [
-        f"<header><h1>{_text(name)}</h1><p>{_text(_status(run))}</p>{_totals(run)}</header>",
-        "".join(f'<p class="note">{_text(note)}</p>' for note in run.notes),
-        _section("Over the updates", _hint(run, found) + _grid(drawn)) if drawn else "",
+        f"<header><h1>{_text(name)}</h1><p>{_text(_status(run))}</p>{_cards(_totals(run))}</header>",
+        *map(_note, run.notes),
+        _updates(drawn, [*same.values()], _averaged(len(run.steps)), happened),
         _flow(run.flow, flow, layers),
         _section("Memory by owner", _memory(run.plans)),
         _section("Servers and workers", _pairs(served(run))),
-        _section("Events", _table(("what", "updates", "how many"), map(_event, found))),
+        _section("Events", _table(("what", "updates", "how many"), map(_event, happened))),
         _section("Epochs", _epochs(run)),
-        _section("Test rows", _pairs(run.test)),
         _section("Plan", _plans(run.plans)),
         _section("Command that repeats it", _pre(shlex.join(texts(start.get("command"))))),
         _section("Machine and model", _pairs(_machine(start))),
         _section("Options", _pairs(run.settings)),
     ]
+    data = {"x": points(run), "last": run.steps[-1] if run.steps else 0, "events": marks_on_axis(happened)}
+    return _page(name, body, (*drawn, *layers), data | {"flow": flow})
+
+
+def _several(runs: Sequence[RunLog]) -> str:
+    names = [_short(run, runs) for run in runs]
+    found = laid_over(dict(zip(names, runs, strict=True)))
+    same = {chart["id"]: told for chart in found if (told := constants(chart))}
+    drawn = [chart for chart in found if chart["id"] not in same]
+    head = ("", *names)
+    start = [run.starts[0] if run.starts else {} for run in runs]
+    options = [{**_machine(one), **run.settings} for one, run in zip(start, runs, strict=True)]
+    body = [
+        f"<header><h1>{len(runs)} runs</h1></header>",
+        _side_by_side(head, [{"": _status(run), **_totals(run)} for run in runs]),
+        *[_note(f"{name}: {note}") for name, run in zip(names, runs, strict=True) for note in run.notes],
+        _updates(drawn, [*same.values()], _averaged(max(len(run.steps) for run in runs)), ()),
+        _section("Options and machines that differ", _side_by_side(head, options, differ=True)),
+    ]
+    ends = [run.steps[-1] for run in runs if run.steps]
+    first = min([run.steps[0] for run in runs if run.steps], default=0)
+    data = {"x": [first], "last": max(ends, default=0), "events": [], "flow": None}
+    return _page(", ".join(names), body, drawn, data)
+
+
+def _short(run: RunLog, runs: Sequence[RunLog]) -> str:
+    """Return the name of a run's folder, or its whole path if another run's folder has the same name."""
+    alike = [one for one in runs if one.folder.resolve().name == run.folder.resolve().name]
+    return str(run.folder) if len(alike) > 1 else run.folder.resolve().name
+
+
+def _side_by_side(head: Sequence[str], columns: Sequence[Mapping[str, Any]], *, differ: bool = False) -> str:
+    rows = [(name, [_value(one.get(name)) for one in columns]) for name in dict.fromkeys(chain(*columns))]
+    return _table(head, [(name, *told) for name, told in rows if not differ or len({*told}) > 1])
+
+
+def _page(name: str, body: Iterable[str], drawn: Iterable[Chart], data: Mapping[str, Any]) -> str:
+    found = {chart["id"]: chart for chart in drawn}
     style = _resource("report.css")
-    script = _resource("report.js") if drawn or layers else ""
+    script = _resource("report.js") if found else ""
     return _PAGE.format(
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; "
         "base-uri 'none'; form-action 'none'",
         title=_text(name),
         style=style,
         body="\n".join(part for part in body if part),
-        data=_json(
-            {"x": points(run), "last": run.steps[-1] if run.steps else 0, "events": marks_on_axis(found)}
-            | {"flow": flow, "charts": {chart["id"]: chart for chart in (*drawn, *layers)}}
-        ),
+        data=_json({**data, "charts": found}),
         script=script,
     )
 
@@ -144,47 +195,70 @@ def _status(run: RunLog) -> str:
     return f"{made} The log has no end: the run goes on, or was killed."
 
 
-def _totals(run: RunLog) -> str:
-    if not run.steps:
-        return ""
-    rows, at = (run.values.get(name, np.array([])) for name in ("rows", "seconds"))
-    seconds = at[np.isfinite(at)].max(initial=0.0) or np.nansum(
-        [number(one.get("seconds")) for one in run.epochs]
-    )
-    totals = {"updates": f"{run.steps[-1]:,}", "rows trained": f"{np.nansum(rows):,.0f}"}
-    if seconds > 0:
-        totals["training time"] = format_seconds(float(seconds))
+def _totals(run: RunLog) -> dict[str, str]:
+    """Return the results of a run and what it took, by name."""
+    totals = {f"test {name}": _value(value) for name, value in run.test.items() if name != "updates"}
     for name, best in (("loss", min), ("accuracy", max)):
         found = [(number(mapping(one.get("validation")).get(name)), one.get("epoch")) for one in run.epochs]
         found = [one for one in found if math.isfinite(one[0])]
         if found:
             value, epoch = best(found, key=lambda one: one[0])
-            totals[f"best validation {name}, epoch {epoch}"] = f"{value:.4g}"
+            totals[f"best validation {name}"] = f"{value:.4g}, epoch {epoch}"
+    if not run.steps:
+        return totals
+    rows, at = (run.values.get(name, np.array([])) for name in ("rows", "seconds"))
+    seconds = at[np.isfinite(at)].max(initial=0.0) or np.nansum(
+        [number(one.get("seconds")) for one in run.epochs]
+    )
+    totals |= {"updates": f"{run.steps[-1]:,}", "rows trained": f"{np.nansum(rows):,.0f}"}
+    if seconds > 0:
+        totals["training time"] = format_seconds(float(seconds))
     memory = run.values.get("memory", np.array([]))
     if np.isfinite(memory).any():
         totals["peak memory, process or GPU"] = format_bytes(float(np.nanmax(memory)))
     if budget := run.settings.get("memory"):
         totals["budget of a step"] = str(budget)
+    return totals
+
+
+def _cards(totals: Mapping[str, str]) -> str:
+    parts = [(name, *told.partition(", ")) for name, told in totals.items()]  # such as "0.25, epoch 3"
     cards = "".join(
-        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in totals.items()
+        f"<div><dt>{_text(name + comma + more)}</dt><dd>{_text(value)}</dd></div>"
+        for name, value, comma, more in parts
     )
-    return f'<dl class="totals">{cards}</dl>'
+    return f'<dl class="totals">{cards}</dl>' if cards else ""
 
 
-def _hint(run: RunLog, found: Sequence[RunEvent]) -> str:
-    told = "Drag over a chart to zoom in all of them; double-click to see all again. "
-    told += "Keys: left and right move the line, + and - zoom, Escape shows all. "
-    if len(run.steps) > MOST_POINTS:
-        told += (
-            f"The {len(run.steps):,} updates share {MOST_POINTS} points: a line is their mean, its band goes "
-            "from the smallest to the largest value."
-        )
+def _note(note: str) -> str:
+    return f'<p class="note">{_text(note)}</p>'
+
+
+def _averaged(updates: int) -> str:
+    if updates <= MOST_POINTS:
+        return ""
+    told = f"The {updates:,} updates share {MOST_POINTS} points: a line is their mean, its band goes "
+    return told + "from the smallest to the largest value. "
+
+
+def _updates(drawn: Sequence[Chart], same: Sequence[str], averaged: str, happened: Sequence[RunEvent]) -> str:
     kinds = [
         f'<span><i class="event e{index}"></i> {_text(one)}</span>'
-        for index, one in enumerate(dict.fromkeys(event.kind for event in found))
+        for index, one in enumerate(dict.fromkeys(event.kind for event in happened))
     ]
-    legend = f'<p class="legend">Events, at the bottom of each chart: {" ".join(kinds)}</p>' if kinds else ""
-    return f'<p class="hint">{_text(told)}</p>{legend}'
+    told = (
+        "Drag over a chart to zoom in all of them; double-click to see all again. Keys: left and right move "
+        f"the line, + and - zoom, Escape shows all. {averaged}"
+    )
+    choices = "".join(f'<option value="{one}">{one or "none"}</option>' for one in _SMOOTHED)
+    inside = [
+        f'<p class="hint">{told}</p><p class="choice"><label>Smoothing, in points of a curve '
+        f'<select id="smoothing">{choices}</select></label></p>{_grid(drawn)}' * bool(drawn),
+        f'<p class="legend">Events, at the bottom of each chart: {" ".join(kinds)}</p>'
+        * bool(kinds and drawn),
+        f'<p class="constant">Always the same: {_text("; ".join(same))}.</p>' * bool(same),
+    ]
+    return _section("Over the updates", "".join(inside))
 
 
 def _grid(drawn: Iterable[Chart]) -> str:
@@ -221,7 +295,8 @@ def _flow(flow: FlowLog | None, packed: Mapping[str, Any] | None, layer_charts: 
     if not layer_charts:
         return _section("Gradient flow", "<p>No layer had a gradient.</p>")
     layers = "".join(
-        f'<option value="{index}">{_text(name)}</option>' for index, name in enumerate(flow.layers)
+        f'<option value="{index}">{_text(f"{name} {kind}".strip())}</option>'
+        for index, (name, kind) in enumerate(zip(flow.layers, flow.classes, strict=True))
     )
     figures = "".join(
         f'<option value="{index}">{_FIGURES[one["name"]]}</option>'
@@ -244,11 +319,11 @@ def _layers(flow: FlowLog, marks: Sequence[str]) -> str:
     last = flow.high[-1]
     rows = "".join(
         f'<tr><td><button data-layer="{index}" aria-pressed="false">{_text(name)}</button></td>'
-        f"{_cells([marks[index], *map(_value, last[:, index])])}</tr>"
+        f"{_cells([flow.classes[index], marks[index], *map(_value, last[:, index])])}</tr>"
         for index, name in enumerate(flow.layers)
     )
     summary = f"<summary>{len(flow.layers)} layers: marks and last figures</summary>"
-    table = f"{_head(('layer', 'mark', *FIGURES))}<tbody>{rows}</tbody>"
+    table = f"{_head(('layer', 'class', 'mark', *FIGURES))}<tbody>{rows}</tbody>"
     return f'<details id="layers">{summary}<div class="scroll"><table>{table}</table></div></details>'
 
 

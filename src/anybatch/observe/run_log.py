@@ -30,6 +30,7 @@ class FlowLog:
     """Gradient flow over time: the smallest and the largest value of each figure in each column."""
 
     layers: tuple[str, ...]
+    classes: tuple[str, ...]  # of the layers' modules; empty texts in a log of an earlier version
     updates: tuple[int, ...]  # first update of each column
     low: Numbers  # [columns, figures, layers]; NaN for no value
     high: Numbers
@@ -210,6 +211,7 @@ def _numbers(record: Line) -> Iterator[tuple[str, float]]:
 class _FlowReader:
     def __init__(self) -> None:
         self._layers: tuple[str, ...] = ()
+        self._classes: tuple[str, ...] = ()
         self._updates: list[int] = []
         self._values: list[Numbers] = []  # [figures, layers] each
 
@@ -230,6 +232,7 @@ class _FlowReader:
         names = names or tuple(f"layer {index + 1}" for index in range(values.shape[1]))
         if names != self._layers:  # the model has changed
             self.forget(-1)
+        self._classes = tuple(texts(record.get("classes"))) or self._classes
         self._layers = names
         self._updates.append(step)
         self._values.append(values)
@@ -246,6 +249,7 @@ class _FlowReader:
         starts, values = evenly(len(self._updates), most), np.stack(self._values)
         return FlowLog(
             layers=self._layers,
+            classes=(*self._classes, *[""] * len(self._layers))[: len(self._layers)],
             updates=tuple(self._updates[start] for start in starts),
             low=np.fmin.reduceat(values, starts),
             high=np.fmax.reduceat(values, starts),

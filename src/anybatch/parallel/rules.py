@@ -62,7 +62,7 @@ def make_rule(name: RuleName) -> Rule:
     - "dynsgd": `p / (staleness + 1)`. Jiang et al., "Heterogeneity-aware Distributed Parameter Servers",
       SIGMOD 2017 (DynSGD).
 
-    With one local update and no push of others in between, all three add `p`. docs/server.md compares them.
+    With one local update and no push of others in between, all three add `p`; docs/asynchronous.md has more.
     """
     if name not in get_args(RuleName):
         raise PlanError(

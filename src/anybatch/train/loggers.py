@@ -109,6 +109,7 @@ class JsonLog(TrainerCallback):
         for name, record in found.items():
             if "layers" in record and self._layers.get(name) == record["layers"]:
                 del record["layers"]
+                record.pop("classes", None)
             self._layers[name] = record.get("layers", self._layers.get(name))
         return {name: record for name, record in found.items() if record}
 

@@ -56,6 +56,7 @@ class TensorBoard(TrainerCallback):
             self._write(values | {f"terms/{name}": value for name, value in terms.items()})
         for callback, record in records(self._trainer).items():
             layers = record.pop("layers", ())
+            record.pop("classes", None)
             for name, value in record.items():
                 tag = f"{callback} {name}"
                 named = zip(layers, value, strict=True) if isinstance(value, list) else [("", value)]
