@@ -85,7 +85,7 @@ def free_and_total(device: torch.device) -> tuple[int, int] | None:
 
 @contextmanager
 def capped(device: torch.device, num_bytes: int) -> Generator[None]:
-    """Let the allocator of a device refuse more than so many bytes for a while, if it can."""
+    """Make the allocator of a device refuse more than so many bytes for a while, if it can."""
     module, found = module_of(device), free_and_total(device)
     if found is None or not hasattr(module, "get_per_process_memory_fraction"):
         yield

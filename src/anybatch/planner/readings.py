@@ -15,8 +15,11 @@ from anybatch.engine import Reader
 from anybatch.memory import MemoryReading
 from anybatch.planner.law import Law, Size
 from anybatch.planner.race import Race
-from anybatch.planner.shapes import longest
+from anybatch.state import rng
 
+Shape = tuple[tuple[str, tuple[int, ...]], ...]  # dtype and sizes of each leaf of a row
+
+COLLATED_AT_ONCE = 8  # rows collated together if only shapes are needed
 BEYOND = 1.05  # a size this factor larger than all readings is read
 _PER_SIZE = 3  # readings of one size
 _LENGTHS = 8  # lengths that are read when they first come
@@ -98,7 +101,7 @@ class _Open:
     began: float
 
 
-class Watch(Reader):
+class MemoryReader(Reader):
     """The reader of one step: reads the bytes of some micro-batches and times the others."""
 
     def __init__(
@@ -113,7 +116,7 @@ class Watch(Reader):
         reads_update: bool = False,
         rows: int = 0,
     ) -> None:
-        """Watch one step.
+        """MemoryReader one step.
 
         Args:
             readings: take what is read.
@@ -237,3 +240,24 @@ def length_of(batch: Batch) -> int:
         with suppress(BatchError):
             return max(1, sum(math.prod(sizes) for _, sizes in longest(batch)))
     return _length(getattr(batch, "leaves", ()))
+
+
+def row_shape(value: object) -> Shape:
+    """Return dtype and sizes of each leaf of one row."""
+    return tuple([(str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in tree.flatten(value).leaves])
+
+
+def longest(batch: SampleBatch) -> Shape:
+    """Return the largest size of each axis over all samples, collated a few at a time."""
+    with rng.preserved():
+        shapes = [*map(row_shape, batch.cut(COLLATED_AT_ONCE))]  # each is freed before the next is made
+    for shape in shapes:
+        if [(name, len(sizes)) for name, sizes in shape] != [(n, len(s)) for n, s in shapes[0]]:
+            raise BatchError(
+                "Expected collate to return tensors of the same kinds for all rows, got "
+                f"{str(shape)[:80]} after {str(shapes[0])[:80]}. Return the same nest each time."
+            )
+    return tuple(
+        (name, tuple(max(sizes) for sizes in zip(*[shape[leaf][1] for shape in shapes], strict=True)))
+        for leaf, (name, _) in enumerate(shapes[0])
+    )

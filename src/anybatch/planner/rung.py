@@ -10,7 +10,7 @@ from anybatch.core import cut_sizes
 from anybatch.engine import Plan
 from anybatch.planner.law import Size
 from anybatch.planner.race import Race
-from anybatch.planner.readings import BEYOND, Readings, Watch
+from anybatch.planner.readings import BEYOND, Readings, MemoryReader
 
 FROZEN = 3  # steps after which a model that draws random numbers keeps its cut
 _EARLY = 8  # steps in which micro-batches are read; later at every power of two
@@ -78,14 +78,16 @@ class Rung:
             )
         return found
 
-    def watch(self, want: Want, cut: Sequence[int], devices: Collection[torch.device]) -> Watch | None:
+    def reader(
+        self, want: Want, cut: Sequence[int], devices: Collection[torch.device]
+    ) -> MemoryReader | None:
         """Return the reader of a step with this cut; None if nothing is to be read."""
         if self._is_frozen or not cut:
             return None
         is_early = self.steps < _EARLY or self.steps & (self.steps - 1) == 0
         if not (is_early or self.race.is_on or self.readings.is_new((max(cut), want.length))):
             return None
-        return Watch(
+        return MemoryReader(
             self.readings,
             self.race,
             devices,

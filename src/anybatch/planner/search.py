@@ -25,10 +25,10 @@ SILENT_S = 2.0  # seconds before a line says that planning goes on
 
 def choose(request: Request) -> PlanReport:
     """Return the fastest plan that was traced within the budget; raise BudgetError if there is none."""
-    return _Ladder(without_single_rows(request) if request.depends_on_cut else request).best()
+    return _Search(without_single_rows(request) if request.depends_on_cut else request).best()
 
 
-class _Ladder:
+class _Search:
     def __init__(self, request: Request) -> None:
         self._request, self._sizes = request, request.all_sizes
         self._limit = 2**62 if request.budget is None else request.budget

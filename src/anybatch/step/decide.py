@@ -30,7 +30,7 @@ from anybatch.planner import (
     Request,
     Rung,
     Want,
-    Watch,
+    MemoryReader,
     enforced,
     find_plan,
     length_of,
@@ -203,7 +203,7 @@ class Planning:
     @contextmanager
     def _reading(self, task: Task, rung: Rung) -> Generator[Task]:
         """Yield a task whose micro-batches are read, a few rows at a time."""
-        watch = Watch(rung.readings, rung.race, task.network.devices, is_look=True)
+        watch = MemoryReader(rung.readings, rung.race, task.network.devices, is_look=True)
         yield replace(task, reader=watch)
         if watch.is_blind and not rung.readings.law.readings:
             raise refuse_unread()
