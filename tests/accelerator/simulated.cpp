@@ -253,6 +253,34 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   return {moved(std::get<0>(found)), moved(std::get<1>(found)), moved(std::get<2>(found))};
 }
 
+// The cell of an LSTM, which torch calls on accelerators only.
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& inputs, const Tensor& hidden, const Tensor& before,
+                                             const std::optional<Tensor>& b1, const std::optional<Tensor>& b2) {
+  counts.operations++;
+  Inside now;
+  auto gates = seen(inputs) + seen(hidden);
+  if (b1 && b1->defined()) gates = gates + seen(*b1) + seen(*b2);
+  auto parts = gates.chunk(4, 1);
+  auto in = parts[0].sigmoid(), keep = parts[1].sigmoid(), cell = parts[2].tanh(), out = parts[3].sigmoid();
+  auto after = keep * seen(before) + in * cell;
+  return {(out * after.tanh()).to(DEVICE), after.to(DEVICE), at::cat({in, keep, cell, out}, 1).to(DEVICE)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const std::optional<Tensor>& of_hidden,
+                                                      const std::optional<Tensor>& of_cell, const Tensor& before,
+                                                      const Tensor& after, const Tensor& gates, bool has_bias) {
+  counts.operations++;
+  Inside now;
+  auto zeros = at::zeros_like(seen(after));
+  auto given = [&](const std::optional<Tensor>& t) { return t && t->defined() ? seen(*t) : zeros; };
+  auto parts = seen(gates).chunk(4, 1);
+  auto in = parts[0], keep = parts[1], cell = parts[2], out = parts[3], top = seen(after).tanh();
+  auto total = given(of_cell) + given(of_hidden) * out * (1 - top * top);
+  auto found = at::cat({total * cell * in * (1 - in), total * seen(before) * keep * (1 - keep),
+                        total * in * (1 - cell * cell), given(of_hidden) * top * out * (1 - out)}, 1);
+  return {found.to(DEVICE), (total * keep).to(DEVICE), has_bias ? found.sum(0).to(DEVICE) : Tensor()};
+}
+
 const Tensor& resize_(const Tensor& t, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
   return at::native::resize_(t, C10_AS_INTARRAYREF_SLOW(size), format);
 }
@@ -361,6 +389,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", at::native::unfold);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 
@@ -376,6 +406,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   KERNEL_PRIVATEUSEONE(nll_loss, fp32)
   KERNEL_PRIVATEUSEONE(cross_entropy_loss, fp32)
   KERNEL_PRIVATEUSEONE(layer_norm, fp32)
+  KERNEL_PRIVATEUSEONE(group_norm, fp32)
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

@@ -87,6 +87,9 @@ def load() -> ModuleType:
     sim.max_memory_allocated = lambda device=None: native.peak()
     sim.reset_peak_memory_stats = lambda device=None: native.reset_peak()
     sim.mem_get_info = lambda device=None: (native.limit() - native.in_use(), native.limit())
+    sim.set_per_process_memory_fraction = lambda fraction, device=None: native.set_limit(
+        min(UNLIMITED, int(fraction * native.limit()) if fraction < 1 else UNLIMITED)
+    )
     sim.get_device_name = lambda device=None: "simulated"
     sim.empty_cache = lambda: None
     sim.Stream, sim.Event = torch.Stream, torch.Event

@@ -60,6 +60,31 @@ def peak_bytes(device: torch.device) -> int | None:
     return None if read is None else read(device)
 
 
+def forget_peak(device: torch.device) -> int | None:
+    """Begin a new peak of a device; return the bytes allocated now, None if they are not counted."""
+    module = module_of(device)
+    if not hasattr(module, "reset_peak_memory_stats"):
+        return None
+    module.reset_peak_memory_stats(device)
+    return module.memory_allocated(device)
+
+
+@contextmanager
+def limited(device: torch.device, num_bytes: int) -> Generator[bool]:
+    """Refuse allocations above those of now and these bytes; yield False if a device cannot do that."""
+    module = module_of(device)
+    if not all(hasattr(module, one) for one in ("mem_get_info", "set_per_process_memory_fraction")):
+        yield False
+        return
+    free_cache()
+    allowed = (module.memory_reserved(device) + num_bytes) / module.mem_get_info(device)[1]
+    module.set_per_process_memory_fraction(min(1.0, allowed), device)
+    try:
+        yield True
+    finally:
+        module.set_per_process_memory_fraction(1.0, device)
+
+
 def name_of(device: torch.device) -> str:
     """Return the name of the card, or the kind of device where it has none."""
     read = getattr(module_of(device), "get_device_name", None)
