@@ -287,6 +287,9 @@ const Tensor& resize_(const Tensor& t, c10::SymIntArrayRef size, std::optional<a
 Tensor& set_source(Tensor& t, at::Storage source, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
   return at::native::set_storage_cpu_(t, source, offset, size, stride);
 }
+Tensor& set_whole(Tensor& t, at::Storage source) {
+  return at::native::set_storage_cpu_(t, source, 0, {static_cast<int64_t>(source.nbytes() / t.itemsize())}, {});
+}
 Tensor view(const Tensor& t, c10::SymIntArrayRef size) { return at::native::view(t, C10_AS_INTARRAYREF_SLOW(size)); }
 Tensor as_strided(const Tensor& t, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
                   std::optional<c10::SymInt> offset) {
@@ -383,6 +386,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", item);
   m.impl("resize_", resize_);
   m.impl("set_.source_Storage_storage_offset", set_source);
+  m.impl("set_.source_Storage", set_whole);
   m.impl("view", view);
   m.impl("as_strided", as_strided);
   m.impl("_reshape_alias", reshape_alias);
