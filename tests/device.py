@@ -1,4 +1,4 @@
-"""The device that tests run on: `--device NAME`, or `ACCELERATOR=NAME`. Tensors that tests make are made there.
+"""The device of the tests: `--device NAME`, or `ACCELERATOR=NAME`. Tensors that tests make are made there.
 
 Only those: a tensor that anybatch makes is where anybatch puts it. Numbers are drawn on the CPU, so that they
 are the same on each device.
@@ -43,3 +43,11 @@ def _is_asked_by_a_test() -> bool:
     while frame.f_code.co_filename.startswith(TORCH) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename.startswith(TESTS)
+
+
+def has_sparse() -> bool:
+    """Whether the device has sparse tensors."""
+    try:
+        return torch.ones(1).to_sparse().is_sparse
+    except NotImplementedError:
+        return False

@@ -386,6 +386,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", item);
   m.impl("resize_", resize_);
   m.impl("set_.source_Storage_storage_offset", set_source);
+  // What torch would do for them before the fallback resizes an output, and warns of it.
+  for (auto loss : {"mse_loss", "smooth_l1_loss"})
+    m.impl(loss, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   m.impl("set_.source_Storage", set_whole);
   m.impl("view", view);
   m.impl("as_strided", as_strided);
