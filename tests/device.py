@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 TESTS, TORCH = f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/"
@@ -45,9 +46,11 @@ def _is_asked_by_a_test() -> bool:
     return frame.f_code.co_filename.startswith(TESTS)
 
 
-def has_sparse() -> bool:
-    """Whether the device has sparse tensors."""
+def _has_sparse() -> bool:
     try:
         return torch.ones(1).to_sparse().is_sparse
     except NotImplementedError:
         return False
+
+
+needs_sparse = pytest.mark.skipif(not _has_sparse(), reason="the device has no sparse tensors")

@@ -16,6 +16,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/extension.h>
@@ -91,8 +92,13 @@ void Memory::release(void* context) {
   delete block;
 }
 
+void must_exist(std::optional<at::Device> device) {
+  TORCH_CHECK(!device || device->index() < 1, "sim error: there is one device, got ", device ? device->index() : 0);
+}
+
 Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-             std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+             std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  must_exist(device);
   return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                    c10::dtype_or_default(dtype), format);
 }
@@ -391,6 +397,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl(loss, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   m.impl("set_.source_Storage", set_whole);
   m.impl("view", view);
+  m.impl("view_as_real", at::native::view_as_real);
   m.impl("as_strided", as_strided);
   m.impl("_reshape_alias", reshape_alias);
   m.impl("unfold", at::native::unfold);

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.device import has_sparse
+from tests.device import needs_sparse
 from tests.laws.cases import Problem
 from tests.laws.check import check, cut, reference, windowed
 from tests.laws.draw import FEATURES, Draw
@@ -130,15 +130,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def problem(name: str) -> Problem:
-    if name == "sparse" and not has_sparse():
-        pytest.skip("the device has no sparse tensors")
     draw = Draw(ROWS, seed=1, mask="none", dtype=torch.float64, options={})
     batch = draw.normal(FEATURES), draw.normal(2)
     return Problem(model=MODELS[name]().double(), loss=F.mse_loss, batch=batch, rows=ROWS)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[needs_sparse] * (one == "sparse")) for one in MODELS]
+)
 def test_any_cut_gives_the_whole_batch(name: str, options: dict[str, Any]) -> None:
     given = problem(name)
     whole = reference(given)
