@@ -14,15 +14,18 @@ import torch
 
 TESTS, TORCH = f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/"
 FACTORIES = "arange empty eye full linspace ones rand randint randn randperm scalar_tensor tensor zeros"
+KIND = "cpu"
 
 
 def use(name: str) -> None:
     """Make tensors of tests on this device, from now on."""
+    global KIND
     if name == "sim":
         from tests.accelerator.simulated import load
 
         load()
     device = torch.device(name)
+    KIND = device.type
     for one in FACTORIES.split():
         setattr(torch, one, _placed(getattr(torch, one), device))
 
@@ -47,6 +50,7 @@ def _is_asked_by_a_test() -> bool:
 
 
 # A text, because it is read when tests run: this file is imported before the device is known.
+needs_cpu = pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="is about the CPU")
 needs_sparse = pytest.mark.skipif(
     "config.getoption('--device') == 'sim'", reason="the simulated device has no sparse tensors"
 )

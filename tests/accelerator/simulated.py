@@ -13,7 +13,7 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Generator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -92,6 +92,7 @@ def load() -> ModuleType:
     )
     sim.get_device_name = lambda device=None: "simulated"
     sim.empty_cache = lambda: None
+    sim.device = lambda device: nullcontext()
     sim.Stream, sim.Event = torch.Stream, torch.Event
     torch._register_device_module("sim", sim)
     torch.utils.generate_methods_for_privateuse1_backend()

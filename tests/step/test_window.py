@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from anybatch import Options, Step
 from anybatch.core.errors import BudgetError
 from tests.budgets import metered
+from tests.device import needs_sparse
 from tests.options import flat
 
 
@@ -108,6 +109,7 @@ def test_a_window_counts_gradients_of_parameters_that_are_not_trained() -> None:
     assert net[1].weight.grad is gradient
 
 
+@needs_sparse
 def test_a_sparse_gradient_of_somebody_elses_is_in_nobodys_way() -> None:
     table, layer = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 1)
     rows = torch.randint(50, (8,))

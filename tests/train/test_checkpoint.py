@@ -93,7 +93,7 @@ def test_special_bits_views_and_ties_come_back_and_do_not_hang_on_the_file(folde
         ({"f": np.arange(3)}, "progress/f"),
         ({"f": {True: 3}}, "progress/f"),
         ({"f": torch.empty(2, device="meta")}, "progress/f"),
-        ({"f": torch.eye(2).to_sparse()}, "progress/f"),
+        ({"f": torch.eye(2, device="cpu").to_sparse()}, "progress/f"),
     ],
 )
 def test_a_value_that_needs_pickle_is_refused_with_its_place(tmp_path: Path, value: Any, path: str) -> None:
