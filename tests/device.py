@@ -21,9 +21,12 @@ def use(name: str) -> None:
     """Make tensors of tests on this device, from now on."""
     global KIND
     if name == "sim":
-        from tests.accelerator.simulated import load
+        from tests.accelerator.simulated import BuildError, load
 
-        load()
+        try:
+            load()
+        except BuildError as error:
+            pytest.exit(f"nothing runs: the simulated accelerator cannot be built: {error}", returncode=0)
     device = torch.device(name)
     KIND = device.type
     for one in FACTORIES.split():
