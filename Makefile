@@ -12,7 +12,7 @@ or_say = || { echo "make $@: failed; $(1)" >&2; exit 1; }
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help env demo test test-slow soak test-oldest check format bench docs wheel clean
+.PHONY: help env demo test test-slow test-device soak test-oldest check format bench docs wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## /  make \1	/p' Makefile | expand -t 20
@@ -31,6 +31,11 @@ test: env ## run the tests, without those marked slow
 test-slow: env ## run the tests marked slow
 	@echo "test-slow: running the slow tests"
 	@PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow $(call or_say,repeat one with: $(BIN)/python -m pytest -k NAME)
+
+test-device: env ## run tests on DEVICE=sim, the simulated accelerator, which takes a C++ compiler; or on yours, DEVICE=cuda
+	@echo "test-device: running tests on $(or $(DEVICE),sim)"
+	@PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" --device $(or $(DEVICE),sim) @tests/on_device.txt \
+	    $(call or_say,repeat one with: $(BIN)/python -m pytest --device $(or $(DEVICE),sim) -k NAME)
 
 soak: env .venv/.with-server ## the laws on cases drawn at random, for MINUTES=10 or ROUNDS, from SEED=0; trainings killed at any moment
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(if $(ROUNDS),--rounds $(ROUNDS),--minutes $(or $(MINUTES),10)) --seed $(or $(SEED),0) \

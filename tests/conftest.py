@@ -19,6 +19,8 @@ import pytest
 import torch
 import torch.distributed
 
+from tests import device
+
 # What libraries set once and keep. "Dummy-" is a thread that Python did not start, such as autograd's.
 LIBRARY_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 LIBRARY_THREADS = ("Dummy-", "TMonitor", "tqdm_monitor", "QueueFeederThread")
@@ -52,9 +54,16 @@ class TorchRandom:
 TORCH_RANDOM = TorchRandom()  # hypothesis keeps only a weak reference
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_ = "device on which tests make their tensors, such as sim, the simulated one; also ACCELERATOR=NAME"
+    parser.addoption("--device", metavar="NAME", default=os.environ.get("ACCELERATOR", "cpu"), help=help_)
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Once: one thread (with more, a busy small machine crawls), hypothesis without clocks, and Ctrl-C."""
     torch.set_num_threads(1)
+    if config.getoption("--device") != "cpu":
+        device.use(config.getoption("--device"))  # before tests are imported, and before the first backward
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
         signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.register_random(TORCH_RANDOM)

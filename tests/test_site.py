@@ -184,9 +184,15 @@ def test_workflows_run_commands_of_the_makefile() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = "".join(path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml"))
     run = re.findall(r"run: (.*)", text)
-    assert {"make check", "make test", "make test-oldest", "make test-slow", "make docs", "make wheel"} == {
-        *run
-    }
+    assert {
+        "make check",
+        "make test",
+        "make test-oldest",
+        "make test-slow",
+        "make test-device",
+        "make docs",
+        "make wheel",
+    } == {*run}
     assert {command.removeprefix("make ") for command in run} <= targets
 
 

@@ -16,6 +16,8 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/extension.h>
@@ -91,8 +93,13 @@ void Memory::release(void* context) {
   delete block;
 }
 
+void must_exist(std::optional<at::Device> device) {
+  TORCH_CHECK(!device || device->index() < 1, "sim error: there is one device, got ", device ? device->index() : 0);
+}
+
 Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-             std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+             std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  must_exist(device);
   return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                    c10::dtype_or_default(dtype), format);
 }
@@ -253,11 +260,42 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   return {moved(std::get<0>(found)), moved(std::get<1>(found)), moved(std::get<2>(found))};
 }
 
+// The cell of an LSTM, which torch calls on accelerators only.
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& inputs, const Tensor& hidden, const Tensor& before,
+                                             const std::optional<Tensor>& b1, const std::optional<Tensor>& b2) {
+  counts.operations++;
+  Inside now;
+  auto gates = seen(inputs) + seen(hidden);
+  if (b1 && b1->defined()) gates = gates + seen(*b1) + seen(*b2);
+  auto parts = gates.chunk(4, 1);
+  auto in = parts[0].sigmoid(), keep = parts[1].sigmoid(), cell = parts[2].tanh(), out = parts[3].sigmoid();
+  auto after = keep * seen(before) + in * cell;
+  return {(out * after.tanh()).to(DEVICE), after.to(DEVICE), at::cat({in, keep, cell, out}, 1).to(DEVICE)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const std::optional<Tensor>& of_hidden,
+                                                      const std::optional<Tensor>& of_cell, const Tensor& before,
+                                                      const Tensor& after, const Tensor& gates, bool has_bias) {
+  counts.operations++;
+  Inside now;
+  auto zeros = at::zeros_like(seen(after));
+  auto given = [&](const std::optional<Tensor>& t) { return t && t->defined() ? seen(*t) : zeros; };
+  auto parts = seen(gates).chunk(4, 1);
+  auto in = parts[0], keep = parts[1], cell = parts[2], out = parts[3], top = seen(after).tanh();
+  auto total = given(of_cell) + given(of_hidden) * out * (1 - top * top);
+  auto found = at::cat({total * cell * in * (1 - in), total * seen(before) * keep * (1 - keep),
+                        total * in * (1 - cell * cell), given(of_hidden) * top * out * (1 - out)}, 1);
+  return {found.to(DEVICE), (total * keep).to(DEVICE), has_bias ? found.sum(0).to(DEVICE) : Tensor()};
+}
+
 const Tensor& resize_(const Tensor& t, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
   return at::native::resize_(t, C10_AS_INTARRAYREF_SLOW(size), format);
 }
 Tensor& set_source(Tensor& t, at::Storage source, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
   return at::native::set_storage_cpu_(t, source, offset, size, stride);
+}
+Tensor& set_whole(Tensor& t, at::Storage source) {
+  return at::native::set_storage_cpu_(t, source, 0, {static_cast<int64_t>(source.nbytes() / t.itemsize())}, {});
 }
 Tensor view(const Tensor& t, c10::SymIntArrayRef size) { return at::native::view(t, C10_AS_INTARRAYREF_SLOW(size)); }
 Tensor as_strided(const Tensor& t, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
@@ -355,12 +393,20 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", item);
   m.impl("resize_", resize_);
   m.impl("set_.source_Storage_storage_offset", set_source);
+  // What torch would do for them before the fallback resizes an output, and warns of it.
+  for (auto loss : {"mse_loss", "smooth_l1_loss"})
+    m.impl(loss, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  m.impl("set_.source_Storage", set_whole);
   m.impl("view", view);
+  m.impl("view_as_real", at::native::view_as_real);
+  m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("as_strided", as_strided);
   m.impl("_reshape_alias", reshape_alias);
   m.impl("unfold", at::native::unfold);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 
@@ -376,6 +422,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   KERNEL_PRIVATEUSEONE(nll_loss, fp32)
   KERNEL_PRIVATEUSEONE(cross_entropy_loss, fp32)
   KERNEL_PRIVATEUSEONE(layer_norm, fp32)
+  KERNEL_PRIVATEUSEONE(group_norm, fp32)
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

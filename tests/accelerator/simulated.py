@@ -13,7 +13,7 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Generator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -86,9 +86,23 @@ def load() -> ModuleType:
     sim.memory_allocated = sim.memory_reserved = lambda device=None: native.in_use()
     sim.max_memory_allocated = lambda device=None: native.peak()
     sim.reset_peak_memory_stats = lambda device=None: native.reset_peak()
-    sim.mem_get_info = lambda device=None: (native.limit() - native.in_use(), native.limit())
+    whole: list[int] = []  # the limit without a fraction, while there is one
+
+    def set_fraction(fraction: float, device: object = None) -> None:
+        limit = whole.pop() if whole else native.limit()
+        if fraction < 1:
+            whole.append(limit)
+        native.set_limit(int(fraction * limit) if fraction < 1 else limit)
+
+    def total() -> int:
+        return whole[0] if whole else native.limit()
+
+    sim.mem_get_info = lambda device=None: (total() - native.in_use(), total())
+    sim.set_per_process_memory_fraction = set_fraction
+    sim.get_per_process_memory_fraction = lambda device=None: native.limit() / total()
     sim.get_device_name = lambda device=None: "simulated"
     sim.empty_cache = lambda: None
+    sim.device = lambda device: nullcontext()
     sim.Stream, sim.Event = torch.Stream, torch.Event
     torch._register_device_module("sim", sim)
     torch.utils.generate_methods_for_privateuse1_backend()

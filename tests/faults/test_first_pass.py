@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from anybatch import Step, Total, WholeBatch
 from anybatch.testing import GradientRecorder, relative_error, tolerance
+from tests.device import needs_sparse
 
 BOUND = tolerance(torch.float16, 8)
 
@@ -67,6 +68,7 @@ class Clusters(nn.Embedding):
         return (outputs - super().forward(target)).square().mean()
 
 
+@needs_sparse
 def test_a_first_pass_takes_sparse_gradients_of_the_loss() -> None:
     model, loss = nn.Linear(3, 4), Clusters(4, 4, sparse=True)
     optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)

@@ -310,6 +310,7 @@ def failing(kind: str, how: str, error: BaseException, **options: Any) -> ab.Ste
         optimizer.error = error
         optimizers = [SGD(parameters[:at], lr=0.125), optimizer] if at else optimizer
         step = ab.Step(step.model, step.loss, optimizers, micro_batch=SIZE, options=ab.Options(check=False))
+    optimizer.param_groups[0]["foreach"] = False  # one parameter after the other, on a device too
     rate = optimizer.param_groups[0]["lr"] = Rate(0.125)
     rate.left, rate.error = 2 if how == "after the first write" else 0, error
     return step

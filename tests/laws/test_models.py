@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import needs_sparse
 from tests.laws.cases import Problem
 from tests.laws.check import check, cut, reference, windowed
 from tests.laws.draw import FEATURES, Draw
@@ -135,7 +136,9 @@ def problem(name: str) -> Problem:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[needs_sparse] * (one == "sparse")) for one in MODELS]
+)
 def test_any_cut_gives_the_whole_batch(name: str, options: dict[str, Any]) -> None:
     given = problem(name)
     whole = reference(given)

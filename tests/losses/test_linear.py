@@ -12,6 +12,7 @@ import anybatch as ab
 from anybatch.core.errors import LossError
 from anybatch.losses.linear import linear_cross_entropy
 from anybatch.testing import relative_error, tolerance
+from tests import device
 
 LIMIT = 1e-12  # relative, float64
 TOKENS, WIDTH, WORDS = 14, 5, 11
@@ -165,7 +166,7 @@ def test_short_dtypes_are_as_exact_as_with_all_logits(dtype: torch.dtype) -> Non
 def test_autocast_is_that_of_a_linear_layer(short: torch.dtype, body: str) -> None:
     hidden, weight, bias = layer(torch.float32)
     given = hidden if body == "float32" else hidden.to(short)
-    with torch.autocast("cpu", dtype=short):
+    with torch.autocast(device.KIND, dtype=short):
         total = linear_cross_entropy(given, weight, IGNORED, bias=bias, rows=4)
         assert total.sum.dtype == torch.float32
     values = [hidden, weight, bias]

@@ -54,7 +54,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     (nn.MSELoss(reduction="none"), "got 'none'", "or pass it in ab.PerRow(...)"),
     (partial(F.mse_loss, reduction="batchmean"), "got 'batchmean'", "Choose one"),
     (partial(F.mse_loss, reduce=True, size_average=True), "deprecated size_average and reduce", "Write"),
-    (partial(F.cross_entropy, torch.zeros(1)), "got positional (tensor([0.]),)", "Name them"),
+    (partial(F.cross_entropy, torch.zeros(1)), "got positional (tensor([0.]", "Name them"),
     (nn.CrossEntropyLoss(TRAINED), "`weight` of CrossEntropyLoss without gradient", "Use .detach()"),
     (partial(LOGITS, pos_weight=TRAINED), "`pos_weight` of binary_cross", "Use .detach()"),
 ]

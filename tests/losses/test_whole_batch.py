@@ -14,6 +14,7 @@ from anybatch.core.errors import LossError
 from anybatch.losses.cotangents import Seen, joined
 from anybatch.losses.whole_batch import WholeBatch
 from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
+from tests import device
 from tests.losses.test_contract import double as double
 from tests.losses.whole_losses import CASES, Towers, clip, encoder, labelled, sup_con, take
 
@@ -102,7 +103,7 @@ def test_autocast_gives_every_weight_its_gradient() -> None:
     """Weights cast in the pass without graph must not be used again in the other."""
     torch.set_default_dtype(torch.float32)
     model, batch = encoder(), labelled(ROWS)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device.KIND, dtype=torch.bfloat16):
         _, uncut = take(model, WholeBatch(sup_con), batch, None)
         _, cut = take(model, WholeBatch(sup_con), batch, MICRO_BATCH)
     assert cut.keys() == uncut.keys() == dict(model.named_parameters()).keys()

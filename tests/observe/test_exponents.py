@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core.errors import PlanError
 from anybatch.observe.exponents import COLOURS, Exponents, Fates, draw, gradient_exponents
+from tests.device import needs_sparse
 
 # Bits of the fraction, least normal exponent, largest exponent.
 LAYOUTS = {"float16": (10, -14, 15), "bfloat16": (7, -126, 127)}
@@ -96,6 +97,7 @@ def test_a_loss_scale_brings_back_what_float16_loses() -> None:
     assert gradient_exponents(step, (inputs, targets), precision="fp16-mixed", scale=2.0**24).not_finite > 0
 
 
+@needs_sparse
 def test_sparse_gradients_are_counted_and_a_precision_that_stores_otherwise_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1))
     optimizers = [torch.optim.SparseAdam(model[0].parameters()), torch.optim.SGD(model[1].parameters())]

@@ -15,6 +15,7 @@ from anybatch.core.errors import NonFiniteLossError, PlanError
 from anybatch.observe import GradientNoise
 from anybatch.observe.flow_figures import Flow, find_marks
 from anybatch.observe.flow_picture import draw
+from tests.device import needs_sparse
 from tests.options import flat
 from tests.snapshots import same, same_as_before
 from tests.step.test_dry_run import Busy
@@ -195,6 +196,7 @@ def test_samples_with_a_collate_and_losses_with_parameters() -> None:
     assert found.layers == (*LAYERS, "(loss)")
 
 
+@needs_sparse
 def test_sparse_complex_and_empty_parameters_have_figures() -> None:
     class Odd(nn.Module):
         def __init__(self, *, sparse: bool) -> None:

@@ -12,6 +12,7 @@ from anybatch.core.errors import PlanError
 from anybatch.precision.apply import lower
 from anybatch.precision.policy import find_precision
 from anybatch.testing import relative_error, tolerance
+from tests import device
 from tests.options import flat
 from tests.snapshots import changes
 
@@ -27,7 +28,7 @@ class Spy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.linear(x)
-        self.seen.append((x.dtype, out.dtype, torch.is_autocast_enabled("cpu")))
+        self.seen.append((x.dtype, out.dtype, torch.is_autocast_enabled(device.KIND)))
         return out
 
 
@@ -88,7 +89,7 @@ def test_named_parts_stay_in_float32(name: str, pattern: str) -> None:
     assert dtypes(model.enter) == {dtype if name in TRUE else torch.float32}
     assert step.masters.of(model.parts["router"].linear.weight) is None
     assert (step.masters.of(model.enter.weight) is not None) == (name in TRUE)
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(device.KIND)
 
 
 @pytest.mark.parametrize("tracks", [True, False])
@@ -168,10 +169,10 @@ def test_weights_without_a_shape_are_refused_before_anything_changes() -> None:
 def test_autocast_is_as_before_where_a_part_fails() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 3))  # shapes do not match
     lower(model, Precision(compute="bfloat16", keep_float32=("1",)), [])
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device.KIND, torch.bfloat16):
         with pytest.raises(RuntimeError, match="shape"):
             model(torch.ones(2, 3))
-        assert torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled(device.KIND)
         assert model[0](torch.ones(2, 3)).dtype == torch.bfloat16
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from anybatch import Precision, Step
 from anybatch.core.errors import NonFiniteLossError, PlanError
 from anybatch.precision.policy import NAMED, find_precision
+from tests import device
 from tests.options import flat
 
 MATMUL: Any = torch.backends.cuda.matmul
@@ -33,8 +34,8 @@ def switches() -> dict[str, Any]:
     return {
         **{name: getattr(MATMUL, name) for name in SHORT_SUMS},
         "tf32": [getattr(holder, TF32) for holder in HOLDERS],
-        "autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
-        "autocast dtype": [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")],
+        "autocast": [torch.is_autocast_enabled(kind) for kind in (device.KIND, "xpu")],
+        "autocast dtype": [torch.get_autocast_dtype(kind) for kind in (device.KIND, "xpu")],
         "autocast cache": torch.is_autocast_cache_enabled(),
     }
 

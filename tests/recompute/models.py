@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from anybatch.recompute import Choice, apply_policies, find_blocks
 from benchmarks.nets import ResNet
+from tests import device
 from tests.snapshots import STREAMS
 
 ROWS = 4
@@ -108,7 +109,7 @@ def encoder() -> nn.Module:
 
 
 def resnet() -> nn.Module:
-    return ResNet(blocks=(2, 2), width=4, classes=3)
+    return ResNet(blocks=(2, 2), width=4, classes=3).to(device.KIND)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

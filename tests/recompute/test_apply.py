@@ -17,6 +17,7 @@ from anybatch.core.errors import PlanError
 from anybatch.memory.meter import Meter
 from anybatch.recompute import POLICIES, Choice, apply_policies, find_blocks, offload as offload_module
 from anybatch.testing import GradientRecorder
+from tests import device
 from tests.integrations.heads import HEADS
 from tests.recompute.models import MODELS, every, make, run, seed, streams
 from tests.snapshots import changes, same
@@ -45,7 +46,7 @@ def test_nothing_changes(name: str, policy: str, how: str) -> None:
         choice = tuple(zip(find_blocks(model), (*POLICIES, "recompute"), strict=False))
     options: dict[str, Any] = {"passes": 2 if how == "two passes" else 1}
     if how == "autocast":
-        options["context"] = partial(torch.autocast, "cpu", torch.bfloat16)
+        options["context"] = partial(torch.autocast, device.KIND, torch.bfloat16)
     assert changes(run(model, x, (), **options), run(model, x, choice, **options)) == []
 
 

@@ -12,6 +12,9 @@ from anybatch.core import is_moving
 from anybatch.core.errors import PlanError
 from anybatch.recompute import offload as module
 from anybatch.recompute.offload import HostLink, Offload
+from tests.device import needs_cpu
+
+pytestmark = needs_cpu  # devices with streams are in tests/accelerator
 
 
 class Watched(HostLink):

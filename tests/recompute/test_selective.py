@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anybatch.recompute import selective
 from anybatch.recompute.selective import contexts
+from tests.device import needs_cpu
 
 
 class Counts(TorchDispatchMode):
@@ -46,7 +47,12 @@ def test_products_are_kept_and_the_rest_is_rebuilt(passes: int) -> None:
     ("forward", "shapes", "kept"),
     [
         (torch.conv2d, ((1, 2, 4, 4), (3, 2, 3, 3)), "convolution"),
-        (torch.nn.functional.scaled_dot_product_attention, ((1, 2, 4, 8),) * 3, "attention"),
+        pytest.param(
+            torch.nn.functional.scaled_dot_product_attention,
+            ((1, 2, 4, 8),) * 3,
+            "attention",
+            marks=needs_cpu,  # which has a kernel for it
+        ),
     ],
 )
 def test_convolutions_and_attention_are_kept(forward: Any, shapes: Any, kept: str) -> None:

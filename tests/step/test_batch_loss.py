@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import anybatch as ab
 from anybatch.core.errors import LossError, OptimizerError, PlanError
 from anybatch.testing import relative_error, tolerance
+from tests import device
 from tests.faults.faulty import spread
 from tests.options import flat
 from tests.snapshots import same_as_before
@@ -128,7 +129,7 @@ def test_sum_of_losses_and_grad_of_torch() -> None:
 
 def test_host_scales_clips_and_steps_also_after_a_skipped_batch() -> None:
     model, x, y = make()
-    other, scaler = copy.deepcopy(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    other, scaler = copy.deepcopy(model), torch.amp.GradScaler(device.KIND, init_scale=1024.0)
     batch_loss = ab.BatchLoss(model, CROSS, micro_batch=5, options=ab.Options(non_finite="skip"))
     mine, theirs = (torch.optim.AdamW(one.parameters(), 1e-2) for one in (model, other))
     for _ in range(4):
@@ -172,7 +173,7 @@ def test_autocast_of_the_host(dtype: torch.dtype, size: float, way: str) -> None
         return ab.Total(size * loss, (micro[1] != -100).sum())
 
     def host(one: nn.Module, *, is_on: bool = True) -> Tensor:
-        with torch.autocast("cpu", dtype, enabled=is_on):
+        with torch.autocast(device.KIND, dtype, enabled=is_on):
             return size * F.cross_entropy(one(x), y)
 
     model, x, y = make(torch.float32)
@@ -180,9 +181,9 @@ def test_autocast_of_the_host(dtype: torch.dtype, size: float, way: str) -> None
     zeros = torch.cat([one.flatten() == 0 for one in plain.values()])
     assert (float(zeros.double().mean()) > 0.5) is (dtype == torch.float16)
     batch_loss = ab.BatchLoss(model, small, micro_batch=5)
-    with torch.autocast("cpu", dtype):
+    with torch.autocast(device.KIND, dtype):
         value = windowed(batch_loss, x, y) if way == "window" else batch_loss((x, y))
-        assert torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled(device.KIND)
     value.backward()
     assert error(model, plain if dtype == torch.bfloat16 else exact) <= tolerance(dtype, ROWS)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from anybatch import Options, Step
 from anybatch.core.errors import BudgetError
 from tests.budgets import Meeting, metered
+from tests.device import needs_sparse
 from tests.options import flat
 
 WIDTH = 400  # the weight takes eight rows' worth of input
@@ -106,6 +107,7 @@ def test_gradients_that_are_there_count_also_of_parameters_that_are_not_trained(
     assert smallest[1] - smallest[0] >= 2 * net[0].weight.nbytes
 
 
+@needs_sparse
 def test_a_sparse_gradient_of_somebody_elses_is_in_nobodys_way() -> None:
     table, layer = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 1)
     rows = torch.randint(50, (8,))

@@ -13,6 +13,7 @@ from torch import nn
 
 from anybatch import Step
 from anybatch.core.errors import CheckpointError, WindowError
+from tests.device import needs_sparse
 from tests.halves import CASES, TERMS, begun, build, ended, restore, rows, save
 from tests.snapshots import changes, same, same_as_before, snapshot
 
@@ -53,6 +54,7 @@ def test_rows_that_were_not_finite_stay_counted(policy: Any) -> None:
     assert (report.dropped, report.cut) == (3 if policy == "drop" else 0, (3, 4))
 
 
+@needs_sparse
 def test_a_window_with_sparse_sums_is_not_saved() -> None:
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 4))
     window = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)).window()

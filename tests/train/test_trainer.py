@@ -17,6 +17,7 @@ from anybatch.core.errors import AnybatchError, BatchError, CheckpointError, Dat
 from anybatch.train import checkpoint
 from anybatch.train.folder import BEST, LAST
 from anybatch.train.trainer import Trainer
+from tests import device
 from tests.snapshots import changes, same, same_as_before
 from tests.train.runs import (
     EPOCHS,
@@ -276,7 +277,7 @@ def test_validation_computes_as_training_does_and_metrics_as_they_like(
     found: set[tuple[torch.dtype, bool]] = set()
 
     def look(outputs: Tensor, targets: Tensor) -> Total:
-        found.add((outputs.dtype, torch.is_autocast_enabled("cpu")))
+        found.add((outputs.dtype, torch.is_autocast_enabled(device.KIND)))
         return Total(0.0, 1)
 
     if loss == "whole":

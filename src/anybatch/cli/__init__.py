@@ -1,3 +1,3 @@
-"""The command line: train, eval, plan, check and report."""
+"""The command line: train, eval, plan, check, report and selftest."""
 
 from anybatch.cli import main as main

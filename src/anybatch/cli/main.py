@@ -1,4 +1,4 @@
-"""The command line: `anybatch train`, `eval`, `export`, `check`, `plan` and `report`."""
+"""The command line: `anybatch train`, `eval`, `export`, `check`, `plan`, `report` and `selftest`."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from anybatch.batchnorm import BATCH_NORM_CHOICES
 from anybatch.check import check, refuse_without_data
-from anybatch.cli import plan as plan_action, report as report_action, target, train as actions
+from anybatch.cli import plan as plan_action, report as report_action, selftest, target, train as actions
 from anybatch.core import AnybatchError
 from anybatch.memory import CARDS
 from anybatch.parallel import RuleName, is_launched, rank, record
@@ -68,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     if rank():
         return 0
-    print(to_json(result) if options.json else text)
+    if options.json or text:
+        print(to_json(result) if options.json else text)
     return 0 if result.get("exact", True) else 1
 
 
@@ -206,6 +207,11 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     page = "the page; by default report.html in the folder of the run, or compare.html beside the first"
     add("--out", metavar="FILE", help=page)
     add("--json", action="store_true", help=_JSON)
+    purpose = "compare small models on a device with the CPU's whole batch; a table for an issue"
+    tested: argparse.ArgumentParser = commands.add_parser("selftest", help=purpose)
+    tested.set_defaults(run=selftest.selftest, version=_version())
+    tested.add_argument("--device", default="auto", help=_DEVICE)
+    tested.add_argument("--json", action="store_true", help=_JSON)
     return parser
 
 

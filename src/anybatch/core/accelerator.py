@@ -84,16 +84,16 @@ def free_and_total(device: torch.device) -> tuple[int, int] | None:
 
 
 @contextmanager
-def capped(device: torch.device, num_bytes: int) -> Generator[None]:
-    """Make the allocator of a device refuse more than so many bytes for a while, if it can."""
+def capped(device: torch.device, num_bytes: int) -> Generator[bool]:
+    """Make the allocator of a device refuse more than so many bytes for a while; yield False if it cannot."""
     module, found = module_of(device), free_and_total(device)
     if found is None or not hasattr(module, "get_per_process_memory_fraction"):
-        yield
+        yield False
         return
     before = module.get_per_process_memory_fraction(device)
     module.set_per_process_memory_fraction(min(1.0, num_bytes / found[1]), device)
     try:
-        yield
+        yield True
     finally:
         module.set_per_process_memory_fraction(before, device)
 

@@ -111,6 +111,12 @@ def _behind(group: Group) -> str:
     return " and ".join(found) or "at least one of them"
 
 
+def sending_device(device: torch.device, group: Group = None) -> torch.device:
+    """Return the device itself if the group has a backend for it; else the host, as for MPS with gloo."""
+    kinds = [one.partition(":")[0] for one in str(dist.get_backend_config(group)).split(",")]
+    return device if device.type in kinds else torch.device("cpu")
+
+
 def all_gather_rows(values: Sequence[Tensor], counts: Sequence[int], group: Group = None) -> list[Tensor]:
     """Join the rows of all ranks, in order: each value has `counts[rank]` rows on each rank."""
     joined: list[Tensor] = []
@@ -119,7 +125,9 @@ def all_gather_rows(values: Sequence[Tensor], counts: Sequence[int], group: Grou
             # Collectives need equal shapes.
             mine = value.new_zeros(max(counts), *value.shape[1:])
             mine[: len(value)] = value
+            mine = mine.to(sending_device(value.device, group))
             parts = [torch.empty_like(mine) for _ in counts]
             dist.all_gather(parts, mine, group=group)
-            joined.append(torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]))
+            whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+            joined.append(whole.to(value.device))
     return joined

@@ -16,7 +16,15 @@ from anybatch.engine import Agreed, Gradient, Plan, Progress, Single, Sums, Task
 from anybatch.parallel.compression import Codec
 from anybatch.parallel.drift import Drift, refuse_drift
 from anybatch.parallel.fingerprint import fingerprint, refuse_differences
-from anybatch.parallel.group import Group, all_gather_rows, answered, exchange, rank, ranks
+from anybatch.parallel.group import (
+    Group,
+    all_gather_rows,
+    answered,
+    exchange,
+    rank,
+    ranks,
+    sending_device,
+)
 
 _NO_UPDATE = "No rank has made the update."
 _SAID = 600  # characters of an error sent to other ranks; they fit a message at 6 bytes each
@@ -312,9 +320,10 @@ class Replicate(Single):
                 if not index:
                     parts.append(has.to(parts[0].device, parts[0].dtype))
                 flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+                flat = flat.to(sending_device(parts[0].device, self.group))
                 dist.all_reduce(flat, group=self.group)
                 self.bytes_sent += flat.nbytes
-                values = flat.split_with_sizes([part.numel() for part in parts])
+                values = flat.to(parts[0].device).split_with_sizes([part.numel() for part in parts])
                 if not index:
                     has = values[-1]
                 found.update(

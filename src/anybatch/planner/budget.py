@@ -144,7 +144,7 @@ def device_of(task: Task) -> Device:
     return find_device(next(iter(found), "cpu"))
 
 
-def enforced(memory: str | int, task: Task) -> AbstractContextManager[None]:
+def enforced(memory: str | int, task: Task) -> AbstractContextManager[object]:
     """Return a context in which the allocator of an accelerator refuses more than the budget."""
     device = device_of(task)
     return accelerator.capped(torch.device(device.name), parse_memory(memory, device))

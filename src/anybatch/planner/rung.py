@@ -10,7 +10,7 @@ from anybatch.core import cut_sizes
 from anybatch.engine import Plan
 from anybatch.planner.law import Size
 from anybatch.planner.race import Race
-from anybatch.planner.readings import BEYOND, Readings, MemoryReader
+from anybatch.planner.readings import BEYOND, MemoryReader, Readings
 
 FROZEN = 3  # steps after which a model that draws random numbers keeps its cut
 _EARLY = 8  # steps in which micro-batches are read; later at every power of two

@@ -93,7 +93,9 @@ def plain_kernels() -> Generator[None]:
         if private.is_compiler_loaded():
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if accelerator.in_use() is not None:
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            cudnn: Any = torch.backends.cudnn  # `flags` fails where TF32 differs between operators
+            stack.callback(setattr, cudnn, "enabled", cudnn.enabled)
+            cudnn.enabled = False
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield
 

@@ -26,11 +26,11 @@ from anybatch.engine import Plan, Sums, Task, check_micro_batch
 from anybatch.planner import (
     Budget,
     Ladder,
+    MemoryReader,
     PlanReport,
     Request,
     Rung,
     Want,
-    MemoryReader,
     enforced,
     find_plan,
     length_of,
@@ -138,8 +138,8 @@ class Planning:
         plan = _of_cut(rung.settings, cut)
         self._used, self._wanted = (ladder, rung), plan.micro_batch
         size = self._limited(task, batch, plan.micro_batch)
-        watch = rung.watch(want, cut, task.network.devices)
-        task = task if watch is None else replace(task, reader=watch)
+        reader = rung.reader(want, cut, task.network.devices)
+        task = task if reader is None else replace(task, reader=reader)
         return (plan if size == plan.micro_batch else _of_size(plan, batch.rows, size)), task
 
     def of_window(self, task: Task, batch: Batch) -> tuple[Plan, Task]:
@@ -149,8 +149,8 @@ class Planning:
             return self._as_set(rows, self._limited(task, batch, rows)), task
         ladder, rung, cut, want = self._within(task, batch, self.budget, is_add=True)
         self._used, self._wanted = (ladder, rung), max(cut)
-        watch = rung.watch(want, cut, task.network.devices)
-        task = task if watch is None else replace(task, reader=watch)
+        reader = rung.reader(want, cut, task.network.devices)
+        task = task if reader is None else replace(task, reader=reader)
         return _of_size(rung.settings, rows, self._limited(task, batch, self._wanted)), task
 
     def _within(
@@ -203,9 +203,9 @@ class Planning:
     @contextmanager
     def _reading(self, task: Task, rung: Rung) -> Generator[Task]:
         """Yield a task whose micro-batches are read, a few rows at a time."""
-        watch = MemoryReader(rung.readings, rung.race, task.network.devices, is_look=True)
-        yield replace(task, reader=watch)
-        if watch.is_blind and not rung.readings.law.readings:
+        reader = MemoryReader(rung.readings, rung.race, task.network.devices, is_look=True)
+        yield replace(task, reader=reader)
+        if reader.is_blind and not rung.readings.law.readings:
             raise refuse_unread()
 
     def _look(self, task: Task, batch: Batch, ladder: Ladder, want: Want) -> None:
@@ -275,7 +275,7 @@ class Planning:
         self.budget.forget()
         return True
 
-    def enforced(self, task: Task) -> AbstractContextManager[None]:
+    def enforced(self, task: Task) -> AbstractContextManager[object]:
         """Return a context in which the allocator of an accelerator itself keeps to the budget."""
         if self.budget is None or task.network.kinds <= {"cpu"}:  # to look a device up takes milliseconds
             return _NOTHING

@@ -1,0 +1,135 @@
+"""On an accelerator, too, recompute, offload and callbacks give the same bits; and mistakes are refused."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.cli import train as cli
+from anybatch.core.errors import AnybatchError, BatchError, PlanError
+from anybatch.recompute import offload
+from tests.accelerator.programs import CLASSES, Batch, moved
+from tests.accelerator.simulated import load
+from tests.options import flat
+from tests.snapshots import same_as_before
+
+WIDTH, ROWS = 512, 96  # tensors of 32 rows are large enough to wait in host memory
+
+
+class Watching(ab.Callback):
+    """Asks for all that a step can show."""
+
+    def micro_gradients(self, micro: Any, gradients: Mapping[str, Any], scale: float) -> None:
+        pass
+
+    def gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        self.norms = [float(one.norm()) for one in gradients.values()]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+def build(**options: Any) -> tuple[ab.Step, Batch]:
+    """A step on the device, the same each time, and a batch."""
+    load()
+    torch.manual_seed(1)
+    model = nn.Sequential(*[Block() for _ in range(3)], nn.Linear(WIDTH, CLASSES)).to("sim")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"micro_batch": 32, "check": False} | options
+    batch = torch.randn(ROWS, WIDTH), torch.randint(CLASSES, (ROWS,))
+    return ab.Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options)), moved(batch)
+
+
+def after(**options: Any) -> list[Tensor]:
+    """The parameters after three steps."""
+    step, batch = build(**options)
+    for number in range(3):
+        torch.manual_seed(number)
+        step(batch)
+    return [one.detach().cpu() for one in step.model.parameters()]
+
+
+def are_same(**options: Any) -> bool:
+    return all(map(torch.equal, after(), after(**options)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recompute": ["0", "1", "2"]},
+        {"recompute": {"0": "offload", "1": "offload", "2": "recompute"}},
+        {"callbacks": [Watching()]},
+    ],
+    ids=["recompute", "offload", "callbacks"],
+)
+def test_the_same_bits(sim: Any, options: dict[str, Any]) -> None:
+    assert sim(named, "are_same", options)
+
+
+def named(name: str, options: dict[str, Any]) -> Any:
+    return globals()[name](**options)
+
+
+def without_a_wait(place: str) -> bool:
+    """Whether an update is as it should be if this wait is left out."""
+    expected = after()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload.StreamLink, place, lambda *_: None)
+        try:
+            found = after(recompute={"0": "offload", "1": "offload"})
+        except ab.AnybatchError:  # the gradient is not finite: memory that is new or freed holds NaN
+            return False
+    return all(map(torch.equal, expected, found))
+
+
+def test_a_wait_that_is_left_out_is_seen(sim: Any) -> None:
+    assert not sim(without_a_wait, "wait")
+
+
+# ---- bad input
+
+
+def first(step: ab.Step, batch: Batch) -> object:
+    return step(batch)
+
+
+def mistakes() -> dict[str, str]:
+    """What is said to each mistake; all is as before."""
+    sim = load()
+    step, (x, y) = build()
+    calls: dict[str, Callable[[], object]] = {
+        "the batch on the host": lambda: step((x.cpu(), y.cpu())),
+        "tensors on two devices": lambda: step((x, y.cpu())),
+        "an index that does not exist": lambda: cli.find_device("sim:3"),
+    }
+    said: dict[str, str] = {}
+    for name, call in calls.items():
+        with same_as_before(step), pytest.raises((BatchError, PlanError)) as caught:
+            call()
+        said[name] = str(caught.value)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("mem_get_info", "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+            patch.delattr(sim, name)
+        with pytest.raises(AnybatchError) as refused:
+            first(*build(micro_batch=None, memory="80%"))
+        said["a share of unknown memory"] = str(refused.value)
+    assert step((x, y)).updated
+    return said
+
+
+def test_mistakes_are_refused_by_name(sim: Any) -> None:
+    said = sim(mistakes)
+    assert all(text.startswith("Expected ") for text in said.values()), said
+    assert "device sim:0, got cpu" in said["the batch on the host"]
+    assert "got cpu" in said["tensors on two devices"]
+    assert "'sim:3'" in said["an index that does not exist"]
+    assert "sim" in said["a share of unknown memory"]
