@@ -18,7 +18,7 @@ from anybatch.core.errors import LossError, PlanError  # noqa: E402
 from anybatch.homes.lightning import WholeBatchCallback  # noqa: E402
 from anybatch.testing import relative_error, tolerance  # noqa: E402
 from tests.homes.lightnings import Module, cutting, fit, fit_on_rank  # noqa: E402
-from tests.homes.tasks import LOSSES, MOST, ROWS, UPDATES, Net, data  # noqa: E402
+from tests.homes.tasks import LOSSES, MOST, ROWS, UPDATES, Net, data, dies_at, was_killed  # noqa: E402
 from tests.parallel.spawned import spawned  # noqa: E402
 
 EXACT, WRONG = 1e-12, 1e-3
@@ -66,18 +66,29 @@ def test_memory_is_kept_and_every_update_made(task: str, way: str) -> None:
             fit(Module(task, MOST))
 
 
-@pytest.mark.parametrize("task", [*TASKS, None])
-def test_resume_is_the_unbroken_run(task: str | None, tmp_path: Path) -> None:
-    homes = [cutting(task)] if task else []
-    unbroken, resumed = Module(task or "tokens").double(), Module(task or "tokens").double()
-    files = ModelCheckpoint(tmp_path, every_n_train_steps=UPDATES, save_top_k=-1, filename="{step}")
-    fit(unbroken, *homes, files, max_epochs=2, enable_checkpointing=True)
+class Dies(pl.Callback):
+    """Kills the process in the second epoch, in the third forward of an update."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 1 and batch_idx == 3:
+            dies_at(2, pl_module.net)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_resume_after_a_kill_is_the_unbroken_run(task: str, tmp_path: Path) -> None:
+    unbroken, resumed, killed = (Module(task).double() for _ in range(3))
+
+    def run(module: Module, *callbacks: pl.Callback, **options: Any) -> None:
+        files = ModelCheckpoint(tmp_path, every_n_train_steps=UPDATES, save_top_k=-1, filename="{step}")
+        fit(module, cutting(task), files, *callbacks, max_epochs=2, enable_checkpointing=True, **options)
+
+    assert was_killed(lambda: run(killed, Dies()))
     path = tmp_path / f"step={UPDATES}.ckpt"
-    fit(resumed, *homes, max_epochs=2, ckpt_path=path)
-    assert len(resumed.gradients) == UPDATES
-    # ModelLoss reads its first batch in another way, which may round otherwise.
-    assert relative_error(parameters(resumed), parameters(unbroken)) <= (1e-16 if task == "tokens" else 0)
     saved = torch.load(path, weights_only=True)
+    run(unbroken)
+    run(resumed, ckpt_path=path)
+    assert len(resumed.gradients) == UPDATES
+    assert relative_error(parameters(resumed), parameters(unbroken)) == 0
     assert {*saved["state_dict"]} == {*unbroken.state_dict()}
     assert "anybatch" not in str(saved)
     assert "WholeBatch" not in str(saved)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from benchmarks.homes_transformers import (  # noqa: E402
     trainer_of,
     weights,
 )
+from tests.homes.tasks import dies_at, was_killed  # noqa: E402
 
 LIMIT = 1e-12  # float64, before clipping
 UPDATED = 1e-9  # parameters after 20 updates: AdamW divides by the root of squares
@@ -109,23 +111,39 @@ def test_accumulation_broken_off_leaves_nothing_for_the_next_update() -> None:
     assert error(train(OWN, "whole").gradients[0], run.gradients[0]) <= LIMIT
 
 
-def test_resume_is_bit_identical_and_needs_nothing_of_ours(tmp_path: Path) -> None:
-    more = {"updates": 4, "save_strategy": "steps", "save_steps": 2}
-    saved = {mode: train(CAUSAL, mode, folder=str(tmp_path / mode), **more) for mode in ("home", "whole")}
-    kept = [{one.name for one in (tmp_path / mode / "checkpoint-2").iterdir()} for mode in saved]
-    assert kept[0] == kept[1]
-    for mode in saved:
-        run = trainer_of(CAUSAL, mode, updates=4)
+class Dies(transformers.TrainerCallback):
+    """Kills the process in the third micro-batch of the fourth update, two after a checkpoint."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == 3:
+            dies_at(2, more["model"])
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize(("name", "mode"), [("classification", "home"), ("label smoothing", "both")])
+def test_resume_after_a_kill_is_the_unbroken_run(name: str, mode: Any, tmp_path: Path) -> None:
+    def dropping() -> nn.Module:
+        model = BY_NAME[name].model()
+        for one in model.modules():
+            one.p = 0.1 if isinstance(one, nn.Dropout) else None
+        return model
+
+    task = replace(BY_NAME[name], model=dropping)
+    more: dict[str, Any] = {"updates": 5, "save_strategy": "steps", "save_steps": 2}
+    more["train_sampling_strategy"] = "random"
+    folders = {one: str(tmp_path / one) for one in ("unbroken", "killed", "whole")}
+    unbroken = train(task, mode, folder=folders["unbroken"], **more)
+    assert was_killed(lambda: train(task, mode, folder=folders["killed"], callbacks=(Dies,), **more))
+    train(task, "whole", folder=folders["whole"], **more)
+    kept = [{one.name for one in Path(folders[of], "checkpoint-2").iterdir()} for of in ("killed", "whole")]
+    assert kept[0] == kept[1]  # nothing of ours
+    for of in (mode, "whole"):
+        run = trainer_of(task, of, **more)
         with quiet():
-            run.trainer.train(resume_from_checkpoint=str(tmp_path / "home" / "checkpoint-2"))
-            losses = [
-                one.trainer.evaluate(one.trainer.train_dataset)["eval_loss"] for one in (run, saved[mode])
-            ]
-        assert len(run.gradients) == 2
-        assert losses[0] == pytest.approx(losses[1], rel=LIMIT)
-        found, right = weights(run), weights(saved["home"])
-        assert error(right, found) <= UPDATED
-        assert mode == "whole" or all(torch.equal(found[name], one) for name, one in right.items())
+            run.trainer.train(resume_from_checkpoint=f"{folders['killed']}/checkpoint-2")
+        assert len(run.gradients) == 3
+        right = weights(unbroken)
+        assert of == "whole" or all(torch.equal(one, right[name]) for name, one in weights(run).items())
 
 
 class Narrow(Weighted):

@@ -16,7 +16,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch.core import MicroBatchDone, PlanError, StepReport
+from anybatch.core import LossError, MicroBatchDone, PlanError, StepReport
+from anybatch.homes.entries import apart
 from anybatch.homes.split_loss import SplitLoss
 from anybatch.losses import ModelLoss
 from anybatch.parallel import unwrapped
@@ -70,7 +71,7 @@ class WholeBatchCallback(Callback):
         self._options["callbacks"] = (*options.get("callbacks", ()), SimpleNamespace(micro_batch=self._keep))
         self._rows_meet = rows_meet
         self._before: Any = None  # an attribute `training_step` of the module itself, such as a compiled one
-        self._run: Callable[[Any], Any] = lambda rows: None  # the module's own `training_step`
+        self._run: Any = None  # the module's own `training_step`
         self._notes: list[_Note] = []  # of its last call
         self._kept: list[list[_Note]] = []  # of the micro-batches that count
 
@@ -107,14 +108,22 @@ class WholeBatchCallback(Callback):
 
     def _whole(self, module: LightningModule, batch: Any, run: Callable[[Any], Any]) -> Any:
         """Return the loss of the whole batch, with what else `training_step` returns; log."""
-        trainer, self._run, self._kept = module.trainer, run, []
+        trainer, self._kept = module.trainer, []
+        # Several ranks exchange rows that meet, but no strings.
+        batch, joined = apart(batch, has_lists=not self._rows_meet or trainer.world_size == 1)
+        self._run = lambda rows: run(joined(rows))  # pyright: ignore
         _refuse(trainer, module)
         batch_loss = self._batch_loss = self._batch_loss or self._made(module)
         if not is_overridden("optimizer_zero_grad", module):  # Lightning would do it only afterwards
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
-        with self._noting(trainer, module):
-            loss = batch_loss(batch)
+        try:
+            with self._noting(trainer, module):
+                loss = batch_loss(batch)
+        except LossError as error:
+            if not self._rows_meet:
+                error.add_note("WholeBatchCallback(..., rows_meet=True) takes any loss.")
+            raise
         self.report = batch_loss.report
         kept = [self._notes] if self._rows_meet else self._kept
         merged: dict[tuple[LightningModule | None, str], list[_Note]] = {}

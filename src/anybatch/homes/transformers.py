@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from anybatch.compare import choose_rows
 from anybatch.core import LossError, PlanError, TensorBatch
+from anybatch.homes.entries import apart
 from anybatch.losses import Additive, LossLike, ModelLoss
 from anybatch.precision import Precision
 from anybatch.state import ObjectState, rng
@@ -126,7 +127,7 @@ class _Seam:
         self._trainer, self._loss, self._options = trainer, loss, options
         self._compute: Any = None  # the trainer's own compute_loss, during a step
         self._items: Any = None  # num_items_in_batch of this update
-        self._settings: Mapping[str, Any] = {}  # entries of the batch that all rows share, as `return_loss`
+        self._joined: Any = None  # gives a micro-batch the entries that are no tensors, as `return_loss`
         self._use: Use | None = None  # None if not known yet
         self._model: nn.Module | None = None  # the model of `_made`
         self._made: dict[str, BatchLoss] = {}
@@ -156,37 +157,33 @@ class _Seam:
                 f"Expected compute_loss without outputs in a training step, got {return_outputs=}: the "
                 "outputs of all rows are never in memory together. Call the model for them, under no_grad()."
             )
-        self._items, self._settings = num_items_in_batch, {}
-        if isinstance(inputs, Mapping):
-            self._settings = {
-                key: one for key, one in inputs.items() if isinstance(one, bool | int | float | str)
-            }
-            inputs = {key: one for key, one in inputs.items() if key not in self._settings}
-        with self._without_gathering():
-            is_last = self._trainer.accelerator.sync_gradients
-            if is_last and self._open is None:
-                return self._batch_loss(model, inputs)(inputs)
-            return self._accumulated(model, inputs, is_last=is_last)
-
-    def _accumulated(self, model: nn.Module, inputs: Any, *, is_last: bool) -> Tensor:
+        self._items = num_items_in_batch
+        inputs, self._joined = apart(inputs)
+        args, is_last = self._trainer.args, self._trainer.accelerator.sync_gradients
         try:
-            if self._open is None:
-                opener = self._batch_loss(model, inputs)
-                self._open = opener, opener.window()
-            opener, window = self._open
-            window.add(inputs)
+            with self._without_gathering():
+                if is_last and self._open is None:
+                    return self._batch_loss(model, inputs)(inputs)
+                if self._open is None:
+                    opener = self._batch_loss(model, inputs)
+                    self._open = opener, opener.window()
+                opener, window = self._open
+                window.add(inputs)
+                if not is_last:
+                    return torch.zeros((), device=next(model.parameters()).device, requires_grad=True)
+                self._open = None
+                return opener(window)
         except LossError as error:
-            args = self._trainer.args
-            steps, rows = args.gradient_accumulation_steps, args.per_device_train_batch_size
-            error.add_note(
-                f"Or set per_device_train_batch_size={steps * rows}, gradient_accumulation_steps=1: a batch "
-                "that comes at once can be split for more losses."
-            )
+            if self._loss is None:
+                error.add_note("A loss that you write for anybatch goes into the Trainer's argument `loss`.")
+            steps = args.gradient_accumulation_steps
+            if steps > 1:
+                rows = steps * args.per_device_train_batch_size
+                error.add_note(
+                    f"Or set per_device_train_batch_size={rows}, gradient_accumulation_steps=1: a batch that "
+                    "comes at once can be split for more losses."
+                )
             raise
-        if not is_last:
-            return torch.zeros((), device=next(model.parameters()).device, requires_grad=True)
-        self._open = None
-        return opener(window)
 
     def discard(self) -> None:
         """Drop an update that was broken off."""
@@ -218,18 +215,13 @@ class _Seam:
         return self._value(model, micro, None)
 
     def _value(self, model: nn.Module, micro: Any, items: Any) -> Tensor:
-        # A new dict, because the Trainer removes the labels from it.
-        inputs = {**micro, **self._settings} if isinstance(micro, Mapping) else micro
+        inputs = self._joined(micro)
+        inputs = {**inputs} if isinstance(inputs, Mapping) else inputs  # the Trainer removes the labels
         value = self._compute(model, inputs, num_items_in_batch=items)
         if not isinstance(value, Tensor):
             raise LossError(
                 f"Expected compute_loss to return the loss, a scalar tensor, got a {type(value).__name__}. "
                 "Return outputs only if return_outputs is True."
-            )
-        if type(value.grad_fn).__name__ == "_HandedBackward":
-            raise PlanError(
-                "Expected compute_loss to return a loss with its graph, got that of an ab.BatchLoss, with "
-                f"shape {tuple(value.shape)}: the batch would be cut twice. Leave one of the two out."
             )
         return value
 
@@ -265,6 +257,7 @@ class _Seam:
 
     def _count(self, rows: Any) -> Any:
         """Return the number of items of some rows, counted as the Trainer does."""
+        rows = self._joined(rows)
         labels = rows.get("shift_labels", rows["labels"])
         if "shift_labels" not in rows and getattr(self._trainer, "_loss_shifts_labels", False):
             labels = labels[..., 1:]

@@ -102,6 +102,23 @@ def test_as_exact_as_watched_and_not_watched(name: str, watched: list[int]) -> N
         assert report.terms.keys() == first.terms.keys()
 
 
+@pytest.mark.parametrize("name", READ)
+def test_after_a_look_watched_steps_round_as_read_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(every: int) -> list[Any]:
+        monkeypatch.setattr(read, "WATCH_EVERY", every)
+        model = Own(READ[name])
+        recorder = GradientRecorder(model)
+        step, found = Step(model, ModelLoss(), recorder, micro_batch=2), []
+        for _ in range(3):
+            report = step(BATCHES.get(name, BATCH))
+            found.append((report.loss, report.weights, copy.deepcopy(recorder.gradients)))
+        return found
+
+    always, once = steps(1), steps(64)
+    assert same(always, once)
+    assert same(once[0], once[2])
+
+
 CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "reduction": (tokens, lambda s, y: tokens(s, y, reduction="sum")),
     "ignored": (tokens, lambda s, y: tokens(s, y.clamp(min=0), ignore_index=1)),
