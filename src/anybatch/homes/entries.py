@@ -1,6 +1,7 @@
-"""Entries of a batch that are no tensors: lists are cut along with the rows, settings are shared."""
+"""Entries of a batch that are no tensors, and attributes that are replaced during a step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -29,11 +30,11 @@ def apart(batch: Any, *, has_lists: bool = True) -> tuple[Any, Callable[[Any], A
     build, keys = tree.mould(batch), [*entries]
 
     def whole(micro: Any) -> Any:
-        found, places = micro
+        found, places = micro if lists else (micro, torch.empty(0))
         picked = {key: [one[place] for place in places.tolist()] for key, one in lists.items()}
         return build([{**found, **shared, **picked}[key] for key in keys])
 
-    return (tensors, torch.arange(rows) if lists else None), whole
+    return (tensors, torch.arange(rows)) if lists else tensors, whole
 
 
 def _is_list(value: Any, rows: int) -> bool:
@@ -42,3 +43,18 @@ def _is_list(value: Any, rows: int) -> bool:
         and len(value) == rows
         and all(isinstance(one, _PLAIN) for one in value)
     )
+
+
+@contextmanager
+def replaced(*places: tuple[Any, str, Any]) -> Generator[None]:
+    """Return a context in which objects have other attributes: (object, name, value) each."""
+    before = [(vars(one), name, vars(one).get(name, vars)) for one, name, _ in places]
+    try:
+        for one, name, value in places:
+            vars(one)[name] = value
+        yield
+    finally:
+        for own, name, value in before:
+            own.pop(name, None)
+            if value is not vars:  # it had one of its own
+                own[name] = value

@@ -1,8 +1,8 @@
 """Lightning: a callback that cuts the batch of each `training_step`, with the gradient of the whole batch."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial, wraps
 from inspect import signature
 from numbers import Number
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.core import LossError, MicroBatchDone, PlanError, StepReport
-from anybatch.homes.entries import apart
+from anybatch.homes.entries import apart, replaced
 from anybatch.homes.split_loss import SplitLoss
 from anybatch.losses import ModelLoss
 from anybatch.parallel import unwrapped
@@ -152,24 +152,12 @@ class WholeBatchCallback(Callback):
             module, SplitLoss(module, evaluate).whole() if self._rows_meet else own, **self._options
         )
 
-    @contextmanager
-    def _noting(self, trainer: Trainer, module: LightningModule) -> Generator[None]:
+    def _noting(self, trainer: Trainer, module: LightningModule) -> AbstractContextManager[None]:
         """Note calls of `self.log` instead of logging."""
-        home, hidden = proxy(self), proxy(trainer)
+        note, home = type(self)._note, proxy(self)
         logging = [one for one in module.modules() if isinstance(one, LightningModule)]
-
-        def noting(one: LightningModule) -> Callable[..., None]:
-            return lambda *args, **kwargs: home._note(one, *args, **kwargs)  # pyright: ignore
-
-        module.trainer = hidden
-        for one in logging:
-            vars(one)["log"] = noting(one)
-        try:
-            yield
-        finally:
-            module.trainer = trainer
-            for one in logging:
-                del vars(one)["log"]
+        places = [(one, "log", partial(note, home, one)) for one in logging]
+        return replaced(*places, *[(one, "_trainer", proxy(trainer)) for one in logging])
 
     def _note(self, module: LightningModule, *args: Any, **kwargs: Any) -> None:
         given = signature(LightningModule.log).bind(module, *args, **kwargs).arguments

@@ -1,8 +1,8 @@
 """WholeBatchTrainer: a mixin for transformers' Trainer; loss and gradient become those of the whole batch."""
 
 import math
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anybatch.compare import choose_rows
 from anybatch.core import LossError, PlanError, TensorBatch
-from anybatch.homes.entries import apart
+from anybatch.homes.entries import apart, replaced
 from anybatch.losses import Additive, LossLike, ModelLoss
 from anybatch.precision import Precision
 from anybatch.state import ObjectState, rng
@@ -101,23 +101,19 @@ def _host(trainer: WholeBatchTrainer) -> Any:
 
 
 def _refuse_unsupported(trainer: Any) -> None:
-    accelerator, args = trainer.accelerator, trainer.args
+    accelerator, count = trainer.accelerator, trainer.args.n_gpu
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if not (kind == "NO" or kind.startswith("MULTI_")):
-        raise PlanError(
-            f"Expected one process, or data parallelism under torchrun, got {kind}, which exchanges "
-            "gradients or weights in every micro-batch. Use the Trainer without anybatch there."
-        )
-    if args.n_gpu > 1:
-        raise PlanError(
-            f"Expected one process per GPU, got one for {args.n_gpu} GPUs (nn.DataParallel). Start it with "
-            f"torchrun --nproc-per-node {args.n_gpu} program.py, or set CUDA_VISIBLE_DEVICES=0."
-        )
-    if getattr(accelerator, "parallelism_config", None) is not None:
-        raise PlanError(
-            f"Expected whole rows and whole weights on each rank, got {accelerator.parallelism_config}. "
-            "Leave parallelism_config out."
-        )
+        said = f"{kind}, which exchanges gradients or weights in every micro-batch", "Leave it out."
+    elif count > 1:
+        said = f"one for {count} GPUs (nn.DataParallel)", f"Use torchrun --nproc-per-node {count} program.py."
+    elif getattr(accelerator, "parallelism_config", None) is not None:
+        said = f"{accelerator.parallelism_config}", "Leave parallelism_config out."
+    else:
+        return
+    raise PlanError(
+        f"Expected a process per GPU, each with whole rows and all weights, got {said[0]}. {said[1]}"
+    )
 
 
 class _Seam:
@@ -133,20 +129,14 @@ class _Seam:
         self._made: dict[str, BatchLoss] = {}
         self._open: tuple[BatchLoss, Window] | None = None  # with gradient accumulation: this update so far
 
-    @contextmanager
-    def in_place(self) -> Generator[None]:
+    def in_place(self) -> AbstractContextManager[None]:
         """Stand in for `compute_loss`; the trainer does not divide by its number of batches per update."""
-        trainer = self._trainer
-        own = {name: vars(trainer)[name] for name in ("compute_loss",) if name in vars(trainer)}
-        self._compute = trainer.compute_loss
-        trainer.compute_loss, batches = self, getattr(trainer, "current_gradient_accumulation_steps", 1)
-        trainer.current_gradient_accumulation_steps = 1
-        try:
-            yield
-        finally:
-            trainer.current_gradient_accumulation_steps = batches
-            del trainer.compute_loss
-            vars(trainer).update(own)
+        trainer, self._compute = self._trainer, self._trainer.compute_loss
+        places: list[Any] = [(trainer, "compute_loss", self)]
+        places.append((trainer, "current_gradient_accumulation_steps", 1))
+        if trainer.args.world_size > 1:  # metrics stay on a rank: the others may have more micro-batches
+            places.append((trainer.accelerator, "gather_for_metrics", _same))
+        return replaced(*places)
 
     def __call__(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -161,18 +151,17 @@ class _Seam:
         inputs, self._joined = apart(inputs)
         args, is_last = self._trainer.args, self._trainer.accelerator.sync_gradients
         try:
-            with self._without_gathering():
-                if is_last and self._open is None:
-                    return self._batch_loss(model, inputs)(inputs)
-                if self._open is None:
-                    opener = self._batch_loss(model, inputs)
-                    self._open = opener, opener.window()
-                opener, window = self._open
-                window.add(inputs)
-                if not is_last:
-                    return torch.zeros((), device=next(model.parameters()).device, requires_grad=True)
-                self._open = None
-                return opener(window)
+            if is_last and self._open is None:
+                return self._batch_loss(model, inputs)(inputs)
+            if self._open is None:
+                opener = self._batch_loss(model, inputs)
+                self._open = opener, opener.window()
+            opener, window = self._open
+            window.add(inputs)
+            if not is_last:
+                return torch.zeros((), device=next(model.parameters()).device, requires_grad=True)
+            self._open = None
+            return opener(window)
         except LossError as error:
             if self._loss is None:
                 error.add_note("A loss that you write for anybatch goes into the Trainer's argument `loss`.")
@@ -264,32 +253,15 @@ class _Seam:
         count = labels.ne(-100).sum().clamp(min=1)
         return count if isinstance(self._items, Tensor) else int(count)
 
-    @contextmanager
-    def _without_gathering(self) -> Generator[None]:
-        """Keep metrics in `compute_loss` to this rank: ranks may have other numbers of micro-batches."""
-        accelerator = self._trainer.accelerator
-        if self._trainer.args.world_size == 1:
-            yield
-            return
-        accelerator.gather_for_metrics = _same
-        try:
-            yield
-        finally:
-            del accelerator.gather_for_metrics
-
 
 def _same(values: Any, *args: Any, **kwargs: Any) -> Any:
     return values
 
 
 @cache
-def _trainer_class() -> type:
-    host = import_module("transformers").Trainer
-    return type("Trainer", (WholeBatchTrainer, host), {"__module__": __name__, "__doc__": _DOC})
-
-
 def __getattr__(name: str) -> Any:
     """Return `Trainer`: transformers' Trainer with the mixin."""
     if name != "Trainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _trainer_class()
+    host = import_module("transformers").Trainer
+    return type(name, (WholeBatchTrainer, host), {"__module__": __name__, "__doc__": _DOC})

@@ -165,7 +165,7 @@ class ModelTerms(_GraphReader):
     def _taken(self, model: nn.Module, found: LossTerms, *, keep_graph: bool) -> Evaluated:
         is_first = self._first is None or 0 <= self._start == self._first_start
         if self._first is None:
-            found = self._look(model, found)
+            found = self._look(model, found, keep_graph=keep_graph)
         else:
             found = self._as_read(found)
             _refuse_others(model, self._first, found)
@@ -325,7 +325,7 @@ class ModelTerms(_GraphReader):
         value = found.terms["loss"].value
         return replace(found, terms={"loss": self._by(form.read, value)})
 
-    def _look(self, model: nn.Module, found: LossTerms) -> LossTerms:
+    def _look(self, model: nn.Module, found: LossTerms, *, keep_graph: bool) -> LossTerms:
         self._matches = {
             name: find(one.origin, found.leaves, padded=found.padded) for name, one in found.terms.items()
         }
@@ -343,6 +343,9 @@ class ModelTerms(_GraphReader):
             )
         if self._form is None:
             self._reading.learn(model, found)
+            if keep_graph and self._reading.form is not None and not self._is_as_read:
+                self._is_as_read = True
+                raise EvaluateAgain
         found = self._as_read(found)
         self._first, self._first_start = found.forgotten(), self._start
         return found

@@ -153,7 +153,7 @@ def reading_of(model: nn.Module) -> LossReading:
 def read_afresh(model: nn.Module) -> Generator[None]:
     """Return a context after which the learned form of a model's loss is as before.
 
-    If none was learned before, the next step is watched, in the arithmetic of the form that was learned inside.
+    If none was learned before, the next step is watched, and rounds as the form that was learned inside.
     """
     known = _READINGS.pop(model, None)
     try:
