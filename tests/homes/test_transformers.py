@@ -221,19 +221,28 @@ def test_settings_of_the_host(settings: dict[str, Any]) -> None:
     assert home.logged("loss") == pytest.approx(whole.logged("loss"), rel=LOGGED)
 
 
-def test_metrics_in_compute_loss_have_an_entry_per_micro_batch() -> None:
+@pytest.mark.parametrize("mode", ["home", "both"])
+def test_compute_loss_gets_names_of_its_rows_and_has_an_entry_per_micro_batch(mode: Any) -> None:
+    def named(rows: Any) -> dict[str, Any]:
+        tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return {**tensors, "names": [str(row["input_ids"]) for row in rows], "kind": "train"}
+
     class Counted(Weighted):
         rows: list[int]
 
         def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             self.rows.append(len(inputs["labels"]))
+            assert inputs.pop("names") == [*map(str, inputs["input_ids"])]
+            assert inputs.pop("kind") == "train"
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    run = trainer_of(with_host(Counted), "home")
+    own = {"data_collator": named}
+    run = trainer_of(with_host(Counted), mode, own=own, remove_unused_columns=False, micro_batch=3)
     run.trainer.rows = []
     with quiet():
         run.trainer.train()
     assert run.trainer.rows == [3] * 8
+    assert error(train(OWN, "whole").gradients[-1], run.gradients[-1]) <= LIMIT
 
 
 @pytest.mark.slow
@@ -297,8 +306,9 @@ def test_losses_that_cannot_be_cut_are_refused(method: str, own: Any, said: str)
 
 def test_contrastive_loss_names_the_way_out() -> None:
     task = BY_NAME["contrastive"]
-    with pytest.raises(LossError, match="WholeBatch"), quiet():
+    with pytest.raises(LossError, match="WholeBatch") as caught, quiet():
         train(task, "home", loss=None)
+    assert "argument `loss`" in caught.value.__notes__[-1]
     with pytest.raises(LossError, match="Expected the whole batch") as caught, quiet():
         train(task, "both")
     assert "per_device_train_batch_size=12, gradient_accumulation_steps=1" in caught.value.__notes__[0]

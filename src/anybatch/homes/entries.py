@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -17,9 +17,8 @@ def apart(batch: Any, *, has_lists: bool = True) -> tuple[Any, Callable[[Any], A
     Numbers and strings are shared by all rows. A list of numbers or strings, one for each row, is cut as the
     rows are, unless `has_lists` is False. Anything else stays with the tensors.
     """
-    if not isinstance(batch, Mapping | list | tuple):
-        return batch, lambda micro: micro
-    entries = cast("dict[Any, Any]", dict(batch.items() if isinstance(batch, Mapping) else enumerate(batch)))
+    values = batch if isinstance(batch, list | tuple) else ()
+    entries = dict[Any, Any](batch if isinstance(batch, Mapping) else enumerate(values))
     first = next(tree.tensors_in(batch), None)
     rows = len(first) if has_lists and first is not None and first.dim() else -1
     shared = {key: one for key, one in entries.items() if isinstance(one, _PLAIN)}
@@ -38,11 +37,8 @@ def apart(batch: Any, *, has_lists: bool = True) -> tuple[Any, Callable[[Any], A
 
 
 def _is_list(value: Any, rows: int) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and len(value) == rows
-        and all(isinstance(one, _PLAIN) for one in value)
-    )
+    is_long = isinstance(value, list | tuple) and len(value) == rows
+    return is_long and all(isinstance(one, _PLAIN) for one in value)
 
 
 @contextmanager

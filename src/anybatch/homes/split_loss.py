@@ -16,10 +16,8 @@ from anybatch.state import ObjectState, rng
 class SplitLoss:
     """A loss in two parts: the modules with parameters that it calls, and its other code.
 
-    Args:
-        module: holds the modules.
-        evaluate: takes some rows, calls the modules and returns the loss; with `keeps=False` it is not used.
-        keys: of an output that is a mapping with one of these keys, only they are kept.
+    `evaluate` takes rows, calls parts of `module` and returns the loss; with `keeps=False` it is not used. An
+    output that is a mapping is kept without other `keys`, if it has one of these.
     """
 
     def __init__(self, module: nn.Module, evaluate: Callable[..., Any], keys: Sequence[str] = ()) -> None:
