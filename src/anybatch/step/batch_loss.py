@@ -203,8 +203,8 @@ class GradientStep(Step):
     def _begun(self) -> Task:
         if is_running():
             raise PlanError(
-                f"Expected one ab.BatchLoss around a batch, got one of {type(self.model).__name__} inside a loss "
-                "that is computed in micro-batches: the batch would be cut twice. Leave one of the two out."
+                f"Expected one ab.BatchLoss around a batch, got one of {type(self.model).__name__} inside a "
+                "loss that is computed in micro-batches: the batch would be cut twice. Leave one of the two out."
             )
         self._taken, task = {}, super()._begun()
         hooked = [one for one in task.network.parameters if private.hooks_of_tensor(one)[0]]
