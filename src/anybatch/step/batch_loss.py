@@ -204,7 +204,7 @@ class GradientStep(Step):
         if is_running():
             raise PlanError(
                 f"Expected one ab.BatchLoss around a batch, got one of {type(self.model).__name__} inside a "
-                "loss that is computed in micro-batches: the batch would be cut twice. Leave one of the two out."
+                "loss that is computed in micro-batches: the batch is cut twice. Leave one of the two out."
             )
         self._taken, task = {}, super()._begun()
         hooked = [one for one in task.network.parameters if private.hooks_of_tensor(one)[0]]
