@@ -1,5 +1,8 @@
 """Three tasks for the loops of other libraries, each as the host's own loss and as a loss of anybatch."""
 
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -77,3 +80,19 @@ def data(task: str, batches: int = UPDATES, rows: int = ROWS, dtype: torch.dtype
     if task == "weighted":
         return x, torch.randint(4, (count,)), torch.rand(count, dtype=dtype) ** 4
     return x, x + torch.randn(count, 6, dtype=dtype) / 2
+
+
+def dies_at(forward: int, module: nn.Module) -> None:
+    """End this process by SIGKILL when the module is called for so many times more."""
+    left = iter(range(forward))
+    module.register_forward_pre_hook(
+        lambda *_: None if next(left, None) is not None else os.kill(os.getpid(), signal.SIGKILL)
+    )
+
+
+def was_killed(train: Callable[[], object]) -> bool:
+    """Run a training in a child process; return True if it died by SIGKILL."""
+    child = multiprocessing.get_context("fork").Process(target=train)
+    child.start()
+    child.join()
+    return child.exitcode == -signal.SIGKILL

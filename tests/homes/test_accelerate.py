@@ -13,7 +13,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.core.errors import OptimizerError
 from anybatch.testing import GradientRecorder, relative_error, tolerance
-from tests.homes.tasks import LOSSES, MOST, OURS, ROWS, UPDATES, Net, data
+from tests.homes.tasks import LOSSES, MOST, OURS, ROWS, UPDATES, Net, data, dies_at, was_killed
 from tests.parallel.spawned import spawned
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -64,13 +64,19 @@ def test_memory_is_kept_and_every_update_made(task: str, way: str) -> None:
     assert relative_error(cut.parameters, whole.parameters) <= tolerance(torch.float64, 24 * UPDATES)
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_resume_is_the_unbroken_run(is_ours: bool, tmp_path: Path) -> None:
-    unbroken, resumed = (Loop("tokens", accelerator(), is_ours=is_ours) for _ in range(2))
-    rows = batches("tokens")
-    unbroken.run(rows[:10])
-    unbroken.host.save_state(str(tmp_path))
-    unbroken.run(rows[10:])
+@pytest.mark.parametrize("task", TASKS)
+def test_resume_after_a_kill_is_the_unbroken_run(task: str, tmp_path: Path) -> None:
+    unbroken, resumed, killed = (Loop(task, accelerator(), is_ours=True) for _ in range(3))
+    rows = batches(task)
+
+    def run() -> None:
+        killed.run(rows[:10])
+        killed.host.save_state(str(tmp_path))
+        dies_at(6, killed.plain)  # in the second update from here
+        killed.run(rows[10:])
+
+    assert was_killed(run)
+    unbroken.run(rows)
     resumed.host.load_state(str(tmp_path))
     resumed.run(rows[10:])
     assert relative_error(resumed.parameters, unbroken.parameters) == 0

@@ -1,5 +1,6 @@
 """Lightning's Trainer with WholeBatchCallback: gradient, logs and checkpoints of the whole batch."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from torchmetrics import SumMetric  # noqa: E402
 
+import anybatch as ab  # noqa: E402
 from anybatch.core.errors import LossError, PlanError  # noqa: E402
 from anybatch.homes.lightning import WholeBatchCallback  # noqa: E402
 from anybatch.testing import relative_error, tolerance  # noqa: E402
 from tests.homes.lightnings import Module, cutting, fit, fit_on_rank  # noqa: E402
-from tests.homes.tasks import LOSSES, MOST, ROWS, UPDATES, Net, data  # noqa: E402
+from tests.homes.tasks import LOSSES, MOST, OURS, ROWS, UPDATES, Net, data, dies_at, was_killed  # noqa: E402
 from tests.parallel.spawned import spawned  # noqa: E402
 
 EXACT, WRONG = 1e-12, 1e-3
@@ -66,18 +68,29 @@ def test_memory_is_kept_and_every_update_made(task: str, way: str) -> None:
             fit(Module(task, MOST))
 
 
-@pytest.mark.parametrize("task", [*TASKS, None])
-def test_resume_is_the_unbroken_run(task: str | None, tmp_path: Path) -> None:
-    homes = [cutting(task)] if task else []
-    unbroken, resumed = Module(task or "tokens").double(), Module(task or "tokens").double()
-    files = ModelCheckpoint(tmp_path, every_n_train_steps=UPDATES, save_top_k=-1, filename="{step}")
-    fit(unbroken, *homes, files, max_epochs=2, enable_checkpointing=True)
+class Dies(pl.Callback):
+    """Kills the process in the second epoch, in the third forward of an update."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 1 and batch_idx == 3:
+            dies_at(2, pl_module.net)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_resume_after_a_kill_is_the_unbroken_run(task: str, tmp_path: Path) -> None:
+    unbroken, resumed, killed = (Module(task).double() for _ in range(3))
+
+    def run(module: Module, *callbacks: pl.Callback, **options: Any) -> None:
+        files = ModelCheckpoint(tmp_path, every_n_train_steps=UPDATES, save_top_k=-1, filename="{step}")
+        fit(module, cutting(task), files, *callbacks, max_epochs=2, enable_checkpointing=True, **options)
+
+    assert was_killed(lambda: run(killed, Dies()))
     path = tmp_path / f"step={UPDATES}.ckpt"
-    fit(resumed, *homes, max_epochs=2, ckpt_path=path)
-    assert len(resumed.gradients) == UPDATES
-    # ModelLoss reads its first batch in another way, which may round otherwise.
-    assert relative_error(parameters(resumed), parameters(unbroken)) <= (1e-16 if task == "tokens" else 0)
     saved = torch.load(path, weights_only=True)
+    run(unbroken)
+    run(resumed, ckpt_path=path)
+    assert len(resumed.gradients) == UPDATES
+    assert relative_error(parameters(resumed), parameters(unbroken)) == 0
     assert {*saved["state_dict"]} == {*unbroken.state_dict()}
     assert "anybatch" not in str(saved)
     assert "WholeBatch" not in str(saved)
@@ -163,6 +176,36 @@ def test_logs_metrics_and_returned_values_come_once_per_batch(meets: bool, most:
         assert relative_error(found, {name: one.detach() for name, one in expected.items()}) <= EXACT
 
 
+class Named(Module):
+    """Its batches have strings, some of each row and one of all."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {
+            "x": batch[0],
+            "y": batch[1],
+            "names": [str(float(row.sum())) for row in batch[0]],
+            "kind": "train",
+        }
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert batch["names"] == [str(float(row.sum())) for row in batch["x"]]
+        assert batch["kind"] == "train"
+        return super().training_step((batch["x"], batch["y"]), batch_idx)
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_strings_go_with_their_rows_and_the_callback_to_other_processes(meets: bool) -> None:
+    whole, cut = Named("tokens"), Named("tokens")
+    fit(whole)
+    fit(cut, pickle.loads(pickle.dumps(WholeBatchCallback(micro_batch=7, rows_meet=meets))))
+    assert relative_error(cut.gradients[0], whole.gradients[0]) <= EXACT
+
+
+class Twice(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return ab.BatchLoss(self.net, OURS["tokens"], micro_batch=2)(batch)
+
+
 class Manual(Module):
     def __init__(self) -> None:
         super().__init__("tokens")
@@ -187,6 +230,7 @@ class Nothing(Module):
         (Module, {"accumulate_grad_batches": 2}, 1, PlanError, "accumulate_grad_batches=2"),
         (Module, {}, 2, PlanError, "got 2"),
         (Module, {"task": "weighted"}, 1, LossError, "divided afterwards"),
+        (Twice, {}, 1, PlanError, "cut twice"),
         (Drawing, {"rows_meet": True}, 1, LossError, "random numbers"),
         (Nothing, {}, 1, LossError, "got None"),
     ],
@@ -198,10 +242,13 @@ def test_what_cannot_be_is_refused(module: Any, options: Any, homes: int, error:
     if module is Manual:
         options["gradient_clip_val"] = None
     before = [p.clone() for p in made.parameters()]
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=said) as caught:
         fit(made, *[WholeBatchCallback(7, rows_meet=meets) for _ in range(homes)], **options)
     assert (
         relative_error(parameters(made), [p.to(q) for p, q in zip(before, parameters(made), strict=True)])
         == 0
     )
     assert "training_step" not in vars(made)
+    assert (error is LossError and not meets) == (
+        "rows_meet=True" in str(vars(caught.value).get("__notes__"))
+    )

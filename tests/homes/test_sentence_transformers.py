@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from anybatch.core.errors import PlanError
+from anybatch.homes import WholeBatchTrainer
 from anybatch.homes.sentence_transformers import CutLoss
 from anybatch.testing import relative_error, tolerance
 
@@ -144,3 +145,5 @@ def test_a_loss_that_is_cut_already_is_refused(tmp_path: Path) -> None:
     for loss in (cut, found.CachedMultipleNegativesRankingLoss(model)):
         with pytest.raises(PlanError, match="does not cut"):
             CutLoss(loss)
+    with pytest.raises(PlanError, match="CutLoss around that loss"):
+        type("Home", (WholeBatchTrainer, st.SentenceTransformerTrainer), {})

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from benchmarks.homes_transformers import (  # noqa: E402
     trainer_of,
     weights,
 )
+from tests.homes.tasks import dies_at, was_killed  # noqa: E402
 
 LIMIT = 1e-12  # float64, before clipping
 UPDATED = 1e-9  # parameters after 20 updates: AdamW divides by the root of squares
@@ -109,23 +111,39 @@ def test_accumulation_broken_off_leaves_nothing_for_the_next_update() -> None:
     assert error(train(OWN, "whole").gradients[0], run.gradients[0]) <= LIMIT
 
 
-def test_resume_is_bit_identical_and_needs_nothing_of_ours(tmp_path: Path) -> None:
-    more = {"updates": 4, "save_strategy": "steps", "save_steps": 2}
-    saved = {mode: train(CAUSAL, mode, folder=str(tmp_path / mode), **more) for mode in ("home", "whole")}
-    kept = [{one.name for one in (tmp_path / mode / "checkpoint-2").iterdir()} for mode in saved]
-    assert kept[0] == kept[1]
-    for mode in saved:
-        run = trainer_of(CAUSAL, mode, updates=4)
+class Dies(transformers.TrainerCallback):
+    """Kills the process in the third micro-batch of the fourth update, two after a checkpoint."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == 3:
+            dies_at(2, more["model"])
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize(("name", "mode"), [("classification", "home"), ("label smoothing", "both")])
+def test_resume_after_a_kill_is_the_unbroken_run(name: str, mode: Any, tmp_path: Path) -> None:
+    def dropping() -> nn.Module:
+        model = BY_NAME[name].model()
+        for one in model.modules():
+            one.p = 0.1 if isinstance(one, nn.Dropout) else None
+        return model
+
+    task = replace(BY_NAME[name], model=dropping)
+    more: dict[str, Any] = {"updates": 5, "save_strategy": "steps", "save_steps": 2}
+    more["train_sampling_strategy"] = "random"
+    folders = {one: str(tmp_path / one) for one in ("unbroken", "killed", "whole")}
+    unbroken = train(task, mode, folder=folders["unbroken"], **more)
+    assert was_killed(lambda: train(task, mode, folder=folders["killed"], callbacks=(Dies,), **more))
+    train(task, "whole", folder=folders["whole"], **more)
+    kept = [{one.name for one in Path(folders[of], "checkpoint-2").iterdir()} for of in ("killed", "whole")]
+    assert kept[0] == kept[1]  # nothing of ours
+    for of in (mode, "whole"):
+        run = trainer_of(task, of, **more)
         with quiet():
-            run.trainer.train(resume_from_checkpoint=str(tmp_path / "home" / "checkpoint-2"))
-            losses = [
-                one.trainer.evaluate(one.trainer.train_dataset)["eval_loss"] for one in (run, saved[mode])
-            ]
-        assert len(run.gradients) == 2
-        assert losses[0] == pytest.approx(losses[1], rel=LIMIT)
-        found, right = weights(run), weights(saved["home"])
-        assert error(right, found) <= UPDATED
-        assert mode == "whole" or all(torch.equal(found[name], one) for name, one in right.items())
+            run.trainer.train(resume_from_checkpoint=f"{folders['killed']}/checkpoint-2")
+        assert len(run.gradients) == 3
+        right = weights(unbroken)
+        assert of == "whole" or all(torch.equal(one, right[name]) for name, one in weights(run).items())
 
 
 class Narrow(Weighted):
@@ -203,19 +221,28 @@ def test_settings_of_the_host(settings: dict[str, Any]) -> None:
     assert home.logged("loss") == pytest.approx(whole.logged("loss"), rel=LOGGED)
 
 
-def test_metrics_in_compute_loss_have_an_entry_per_micro_batch() -> None:
+@pytest.mark.parametrize("mode", ["home", "both"])
+def test_compute_loss_gets_names_of_its_rows_and_has_an_entry_per_micro_batch(mode: Any) -> None:
+    def named(rows: Any) -> dict[str, Any]:
+        tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return {**tensors, "names": [str(row["input_ids"]) for row in rows], "kind": "train"}
+
     class Counted(Weighted):
         rows: list[int]
 
         def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             self.rows.append(len(inputs["labels"]))
+            assert inputs.pop("names") == [*map(str, inputs["input_ids"])]
+            assert inputs.pop("kind") == "train"
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    run = trainer_of(with_host(Counted), "home")
+    own = {"data_collator": named}
+    run = trainer_of(with_host(Counted), mode, own=own, remove_unused_columns=False, micro_batch=3)
     run.trainer.rows = []
     with quiet():
         run.trainer.train()
-    assert run.trainer.rows == [3] * 8
+    assert run.trainer.rows == [3] * (8 + (mode == "both"))  # the first in a window is evaluated again
+    assert error(train(OWN, "whole").gradients[-1], run.gradients[-1]) <= LIMIT
 
 
 @pytest.mark.slow
@@ -279,8 +306,9 @@ def test_losses_that_cannot_be_cut_are_refused(method: str, own: Any, said: str)
 
 def test_contrastive_loss_names_the_way_out() -> None:
     task = BY_NAME["contrastive"]
-    with pytest.raises(LossError, match="WholeBatch"), quiet():
+    with pytest.raises(LossError, match="WholeBatch") as caught, quiet():
         train(task, "home", loss=None)
+    assert "argument `loss`" in caught.value.__notes__[-1]
     with pytest.raises(LossError, match="Expected the whole batch") as caught, quiet():
         train(task, "both")
     assert "per_device_train_batch_size=12, gradient_accumulation_steps=1" in caught.value.__notes__[0]

@@ -63,8 +63,10 @@ from anybatch.core.oom import (
 from anybatch.core.phase import (
     is_moving as is_moving,
     is_recomputing as is_recomputing,
+    is_running as is_running,
     moving as moving,
     recomputing as recomputing,
+    running as running,
 )
 from anybatch.core.report import (
     EpochReport as EpochReport,

@@ -1,9 +1,10 @@
 """Lightning: a callback that cuts the batch of each `training_step`, with the gradient of the whole batch."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial, wraps
 from inspect import signature
+from itertools import chain
 from numbers import Number
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,11 +17,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch.core import MicroBatchDone, PlanError, StepReport
+from anybatch.core import LossError, MicroBatchDone, PlanError, StepReport
+from anybatch.homes.entries import apart, replaced
 from anybatch.homes.split_loss import SplitLoss
 from anybatch.losses import ModelLoss
 from anybatch.parallel import unwrapped
 from anybatch.step import BatchLoss
+
+_STRATEGIES = SingleDeviceStrategy, DDPStrategy
 
 
 class WholeBatchCallback(Callback):
@@ -30,17 +34,16 @@ class WholeBatchCallback(Callback):
     gives the exact gradient. On several ranks the batches of all ranks are one batch: the gradient is divided
     by the rows or tokens of all of them.
 
-    `self.log` in `training_step` logs once per batch: the loss of the whole batch where the loss is logged,
-    for other numbers their mean over micro-batches, weighted by rows (or `batch_size=`). A `Metric` counts
-    each row once. Entries that `training_step` returns beside the loss are joined likewise. Its other
-    effects, such as a list that it appends to, happen in every micro-batch.
+    `self.log` in `training_step` logs once per batch: the loss of the whole batch, and of other numbers the
+    mean over micro-batches, weighted by rows (or `batch_size=`). A `Metric` counts each row once. Returned
+    entries are joined likewise. Other effects of `training_step` happen in every micro-batch.
 
     Args:
         micro_batch: rows per micro-batch. None for the whole batch, or, with `memory`, for what fits.
         memory: budget in bytes, as for `anybatch.BatchLoss`.
         rows_meet: False for a loss of means over rows or tokens, as for `anybatch.ModelLoss`. True for any
-            other loss: contrastive, or divided by weights of its own. Then the modules that `training_step`
-            calls run on micro-batches, twice; its other code runs on the outputs of all rows.
+            other loss. Then the modules that `training_step` calls run on micro-batches, twice; its other
+            code runs on the outputs of all rows.
         options: further options of `anybatch.BatchLoss`.
 
     Attributes:
@@ -69,8 +72,8 @@ class WholeBatchCallback(Callback):
         self._options: dict[str, Any] = {"micro_batch": micro_batch, "memory": memory, **options}
         self._options["callbacks"] = (*options.get("callbacks", ()), SimpleNamespace(micro_batch=self._keep))
         self._rows_meet = rows_meet
-        self._before: Any = None  # an attribute `training_step` of the module itself, such as a compiled one
-        self._run: Callable[[Any], Any] = lambda rows: None  # the module's own `training_step`
+        self._place = ExitStack()  # that of `training_step`
+        self._run: Any = None  # the module's own `training_step`
         self._notes: list[_Note] = []  # of its last call
         self._kept: list[list[_Note]] = []  # of the micro-batches that count
 
@@ -81,13 +84,12 @@ class WholeBatchCallback(Callback):
         _refuse(trainer, pl_module)
         # Proxies: a snapshot of the module includes neither this callback nor the Trainer.
         home, own, self._batch_loss = proxy(self), pl_module.training_step, None
-        self._before = vars(pl_module).get("training_step")
 
         @wraps(own)
         def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             return home._whole(pl_module, batch, lambda rows: own(rows, *args, **kwargs))  # pyright: ignore
 
-        pl_module.training_step = training_step
+        self._place.enter_context(replaced((pl_module, "training_step", training_step)))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the sum over ranks to BatchLoss: DistributedDataParallel would repeat it."""
@@ -98,8 +100,7 @@ class WholeBatchCallback(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give `training_step` back to the module."""
-        if stage == "fit" and vars(pl_module).pop("training_step", None) and self._before:
-            pl_module.training_step = self._before
+        self._place.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give `training_step` back to the module."""
@@ -107,18 +108,25 @@ class WholeBatchCallback(Callback):
 
     def _whole(self, module: LightningModule, batch: Any, run: Callable[[Any], Any]) -> Any:
         """Return the loss of the whole batch, with what else `training_step` returns; log."""
-        trainer, self._run, self._kept = module.trainer, run, []
+        trainer, self._kept = module.trainer, []
+        # Several ranks exchange rows that meet, but no strings.
+        batch, joined = apart(batch, has_lists=not self._rows_meet or trainer.world_size == 1)
+        self._run = lambda rows: run(joined(rows))  # pyright: ignore
         _refuse(trainer, module)
         batch_loss = self._batch_loss = self._batch_loss or self._made(module)
         if not is_overridden("optimizer_zero_grad", module):  # Lightning would do it only afterwards
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
-        with self._noting(trainer, module):
-            loss = batch_loss(batch)
+        try:
+            with self._noting(trainer, module):
+                loss = batch_loss(batch)
+        except LossError as error:
+            if not self._rows_meet:
+                error.add_note("WholeBatchCallback(..., rows_meet=True) takes any loss.")
+            raise
         self.report = batch_loss.report
-        kept = [self._notes] if self._rows_meet else self._kept
         merged: dict[tuple[LightningModule | None, str], list[_Note]] = {}
-        for note in [note for notes in kept for note in notes]:
+        for note in chain.from_iterable([self._notes] if self._rows_meet else self._kept):
             merged.setdefault((note.module, note.name), []).append(note)
         returned: dict[str, Any] = {"loss": loss}
         for (logging, name), notes in merged.items():
@@ -133,34 +141,18 @@ class WholeBatchCallback(Callback):
         return returned if len(returned) > 1 else loss
 
     def _made(self, module: LightningModule) -> BatchLoss:
-        home: Any = proxy(self)
-
-        def evaluate(rows: Any, *, keeps: bool) -> Any:
-            return home._loss(rows, keeps=keeps)
-
-        own = ModelLoss(call=lambda _, micro: home._loss(micro))
-        return BatchLoss(
-            module, SplitLoss(module, evaluate).whole() if self._rows_meet else own, **self._options
+        run = partial(type(self)._loss, proxy(self))
+        loss = (
+            SplitLoss(module, run).whole() if self._rows_meet else ModelLoss(call=lambda _, rows: run(rows))
         )
+        return BatchLoss(module, loss, **self._options)
 
-    @contextmanager
-    def _noting(self, trainer: Trainer, module: LightningModule) -> Generator[None]:
+    def _noting(self, trainer: Trainer, module: LightningModule) -> AbstractContextManager[None]:
         """Note calls of `self.log` instead of logging."""
-        home, hidden = proxy(self), proxy(trainer)
+        note, home = type(self)._note, proxy(self)
         logging = [one for one in module.modules() if isinstance(one, LightningModule)]
-
-        def noting(one: LightningModule) -> Callable[..., None]:
-            return lambda *args, **kwargs: home._note(one, *args, **kwargs)  # pyright: ignore
-
-        module.trainer = hidden
-        for one in logging:
-            vars(one)["log"] = noting(one)
-        try:
-            yield
-        finally:
-            module.trainer = trainer
-            for one in logging:
-                del vars(one)["log"]
+        places = [(one, "log", partial(note, home, one)) for one in logging]
+        return replaced(*places, *[(one, "_trainer", proxy(trainer)) for one in logging])
 
     def _note(self, module: LightningModule, *args: Any, **kwargs: Any) -> None:
         given = signature(LightningModule.log).bind(module, *args, **kwargs).arguments
@@ -171,10 +163,10 @@ class WholeBatchCallback(Callback):
         """Run `training_step` on some rows and return their loss; keep notes of what else it says."""
         before, self._notes = self._notes, []
         found = self._run(rows)
-        loss = found["loss"] if isinstance(found, Mapping) else found
-        extra = [one for one in found.items() if one[0] != "loss"] if isinstance(found, Mapping) else []
+        said: dict[str, Any] = dict(found) if isinstance(found, Mapping) else {"loss": found}  # pyright: ignore
+        loss = said.pop("loss")
         notes = [note._replace(is_loss=_is_same(note.value, loss)) for note in self._notes]
-        notes += [_Note(None, name, _detached(value)) for name, value in extra]
+        notes += [_Note(None, name, _detached(value)) for name, value in said.items()]
         self._notes = notes if keeps else before
         return loss
 
@@ -231,9 +223,7 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
         said = f"whole batches, got accumulate_grad_batches={count}", "Leave it out: load larger batches."
     elif len(many) > 1:
         said = f"one such callback, got {len(many)}", "Leave out the others."
-    elif isinstance(strategy, DeepSpeedStrategy) or not isinstance(
-        strategy, SingleDeviceStrategy | DDPStrategy
-    ):
+    elif isinstance(strategy, DeepSpeedStrategy) or not isinstance(strategy, _STRATEGIES):
         said = f"one device or DDP, got {type(strategy).__name__}", 'Use Trainer(strategy="ddp").'
     else:
         return

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from anybatch.core import PlanError, loaded
+from anybatch.homes.entries import apart
 from anybatch.homes.split_loss import SplitLoss
 from anybatch.step import BatchLoss
 
@@ -40,21 +41,19 @@ class CutLoss(nn.Module):
                 f"Expected a loss that does not cut its batch, got {type(loss).__name__}. Pass the loss of "
                 "the same name without Cached."
             )
-        self.loss, self._settings = loss, list[dict[str, Any]]()  # of each column: what is no tensor
+        self.loss, self._joined = loss, list[Any]()  # of each column: gives back what is no tensor
         self.batch_loss = BatchLoss(
             loss, SplitLoss(loss, self._run, ("sentence_embedding",)).whole(), **options
         )
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch."""
-        columns, self._settings = list[dict[str, Any]](), []
-        for column in sentence_features:
-            columns.append({name: one for name, one in column.items() if isinstance(one, Tensor)})
-            self._settings.append({name: one for name, one in column.items() if name not in columns[-1]})
-        return self.batch_loss({"features": columns, "labels": labels})
+        parts = [apart(column, has_lists=False) for column in sentence_features]
+        self._joined = [joined for _, joined in parts]
+        return self.batch_loss({"features": [columns for columns, _ in parts], "labels": labels})
 
     def _run(self, rows: Any, *, keeps: bool) -> Any:
         merging = loaded("sentence_transformers.base.losses.merged_forward")
         with merging.column_merging_disabled() if merging else nullcontext():  # several columns in one batch
-            columns = zip(self._settings, rows["features"], strict=True)
-            return self.loss([settings | tensors for settings, tensors in columns], rows["labels"])
+            columns = zip(self._joined, rows["features"], strict=True)
+            return self.loss([joined(column) for joined, column in columns], rows["labels"])

@@ -1,35 +1,26 @@
 """Any function of a batch as a loss over all rows: only the modules that it calls are cut."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from anybatch.core import LossError, loaded, tree
+from anybatch.homes.entries import replaced
 from anybatch.losses import WholeBatch
 from anybatch.state import ObjectState, rng
-
-
-class Evaluate(Protocol):
-    """A function of some rows that returns their loss."""
-
-    def __call__(self, rows: Any, *, keeps: bool) -> Any:
-        """Return the loss; `keeps` is True for all rows, False for a micro-batch whose loss is not used."""
-        ...
 
 
 class SplitLoss:
     """A loss in two parts: the modules with parameters that it calls, and its other code.
 
-    Args:
-        module: holds the modules.
-        evaluate: calls them.
-        keys: of an output that is a mapping with one of these keys, only they are kept.
+    `evaluate` takes rows, calls parts of `module` and returns the loss; with `keeps=False` it is not used. An
+    output that is a mapping is kept without other `keys`, if it has one of these.
     """
 
-    def __init__(self, module: nn.Module, evaluate: Evaluate, keys: Sequence[str] = ()) -> None:
+    def __init__(self, module: nn.Module, evaluate: Callable[..., Any], keys: Sequence[str] = ()) -> None:
         self._module, self._evaluate, self._keys = module, evaluate, keys
         self._losses = set[nn.Module]()  # modules that return a scalar
 
@@ -40,9 +31,8 @@ class SplitLoss:
     def _outputs(self, model: nn.Module, micro: Any) -> Any:
         """Return the output of each call, and the rows."""
         torchmetrics = loaded("torchmetrics")
-        metrics = [
-            one for one in self._module.modules() if torchmetrics and isinstance(one, torchmetrics.Metric)
-        ]
+        parts = self._module.modules() if torchmetrics else ()
+        metrics = [one for one in parts if isinstance(one, torchmetrics.Metric)]
         before = ObjectState(metrics, but_for=()) if metrics else None
         streams = rng.capture(rng.of_process())
         while True:
@@ -58,10 +48,8 @@ class SplitLoss:
                 found.append(kept)  # noqa: B023
                 return output
 
-            with self._answered(note):
-                self._evaluate(
-                    tree.map_leaves(lambda leaf: leaf, micro), keeps=False
-                )  # a module may add keys
+            with self._answered(note):  # on copies of mappings, because a module may add keys
+                self._evaluate(tree.map_leaves(lambda leaf: leaf, micro), keeps=False)
             if before is not None:  # metrics count all rows at once
                 before.put_back()
             if len(self._losses) == known:
@@ -85,8 +73,7 @@ class SplitLoss:
             )
         return loss
 
-    @contextmanager
-    def _answered(self, answer: Callable[..., Any]) -> Generator[None]:
+    def _answered(self, answer: Callable[..., Any]) -> AbstractContextManager[None]:
         """Answer the outermost calls of modules that have parameters and do not return a scalar."""
         is_inside = False
 
@@ -101,12 +88,4 @@ class SplitLoss:
                 is_inside = False
 
         modules = [one for one in self._module.modules() if next(one.parameters(), None) is not None]
-        before = [vars(one).get("forward") for one in modules]
-        for one in modules:
-            one.forward = partial(routed, one, one.forward)
-        try:
-            yield
-        finally:
-            for one, own in zip(modules, before, strict=True):
-                vars(one).pop("forward")
-                vars(one).update({} if own is None else {"forward": own})
+        return replaced(*[(one, "forward", partial(routed, one, one.forward)) for one in modules])

@@ -1,48 +1,41 @@
 """WholeBatchTrainer: a mixin for transformers' Trainer; loss and gradient become those of the whole batch."""
 
 import math
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import cache, partial
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from anybatch.compare import choose_rows
 from anybatch.core import LossError, PlanError, TensorBatch
+from anybatch.homes.entries import apart, replaced
 from anybatch.losses import Additive, LossLike, ModelLoss
 from anybatch.precision import Precision
 from anybatch.state import ObjectState, rng
 from anybatch.step import BatchLoss, Window
 
-#: How a loss uses the number of items of the batch: as its divisor, or not alone.
-Use = Literal["divisor", "other"]
-_CLOSE = 1e-6
-_DOC = "transformers' Trainer, with `WholeBatchTrainer` before it."
+_CLOSE, _STEPS = 1e-6, "current_gradient_accumulation_steps"
 
 
 class WholeBatchTrainer:
     """A mixin that goes before `transformers.Trainer`, or a subclass such as TRL's `SFTTrainer`.
 
-    `per_device_train_batch_size` is the size of the whole batch. Each batch is cut into micro-batches of
-    `micro_batch` rows, or of what fits into `memory`. Loss and gradient are those of the whole batch, so the
-    logged loss and `grad_norm` are too. Everything else is the Trainer's: optimizer, scheduler, clipping,
-    mixed precision, callbacks, evaluation, logging, checkpoints and resume. Checkpoints hold nothing of this.
+    `per_device_train_batch_size` is the size of the whole batch, which is cut into micro-batches. Loss and
+    gradient, and so the logged loss and `grad_norm`, are those of the whole batch. Everything else is the
+    Trainer's: optimizer, scheduler, clipping, mixed precision, callbacks, evaluation, checkpoints, resume.
 
-    The loss is that of `compute_loss`, also your own: that of the model, of `compute_loss_func`, of label
-    smoothing. If it divides by `num_items_in_batch`, the divisor is that of the whole batch. If it is made of
-    means, these are divided once. Before the first cut, a few rows are compared in several splits. Other
-    losses raise a `LossError`; pass contrastive ones as `loss=ab.WholeBatch(...)`.
+    The loss is that of `compute_loss`, also your own. If it divides by `num_items_in_batch`, the divisor is
+    that of the whole batch. If it is made of means, these are divided once. Before the first cut, a few rows
+    are compared in several splits. Other losses raise a `LossError`; pass contrastive ones as `loss`.
 
-    With `gradient_accumulation_steps` above 1, the batches of an update count as one batch. Under torchrun,
-    the whole batch is that of all ranks; with `average_tokens_across_devices=False`, a loss that divides by
-    `num_items_in_batch` stays a mean over ranks.
-
-    `compute_loss` runs once per micro-batch, so metrics that it appends have an entry per micro-batch. On
-    several ranks, `accelerator.gather_for_metrics` within it returns the values of its own rank. A loss that
-    is not finite raises an error, unless `whole_batch` says otherwise.
+    The batches of an update are one batch: those of all ranks, and with `gradient_accumulation_steps` above 1
+    all of these. With `average_tokens_across_devices=False`, a loss that divides by `num_items_in_batch` is a
+    mean over ranks. `compute_loss` and its metrics run once per micro-batch, separately on each rank. A
+    loss that is not finite raises an error, unless `whole_batch` says otherwise.
 
     Args:
         *args: as for the Trainer; also `**kwargs`.
@@ -69,6 +62,11 @@ class WholeBatchTrainer:
                 f"Expected WholeBatchTrainer before Trainer in the bases of {cls.__name__}, got it after. "
                 f"Write class {cls.__name__}(WholeBatchTrainer, Trainer)."
             )
+        if any(base.__module__.startswith("sentence_transformers.") for base in cls.__mro__):
+            raise PlanError(
+                f"Expected a Trainer whose loss is computed from one batch, got {cls.__name__}, which passes "
+                "columns to a loss module. Put anybatch.homes.sentence_transformers.CutLoss around that loss."
+            )
 
     def __init__(
         self,
@@ -79,44 +77,35 @@ class WholeBatchTrainer:
         whole_batch: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        options = {"micro_batch": micro_batch, "memory": memory, **(whole_batch or {})}
-        self._seam = _Seam(self, loss, options)
+        self._seam = _Seam(self, loss, {"micro_batch": micro_batch, "memory": memory, **(whole_batch or {})})
         super().__init__(*args, **kwargs)
         _refuse_unsupported(self)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Begin an update: gradients of one that was broken off are dropped."""
         self._seam.discard()
-        return _host(self).get_batch_samples(*args, **kwargs)
+        return cast("Any", super()).get_batch_samples(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the Trainer's own step, in which `compute_loss` returns the loss of the whole batch."""
         with self._seam.in_place():
-            return _host(self).training_step(*args, **kwargs)
-
-
-def _host(trainer: WholeBatchTrainer) -> Any:
-    return super(WholeBatchTrainer, trainer)
+            return cast("Any", super()).training_step(*args, **kwargs)
 
 
 def _refuse_unsupported(trainer: Any) -> None:
-    accelerator, args = trainer.accelerator, trainer.args
+    accelerator, count = trainer.accelerator, trainer.args.n_gpu
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if not (kind == "NO" or kind.startswith("MULTI_")):
-        raise PlanError(
-            f"Expected one process, or data parallelism under torchrun, got {kind}, which exchanges "
-            "gradients or weights in every micro-batch. Use the Trainer without anybatch there."
-        )
-    if args.n_gpu > 1:
-        raise PlanError(
-            f"Expected one process per GPU, got one for {args.n_gpu} GPUs (nn.DataParallel). Start it with "
-            f"torchrun --nproc-per-node {args.n_gpu} program.py, or set CUDA_VISIBLE_DEVICES=0."
-        )
-    if getattr(accelerator, "parallelism_config", None) is not None:
-        raise PlanError(
-            f"Expected whole rows and whole weights on each rank, got {accelerator.parallelism_config}. "
-            "Leave parallelism_config out."
-        )
+        said = f"{kind}, which exchanges gradients or weights in every micro-batch", "Leave it out."
+    elif count > 1:
+        said = f"one for {count} GPUs (nn.DataParallel)", f"Use torchrun --nproc-per-node {count} program.py."
+    elif getattr(accelerator, "parallelism_config", None) is not None:
+        said = f"{accelerator.parallelism_config}", "Leave parallelism_config out."
+    else:
+        return
+    raise PlanError(
+        f"Expected a process per GPU, each with whole rows and all weights, got {said[0]}. {said[1]}"
+    )
 
 
 class _Seam:
@@ -126,26 +115,20 @@ class _Seam:
         self._trainer, self._loss, self._options = trainer, loss, options
         self._compute: Any = None  # the trainer's own compute_loss, during a step
         self._items: Any = None  # num_items_in_batch of this update
-        self._settings: Mapping[str, Any] = {}  # entries of the batch that all rows share, as `return_loss`
-        self._use: Use | None = None  # None if not known yet
+        self._joined: Any = None  # gives a micro-batch the entries that are no tensors, as `return_loss`
+        self._divides: bool | None = None  # True if the loss divides by these items; None if not known yet
         self._model: nn.Module | None = None  # the model of `_made`
         self._made: dict[str, BatchLoss] = {}
         self._open: tuple[BatchLoss, Window] | None = None  # with gradient accumulation: this update so far
 
-    @contextmanager
-    def in_place(self) -> Generator[None]:
+    def in_place(self) -> AbstractContextManager[None]:
         """Stand in for `compute_loss`; the trainer does not divide by its number of batches per update."""
-        trainer = self._trainer
-        own = {name: vars(trainer)[name] for name in ("compute_loss",) if name in vars(trainer)}
-        self._compute = trainer.compute_loss
-        trainer.compute_loss, batches = self, getattr(trainer, "current_gradient_accumulation_steps", 1)
-        trainer.current_gradient_accumulation_steps = 1
-        try:
-            yield
-        finally:
-            trainer.current_gradient_accumulation_steps = batches
-            del trainer.compute_loss
-            vars(trainer).update(own)
+        trainer, self._compute = self._trainer, self._trainer.compute_loss
+        places: list[Any] = [(trainer, "compute_loss", self), (trainer, _STEPS, 1)]
+        if trainer.args.world_size > 1:  # metrics stay on a rank: the others may have more micro-batches
+            own = lambda values, *_, **__: values  # noqa: E731  # pyright: ignore
+            places.append((trainer.accelerator, "gather_for_metrics", own))
+        return replaced(*places)
 
     def __call__(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -156,37 +139,29 @@ class _Seam:
                 f"Expected compute_loss without outputs in a training step, got {return_outputs=}: the "
                 "outputs of all rows are never in memory together. Call the model for them, under no_grad()."
             )
-        self._items, self._settings = num_items_in_batch, {}
-        if isinstance(inputs, Mapping):
-            self._settings = {
-                key: one for key, one in inputs.items() if isinstance(one, bool | int | float | str)
-            }
-            inputs = {key: one for key, one in inputs.items() if key not in self._settings}
-        with self._without_gathering():
-            is_last = self._trainer.accelerator.sync_gradients
+        self._items = num_items_in_batch
+        inputs, self._joined = apart(inputs, has_lists=self._loss is None)
+        is_last = self._trainer.accelerator.sync_gradients
+        try:
             if is_last and self._open is None:
                 return self._batch_loss(model, inputs)(inputs)
-            return self._accumulated(model, inputs, is_last=is_last)
-
-    def _accumulated(self, model: nn.Module, inputs: Any, *, is_last: bool) -> Tensor:
-        try:
             if self._open is None:
                 opener = self._batch_loss(model, inputs)
                 self._open = opener, opener.window()
             opener, window = self._open
             window.add(inputs)
+            if not is_last:
+                return torch.zeros((), device=next(model.parameters()).device, requires_grad=True)
+            self._open = None
+            return opener(window)
         except LossError as error:
-            args = self._trainer.args
-            steps, rows = args.gradient_accumulation_steps, args.per_device_train_batch_size
-            error.add_note(
-                f"Or set per_device_train_batch_size={steps * rows}, gradient_accumulation_steps=1: a batch "
-                "that comes at once can be split for more losses."
-            )
+            if self._loss is None:
+                error.add_note("A loss that you write for anybatch goes into the Trainer's argument `loss`.")
+            steps = self._trainer.args.gradient_accumulation_steps
+            rows = steps * self._trainer.args.per_device_train_batch_size
+            if steps > 1:  # a batch that comes at once can be split for more losses
+                error.add_note(f"Or set per_device_train_batch_size={rows}, gradient_accumulation_steps=1.")
             raise
-        if not is_last:
-            return torch.zeros((), device=next(model.parameters()).device, requires_grad=True)
-        self._open = None
-        return opener(window)
 
     def discard(self) -> None:
         """Drop an update that was broken off."""
@@ -196,13 +171,13 @@ class _Seam:
 
     def _batch_loss(self, model: nn.Module, inputs: Any) -> BatchLoss:
         if model is not self._model:  # the Trainer wraps the model anew in each `train`
-            self._model, self._made, self._use = model, {}, None
+            self._model, self._made, self._divides = model, {}, None
         loss, name = self._loss, "given"
         if loss is None:
-            if self._items is not None and self._use is None:
-                self._use = self._found_use(getattr(model, "module", model), inputs)
-            is_divided = self._items is not None and self._use == "divisor"
-            loss, name = (Additive(self._sum), "sum") if is_divided else (ModelLoss(call=self._mean), "mean")
+            if self._items is not None and self._divides is None:
+                self._divides = self._tells(getattr(model, "module", model), inputs)
+            is_divided = self._items is not None and self._divides
+            loss, name = (Additive(self._sum), "sum") if is_divided else (ModelLoss(call=self._value), "mean")
         if name not in self._made:
             options = dict(self._options)
             if getattr(self._trainer.accelerator, "scaler", None) is not None:
@@ -214,89 +189,61 @@ class _Seam:
         # The Trainer multiplies by the number of ranks, because torch's data parallelism averages.
         return self._value(model, micro, self._items) / self._trainer.args.world_size
 
-    def _mean(self, model: nn.Module, micro: Any) -> Tensor:
-        return self._value(model, micro, None)
-
-    def _value(self, model: nn.Module, micro: Any, items: Any) -> Tensor:
-        # A new dict, because the Trainer removes the labels from it.
-        inputs = {**micro, **self._settings} if isinstance(micro, Mapping) else micro
+    def _value(self, model: nn.Module, micro: Any, items: Any = None) -> Tensor:
+        inputs = self._joined(micro)
+        inputs = {**inputs} if isinstance(inputs, Mapping) else inputs  # the Trainer removes the labels
         value = self._compute(model, inputs, num_items_in_batch=items)
         if not isinstance(value, Tensor):
             raise LossError(
                 f"Expected compute_loss to return the loss, a scalar tensor, got a {type(value).__name__}. "
                 "Return outputs only if return_outputs is True."
             )
-        if type(value.grad_fn).__name__ == "_HandedBackward":
-            raise PlanError(
-                "Expected compute_loss to return a loss with its graph, got that of an ab.BatchLoss, with "
-                f"shape {tuple(value.shape)}: the batch would be cut twice. Leave one of the two out."
-            )
         return value
 
-    def _found_use(self, model: nn.Module, inputs: Any) -> Use | None:
-        """Return how the loss uses the number of items, tried on two rows; None if these have no loss."""
+    def _tells(self, model: nn.Module, inputs: Any) -> bool | None:
+        """Return True if the loss of two rows divides by the number of items; None if they have no loss."""
         batch, trainer = TensorBatch(inputs), self._trainer
         rows = batch.only(choose_rows(batch)(2)).whole if batch.rows > 1 else inputs
         count = self._count(rows)
         noted = ObjectState([trainer, model], but_for=[*model.parameters()])
-        try:
+
+        def tried(items: Any) -> float:
             with rng.preserved(), torch.no_grad():
-                first, second = [self._tried(model, rows, items) for items in (count, 2 * count)]
-                if not first or not math.isfinite(first):
-                    return None
-                if math.isclose(first, 2 * second, rel_tol=_CLOSE):
-                    return "divisor"
-                if math.isclose(first, second, rel_tol=_CLOSE):
-                    return "other"
-                third = trainer.args.world_size * self._tried(model, rows, None)
+                return float(self._value(model, rows, items))
+
+        close = partial(math.isclose, rel_tol=_CLOSE)
+        try:
+            first, second = tried(count), tried(2 * count)
+            if not first or not math.isfinite(first):
+                return None
+            if close(first, 2 * second) or close(first, second):
+                return close(first, 2 * second)
+            third = trainer.args.world_size * tried(None)
         finally:
             noted.put_back()
-        if math.isclose(first, third, rel_tol=_CLOSE):  # such as a mean and a router loss
-            return "other"
+        if close(first, third):  # such as a mean and a router loss
+            return False
         raise LossError(
             "Expected a loss that is divided by num_items_in_batch, or is the same without it, got "
             f"{first:g} for {int(count)} items, {second:g} for {2 * int(count)} and {third:g} for None. "
             "Divide all of it by num_items_in_batch, or take means."
         )
 
-    def _tried(self, model: nn.Module, rows: Any, items: Any) -> float:
-        with rng.preserved():
-            return float(self._value(model, rows, items))
-
     def _count(self, rows: Any) -> Any:
         """Return the number of items of some rows, counted as the Trainer does."""
+        rows = self._joined(rows)
         labels = rows.get("shift_labels", rows["labels"])
         if "shift_labels" not in rows and getattr(self._trainer, "_loss_shifts_labels", False):
             labels = labels[..., 1:]
         count = labels.ne(-100).sum().clamp(min=1)
         return count if isinstance(self._items, Tensor) else int(count)
 
-    @contextmanager
-    def _without_gathering(self) -> Generator[None]:
-        """Keep metrics in `compute_loss` to this rank: ranks may have other numbers of micro-batches."""
-        accelerator = self._trainer.accelerator
-        if self._trainer.args.world_size == 1:
-            yield
-            return
-        accelerator.gather_for_metrics = _same
-        try:
-            yield
-        finally:
-            del accelerator.gather_for_metrics
-
-
-def _same(values: Any, *args: Any, **kwargs: Any) -> Any:
-    return values
-
 
 @cache
-def _trainer_class() -> type:
-    host = import_module("transformers").Trainer
-    return type("Trainer", (WholeBatchTrainer, host), {"__module__": __name__, "__doc__": _DOC})
-
-
 def __getattr__(name: str) -> Any:
     """Return `Trainer`: transformers' Trainer with the mixin."""
     if name != "Trainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _trainer_class()
+    host = import_module("transformers").Trainer
+    doc = "transformers' Trainer, with `WholeBatchTrainer` before it."
+    return type(name, (WholeBatchTrainer, host), {"__module__": __name__, "__doc__": doc})

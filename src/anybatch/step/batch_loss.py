@@ -16,6 +16,7 @@ from anybatch.core import (
     PlanError,
     StepReport,
     check_callbacks,
+    is_running,
     torch_private as private,
 )
 from anybatch.engine import Accumulation, Gradient, Task, check_parts, multiply
@@ -200,6 +201,11 @@ class GradientStep(Step):
         return [*dict.fromkeys([*self.model.parameters(), *module_of(self.loss).parameters()])]
 
     def _begun(self) -> Task:
+        if is_running():
+            raise PlanError(
+                f"Expected one ab.BatchLoss around a batch, got one of {type(self.model).__name__} inside a "
+                "loss that is computed in micro-batches: the batch is cut twice. Leave one of the two out."
+            )
         self._taken, task = {}, super()._begun()
         hooked = [one for one in task.network.parameters if private.hooks_of_tensor(one)[0]]
         if hooked:

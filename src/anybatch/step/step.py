@@ -23,6 +23,7 @@ from anybatch.core import (
     WindowError,
     check_callbacks,
     counted,
+    running,
 )
 from anybatch.engine import (
     Accumulation,
@@ -172,7 +173,9 @@ class Step:
         refuse_others("step", others)
         self._refuse_open_window()
         try:
-            return self._step(self._begun(), batch, self.end)
+            task = self._begun()
+            with running():
+                return self._step(task, batch, self.end)
         except BaseException as error:  # also before a window has begun
             self.strategy.abandon(error)
             raise

@@ -19,6 +19,7 @@ from anybatch.core import (
     WindowError,
     all_finite,
     counted,
+    running,
 )
 from anybatch.engine import (
     Accumulation,
@@ -118,7 +119,8 @@ class Window(Accumulation):
         refuse_others("add", others)
         self._expect("open", "add a micro-batch")
         try:
-            self._add(micro)
+            with running():
+                self._add(micro)
         except BaseException as error:
             if self._task.strategy.is_many and self._phase == "open":  # others must not wait for this one
                 self.discard(error)

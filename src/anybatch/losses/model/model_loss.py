@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from textwrap import shorten
 from typing import Any, TypeVar, cast
@@ -114,10 +114,12 @@ class _GraphReader(Plain):
         self.call = call or call_model
         self._reading = LossReading(learns=False)  # the model's, after a step has begun
         self._form: Form | None = None  # the known form of the loss; None if the model is watched
+        self._is_as_read = False  # a watched loss is computed as if it was read, so every step rounds alike
 
     def _open(self, model: nn.Module) -> None:
         self._reading = reading_of(model)
         self._form = self._reading.begin()
+        self._is_as_read = self._reading.form is not None
 
     def _by(self, read: Callable[[Tensor], _T], loss: Tensor) -> _T:
         """Return `read(loss)`; if the loss has another form than before, the model is watched from now on."""
@@ -163,8 +165,9 @@ class ModelTerms(_GraphReader):
     def _taken(self, model: nn.Module, found: LossTerms, *, keep_graph: bool) -> Evaluated:
         is_first = self._first is None or 0 <= self._start == self._first_start
         if self._first is None:
-            self._look(model, found)
+            found = self._look(model, found, keep_graph=keep_graph)
         else:
+            found = self._as_read(found)
             _refuse_others(model, self._first, found)
         once = int(is_first)  # the whole batch has one sum
         terms, factors = found.terms, found.factors
@@ -288,7 +291,7 @@ class ModelTerms(_GraphReader):
     def _watch(self, model: nn.Module, micro: Any) -> LossTerms | None:
         with torch.inference_mode(False), torch.enable_grad():  # in evaluation too, to separate the terms
             micro = _outside_inference(micro)
-            with recorded(self._reading.files_of(model)) as routers, Watch() as watch:
+            with recorded(self._reading.files_of(model)) as routers, Watch(as_is=self._is_as_read) as watch:
                 output = self.call(model, micro)
             if adds_nothing(output):
                 return None
@@ -314,7 +317,15 @@ class ModelTerms(_GraphReader):
             f"Rows meet in it. {ROUTER_ADVICE}"
         )
 
-    def _look(self, model: nn.Module, found: LossTerms) -> None:
+    def _as_read(self, found: LossTerms) -> LossTerms:
+        """Return the terms of a watched loss as reading it gives them, if this is asked for."""
+        form = self._reading.form if self._form is None and self._is_as_read else None
+        if form is None or [*found.factors] != ["loss"]:
+            return found
+        value = found.terms["loss"].value
+        return replace(found, terms={"loss": self._by(form.read, value)})
+
+    def _look(self, model: nn.Module, found: LossTerms, *, keep_graph: bool) -> LossTerms:
         self._matches = {
             name: find(one.origin, found.leaves, padded=found.padded) for name, one in found.terms.items()
         }
@@ -332,7 +343,12 @@ class ModelTerms(_GraphReader):
             )
         if self._form is None:
             self._reading.learn(model, found)
+            if keep_graph and self._reading.form is not None and not self._is_as_read:
+                self._is_as_read = True
+                raise EvaluateAgain
+        found = self._as_read(found)
         self._first, self._first_start = found.forgotten(), self._start
+        return found
 
 
 class OwnLoss(_GraphReader):

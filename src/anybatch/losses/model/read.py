@@ -104,6 +104,7 @@ class LossReading:
 
     def __init__(self, *, learns: bool = True) -> None:
         self.learns = learns
+        self.form: Form | None = None  # the last one, also while the model is watched
         self._files: list[ModuleType] | None = None
         self._form: Form | None = None
         self._steps, self._misses = 0, 0
@@ -133,12 +134,13 @@ class LossReading:
             p.dtype.itemsize > form.term.value.dtype.itemsize for p in model.parameters()
         ):
             form = None
-        self._form = form
+        self._form = self.form = form
         self._steps = 1
 
     def miss(self) -> None:
         """Discard the form after a mismatch; the next step is watched."""
-        self._form, self._misses = None, self._misses + 1
+        self._form = self.form = None
+        self._misses += 1
 
 
 def reading_of(model: nn.Module) -> LossReading:
@@ -149,12 +151,18 @@ def reading_of(model: nn.Module) -> LossReading:
 
 @contextmanager
 def read_afresh(model: nn.Module) -> Generator[None]:
-    """Return a context after which the learned form of a model's loss is as before."""
+    """Return a context after which the learned form of a model's loss is as before.
+
+    If none was learned before, the next step is watched, and rounds as the form that was learned inside.
+    """
     known = _READINGS.pop(model, None)
     try:
         yield
     finally:
-        _READINGS.pop(model, None)
+        found = _READINGS.pop(model, None)
+        if known is None and found is not None:
+            known = LossReading()
+            known.form = found.form
         if known is not None:
             _READINGS[model] = known
 
