@@ -93,11 +93,10 @@ class Ladder:
             if not self._climb(want, read, find):
                 last = self.rungs[max(self.rungs)]
                 if not last.readings.law.readings:  # the step itself will tell why
-                    parts = -(-want.rows // want.size)
-                    return last, tuple(cut_sizes(want.rows, want.only)) if want.only else even(
-                        want.rows, parts
-                    )
-                raise self._refusal(want)
+                    smallest_parts = even(want.rows, -(-want.rows // want.size))
+                    return last, tuple(cut_sizes(want.rows, want.only)) if want.only else smallest_parts
+                if not self._update_one_by_one(want):
+                    raise self._refusal(want)
 
     def finish(self, rung: Rung, *, is_random: bool) -> None:
         """End a step on a rung."""
@@ -110,11 +109,9 @@ class Ladder:
         last = self.rungs[top]
         if self._read_smallest(last, want, read):
             return True
-        if top:
-            return False
-        blocks = () if self.plain.settings.blocks else tuple(find())
+        blocks = () if top or self.plain.settings.blocks else tuple(find())
         if not blocks:
-            return False
+            return self._read_loss(last, want, read)
         every = self._rung(blocks, len(blocks))
         self._read_smallest(every, want, read)
         if every.sizes(want):
@@ -130,6 +127,22 @@ class Ladder:
         before = len(rung.readings.law.readings)
         read(rung, (size, size))
         return len(rung.readings.law.readings) > before
+
+    def _read_loss(self, rung: Rung, want: Want, read: Read) -> bool:
+        """Read the loss over all rows if it was only guessed at; return True if it was read."""
+        first = rung.readings.first
+        if not first or want.rows in first:
+            return False
+        read(rung, even(want.rows, -(-want.rows // want.size)))
+        return want.rows in first
+
+    def _update_one_by_one(self, want: Want) -> bool:
+        """Let optimizers update parameter by parameter if all at once take too much; return True if new."""
+        if self.plain.settings.foreach is not None or self.plain.readings.update <= self.plain.room(want):
+            return False
+        for rung in self.rungs.values():
+            rung.settings, rung.readings.update = replace(rung.settings, foreach=False), 0.0
+        return True
 
     def _give_back(self, blocks: tuple[str, ...], want: Want, read: Read) -> None:
         """Find the fewest blocks that must run again, by a line between two rungs of which one fits."""
@@ -156,7 +169,7 @@ class Ladder:
             made = Rung(self.num_bytes, replace(self.plain.settings, blocks=chosen))
             made.readings.gradients = self.plain.readings.gradients
             made.readings.update = self.plain.readings.update
-            made.readings.first = dict(self.plain.readings.first)
+            made.readings.first = self.plain.readings.first
             self.rungs[again] = made
         return self.rungs[again]
 
@@ -196,7 +209,12 @@ class Ladder:
     def state(self) -> list[dict[str, Any]]:
         """Return the rungs as JSON values."""
         return [
-            {"again": again, "blocks": list(rung.settings.blocks), **rung.state()}
+            {
+                "again": again,
+                "blocks": list(rung.settings.blocks),
+                "foreach": rung.settings.foreach,
+                **rung.state(),
+            }
             for again, rung in self.rungs.items()
         ]
 
@@ -204,7 +222,8 @@ class Ladder:
         """Load the output of `state`."""
         for one in state:
             blocks = tuple((str(name), str(policy)) for name, policy in one["blocks"])
-            rung = Rung(self.num_bytes, replace(self.plain.settings, blocks=blocks))
+            settings = replace(self.plain.settings, blocks=blocks, foreach=one["foreach"])
+            rung = Rung(self.num_bytes, settings)
             rung.load(one)
             self.rungs[int(one["again"])] = rung
             self._steps = max(self._steps, rung.steps)

@@ -55,10 +55,13 @@ class Readings:
         peak, left = self.first[known]
         return peak * rows / known, left * rows / known
 
-    def fits(self, size: Size, room: float) -> bool:
-        """Return True if a micro-batch fits into so many bytes beside the gradient sums."""
-        if self.whole.get(size, math.inf) <= room + self.gradients:
-            return True  # uncut: gradients are made while activations are freed
+    def fits(self, size: Size, room: float, *, is_uncut: bool = False) -> bool:
+        """Return True if a micro-batch fits into so many bytes beside the gradient sums.
+
+        The gradients of an uncut batch are made while activations are freed, so its own reading counts.
+        """
+        if is_uncut and size in self.whole:
+            return self.whole[size] <= room + self.gradients
         # Fewer rows than were read may take more bytes: a single one may run other kernels.
         return self.law.least <= size[0] and self.law.bound(size) <= room
 

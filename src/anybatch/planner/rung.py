@@ -150,7 +150,8 @@ class Rung:
     def _fits_even(self, most: int, want: Want, room: float) -> bool:
         """Return True if an even cut into parts of at most so many rows fits."""
         parts = {*even(want.rows, -(-want.rows // most))}
-        return all(self.readings.fits((size, want.length), room) for size in parts)
+        is_uncut = parts == {want.rows}
+        return all(self.readings.fits((size, want.length), room, is_uncut=is_uncut) for size in parts)
 
     def _may_run(self, size: int, want: Want) -> bool:
         """Return True if the one size that is allowed fits, or may be run because nothing else tells."""
@@ -160,7 +161,7 @@ class Rung:
             return read.fits(one, room)
         if one in read.whole:
             return read.whole[one] <= room + read.gradients
-        return not read.law.readings or read.law.bound(one) <= room + read.gradients
+        return not read.law.readings or read.law(one) <= room + read.gradients  # it is read when it runs
 
     def _next(self, top: int, length: int, room: float) -> int:
         """Return the most rows to try next, far beyond the readings."""

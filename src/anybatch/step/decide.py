@@ -212,10 +212,14 @@ class Planning:
         """Read a few rows, and compare loss and gradient of two splits."""
         rung, ladder.looks = ladder.plain, ladder.looks + 1
         like = _of_size(self.settings, batch.rows, min(2, batch.rows))
+        leaves = getattr(batch, "leaves", ())
+        copies = sum(one.nbytes for one in leaves) * min(8, batch.rows) // batch.rows
         with self._reading(task, rung) as running:
 
             def fits(rows: int) -> bool:
-                return rung.readings.fits((rows, want.length), rung.room(want))
+                # A look holds copies of its rows, and the gradients of two splits.
+                room = rung.room(want) - copies - 2 * rung.readings.gradients
+                return rung.readings.fits((rows, want.length), room)
 
             try:
                 self.guard.read(running, batch, like, fits)
