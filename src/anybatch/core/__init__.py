@@ -73,6 +73,7 @@ from anybatch.core.report import (
     RunInfo as RunInfo,
     StepReport as StepReport,
 )
+from anybatch.core.shards import is_shard as is_shard, local as local, whole as whole
 from anybatch.core.total import (
     SHORT_DTYPES as SHORT_DTYPES,
     Fold as Fold,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,10 +50,13 @@ class Ways:
         # several ranks, is unknown before its end.
         is_open = not is_whole or task.add_rows > 0 or task.strategy.is_many
         self.loss: Loss = task.loss if plan.is_cut or is_open else task.loss.uncut()
-        self.holds_whole = not is_whole or task.add_rows > 0  # gradients of a micro-batch, until it is over
+        self.holds_whole = (
+            not is_whole or task.add_rows > 0 or task.strategy.is_lockstep
+        )  # gradients of a micro-batch, until it is over
         self.is_late = is_open or (plan.non_finite == "drop" and plan.is_cut)
         self.is_guarded = plan.is_guarded and not is_dry
-        self.is_synced = task.is_synced(plan)
+        self.is_lockstep = task.strategy.is_lockstep
+        self.adds_over_ranks = self.is_lockstep or task.is_synced(plan)
         self.is_plain = not is_whole or self.loss.is_plain  # a window has opened its loss
         self.computing = (
             partial(plan.precision.computing, task.network.kinds) if plan.precision.is_mixed else None
@@ -256,11 +259,11 @@ class Part:
         division = sums.division
         if division is UNDECIDED:
             known = OpenBatch() if ways.is_late else self.batch
-            division = Division.decide(ways.loss, known, terms, rows, is_synced=ways.is_synced)
-            if ways.is_synced and division.divisors is None and len(terms.sums) > 1:
+            division = Division.decide(ways.loss, known, terms, rows, adds_over_ranks=ways.adds_over_ranks)
+            if ways.adds_over_ranks and division.divisors is None and len(terms.sums) > 1:
                 raise LossError(
-                    f"Expected a loss of one term with SyncBatchNorm on several ranks, got {[*terms.sums]}, "
-                    "each of which needs a backward of its own. Return one Total."
+                    f"Expected a loss of one term with SyncBatchNorm or shards, got {[*terms.sums]}, each of "
+                    "which needs a backward of its own. Return one Total."
                 )
         for name, one in terms.sums.items():
             division.like[name] = one.dtype, one.device
@@ -311,10 +314,11 @@ class Part:
                 flowing[name] = one
         if self.is_guarded and len(flowing) < len(values) and not all_finite(list(values.values())):
             raise NonFinite("loss")
-        if self.ways.is_synced and len(flowing) < len(values):
+        if self.ways.adds_over_ranks and len(flowing) < len(values):
             raise LossError(
-                "Expected terms of the loss that depend on parameters on every rank with SyncBatchNorm, got "
-                f"{len(flowing)} of {len(values)}: others wait in backward. Give every rank rows that count."
+                "Expected terms of the loss that depend on parameters on every rank with SyncBatchNorm or "
+                f"shards, got {len(flowing)} of {len(values)}: others wait in backward. Give every rank rows "
+                "that count."
             )
         if flowing:
             sums.has_flowed = True
@@ -332,10 +336,23 @@ class Part:
         if task.reader is not None:
             task.reader.done()
 
-    def _flow(self, flowing: Mapping[str, Tensor]) -> None:
+    def accompany(self, rows: Any) -> None:
+        """Run a micro-batch of weight 0: other ranks wait for its collectives, and send their gradients."""
+        sums = self.sums
+        self._micro = None
+        if sums.gradients is not None:
+            sums.gradients.begin()
+        terms = self.evaluate(Micro(rows=rows, indices=range(sums.total, sums.total + 1))).sums
+        division = sums.division
+        flowing = {n: one for n, one in terms.items() if one.requires_grad and division.coefficients[n]}
+        self._flow(flowing, {name: torch.zeros_like(one) for name, one in flowing.items()})
+        for parameter in self.task.network.reached:
+            parameter.grad = None
+
+    def _flow(self, flowing: Mapping[str, Tensor], cotangents: Mapping[str, Tensor] | None = None) -> None:
         gradients, division, scale = self.sums.gradients, self.sums.division, self.task.scale.value
         assert gradients is not None  # noqa: S101 - `evaluate` has opened them
-        cotangents = division.cotangents.get(scale) or division.made_cotangents(scale)
+        cotangents = cotangents or division.cotangents.get(scale) or division.made_cotangents(scale)
         if isinstance(gradients, Apart) and division.divisors is None and len(cotangents) > 1:
             gradients.add_each(flowing, cotangents, 1 / scale)
         else:

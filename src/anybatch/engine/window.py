@@ -15,6 +15,7 @@ from anybatch.core import (
     MicroBatchDone,
     NonFinite,
     NonFiniteLossError,
+    NoRows,
     OpenBatch,
     OutOfMemoryError,
     StepReport,
@@ -27,6 +28,7 @@ from anybatch.core import (
     note_update,
     ran_out_of_memory,
     released,
+    whole,
 )
 from anybatch.engine.gradients import Gradient
 from anybatch.engine.part import NO_READER, NOTHING_TRIED, Part, Tried, Ways
@@ -38,7 +40,6 @@ from anybatch.engine.update import (
     TornUpdateError,
     clip,
     clip_entries,
-    norm_of,
     schedule_learning_rates,
     step_optimizers,
 )
@@ -145,6 +146,10 @@ class Accumulation:
         """
         if self._phase != "open":  # an optimizer has written
             return None
+        if isinstance(error, Restart):  # another rank begins again
+            put_back(self._before, self._sums)
+            self._begin_again(error, part)
+            return error
         failed: AnybatchError | None = NonFiniteLossError(
             f"Expected a finite sum of gradients, got NaN or infinity from {self._rows} rows, though "
             "that of each micro-batch is finite. No update was made. Accumulate in a wider dtype, or make "
@@ -158,9 +163,12 @@ class Accumulation:
         again = restart_after_end(part, is_memory=isinstance(failed, OutOfMemoryError))
         if again is None:
             raise failed from None
+        self._begin_again(again, part)
+        return again
+
+    def _begin_again(self, again: Restart, part: Part) -> None:
         self._before = snapshot(self._task, part.batch)
         self._sums = Sums(again.plan, self._task, part.batch)
-        return again
 
     # ---- the end, before the update: nothing is written yet
 
@@ -182,12 +190,12 @@ class Accumulation:
             if parameter in task.network.trained:
                 gradient[parameter] = found + gradient[parameter] if parameter in gradient else found.clone()
         values = [*gradient.values()]
-        size = norm_of(values)
+        size = task.strategy.norm(values)
         known, (norm,) = sums.read(weights, size)
         if not any(known.values()):
             return Finished({}, known, math.nan, size)
         if not math.isfinite(norm):
-            if not all_finite(values):
+            if task.strategy.is_lockstep or not all_finite(values):  # ranks see other shards
                 raise NonFinite("gradient")
             if is_ours and not math.isinf(sums.plan.clip_norm):
                 raise NonFiniteLossError(
@@ -363,12 +371,15 @@ def carry_out(
 def fold(part: Part, before: Snapshot) -> None:
     """Run forward and backward of every micro-batch: THE LOOP."""
     told, labelled = part.task.callbacks.micro_batch, label_for_profiler()
+    strategy = part.task.strategy
+    strategy.open(part)
     with ExitStack() as passes:
         while part.left:
             try:
                 if not part.is_open:
                     part.first_pass(passes, before)
                 for micro in part.micro_batches(before):
+                    strategy.next()
                     with labelled("anybatch.micro_batch"):
                         part.backward(part.evaluate(micro))
                     part.done()
@@ -378,13 +389,35 @@ def fold(part: Part, before: Snapshot) -> None:
                     del micro  # before the next one is made
             except Exception as error:
                 recover(error, part, before)
+        for rows in strategy.missing(part):
+            if not part.is_open:
+                part.first_pass(passes, before)
+            beside = snapshot(part.task, OpenBatch())
+            with rng.preserved():
+                part.accompany(rows)
+            beside.put_modules_back()
+
+
+def accompany(sums: Sums) -> None:
+    """Take part in an `add` of other ranks to a window, with micro-batches of weight 0."""
+    task, plan = sums.task, sums.plan
+    ways = Ways.of(plan, task, is_whole=False, is_dry=False)
+    with task.loss.along(OpenBatch(), (), task.model, lambda: None) as share:
+        part = Part(task, ways, NoRows(), sums, share=share, tried=NOTHING_TRIED)
+        try:
+            fold(part, snapshot(task, OpenBatch()))
+            sums.take(part.sums)
+        except Restart:  # another rank begins again
+            clear(task.network.everyone)
+        finally:
+            part.close()
 
 
 def observe(gradient: Gradient, task: Task) -> None:
-    """Show the finished gradient to callbacks, unscaled, before clipping."""
+    """Show the finished gradient to callbacks: whole, unscaled, before clipping."""
     if task.callbacks.gradients:
         names = task.names()
-        call(task.callbacks.gradients, {names[one]: value for one, value in gradient.items()})
+        call(task.callbacks.gradients, {names[one]: whole(value) for one, value in gradient.items()})
 
 
 def put_back(before: Snapshot, sums: Sums, error: BaseException | None = None) -> None:

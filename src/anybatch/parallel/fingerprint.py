@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.core import Batch, PlanError, torch_private as private
+from anybatch.core import Batch, PlanError, is_shard, torch_private as private
 from anybatch.engine import Plan, Task, owned
 from anybatch.losses import SummedLoss
 
@@ -29,7 +29,7 @@ def fingerprint(
     buffers = [one for place, one in enumerate(buffers_of_model(task)) if place not in written]
     return {
         "torch": torch.__version__,
-        "model": _hash([(names[p], tuple(p.shape), str(p.dtype)) for p in task.network.parameters]),
+        "model": _hash([(names[p], tuple(p.shape), str(p.dtype), _cut(p)) for p in task.network.parameters]),
         "weights": _hash([checksum(p) for p in (*task.network.parameters, *task.model.parameters())]),
         "optimizer": optimizers_of(task),
         "optimizer state": _hash([*map(checksum, state_of(task))]),
@@ -37,9 +37,14 @@ def fingerprint(
         "schedulers": schedulers_of(task),
         "loss": loss_of(task),
         "options": _hash(sorted(plan.items(), key=str)),
+        "hold": str(getattr(task.strategy, "hold", "")),
         "compression": _hash([type(compression).__name__, *_plain(getattr(compression, "__dict__", {}))]),
         "updates": str(task.progress.updates),
     }
+
+
+def _cut(parameter: Any) -> str:
+    return f"{parameter.device_mesh} {parameter.placements}" if is_shard(parameter) else ""
 
 
 def optimizers_of(task: Task) -> str:
@@ -114,6 +119,8 @@ def contents(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 def checksum(value: Tensor, start: int = 0, stop: int | None = None) -> int:
     """Return the sum of all 8-byte words between two bytes: the same bits give the same number."""
+    if is_shard(value):  # each rank holds another part
+        return 0
     flat = value.detach().contiguous().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     if not flat.numel():

@@ -18,6 +18,7 @@ from anybatch.core import (
     Collate,
     Functions,
     OutOfMemoryError,
+    PlanError,
     ReadOnlyError,
     StepReport,
     WindowError,
@@ -45,6 +46,7 @@ from anybatch.parallel import (
     choose_strategy,
     group_of,
     refuse_late_group,
+    refuse_sharded,
     refuse_wrapped,
     unwrapped,
 )
@@ -132,13 +134,18 @@ class Step:
         self.model, self.loss, self.collate, self.options = model, loss, collate, options
         self.optimizers, self.schedulers = self._checked(model, loss, optimizer, options.scheduler)
         refuse_wrapped([*model.modules(), *module_of(loss).modules()], strategy)
-        self.strategy: Strategy = choose_strategy(strategy, group)
+        self.strategy: Strategy = choose_strategy(strategy, group, model)
         if chosen == Precision() and computes_in_float16(model):
             chosen = Precision(loss_scale="dynamic")  # autocast is in the model
+        if memory is not None and self.strategy.is_lockstep:
+            raise PlanError(
+                f"Expected micro_batch= with a sharded model, got memory={memory!r}: the memory of shards is "
+                "not predicted yet. A rank whose memory runs out splits its rows further by itself."
+            )
         blocks = choose_blocks(model, options.recompute)
         self.planning = Planning(
             options.settings(clip_norm=clip_norm, blocks=blocks, precision=chosen),
-            Guard(batch_norm=options.batch_norm, check=options.check),
+            Guard(batch_norm=options.batch_norm, check=options.check and not self.strategy.is_lockstep),
             micro_batch=micro_batch,
             memory=memory,
             may_choose_blocks=options.recompute is None,
@@ -251,6 +258,7 @@ class Step:
             BudgetError: nothing fits.
             PlanError: the step cannot be traced.
         """
+        refuse_sharded(self.model, "a plan")
         task = self.task()
         logical = admit(batch, task, self.collate, anywhere=device is not None)
         report = self.planning.foresee(task, logical, memory=memory, rows=rows, device=device)
@@ -367,6 +375,7 @@ class Step:
         """Return the parts of the next step, gathered anew if they have changed, and in looking steps."""
         if self.schedulers:
             self._progress.warn_of_other_steps(self.schedulers)
+        self.strategy.ready(self.model)
         known = self._gathered
         is_told = known is not None and known[0].callbacks is self._told
         if known is None or not is_told or self.effects.looks_next or not known[1].is_current():
