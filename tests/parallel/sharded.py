@@ -1,35 +1,67 @@
-"""Steps of sharded models on drawn rows, held against the whole batch in one process. Called on every rank."""
+"""Steps of sharded models, held against the whole batch in one process. Called on every rank."""
 
 import copy
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import anybatch as ab
 from anybatch.parallel import Shard
-from anybatch.testing import relative_error
 from tests.parallel.cases import digest, draw_sizes, share
 
 WIDTH, LENGTH, WORDS = 6, 5, 7
 
 
-class Block(nn.Module):
-    """An odd width, so that shards differ in size."""
+class Fault:
+    """An error that is raised when a place is passed; a plain object, so that no snapshot holds its count."""
 
     def __init__(self) -> None:
+        self.place, self.left, self.what = "", 0, ValueError("no")
+
+    def arm(self, place: str, passes: int, what: Any) -> None:
+        self.place, self.left, self.what = place, passes, what
+
+    def __call__(self, place: str) -> None:
+        if place == self.place:
+            self.left -= 1
+            if self.left == -1:
+                raise self.what
+
+
+class Spot(torch.autograd.Function):
+    """The identity, which passes a place in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fault: Fault, place: str) -> Tensor:
+        ctx.fault, ctx.place = fault, place
+        fault(f"forward {place}")
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.fault(f"backward {ctx.place}")
+        return gradients[0], None, None
+
+
+class Block(nn.Module):
+    """A block of odd width, so that shards differ in size."""
+
+    def __init__(self, place: str, fault: Fault) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
-        self.faults: dict[str, Any] = {}
+        self.place, self.fault = place, fault
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        return x + self.down(Spot.apply(torch.tanh(self.up(self.norm(x))), self.fault, self.place))
 
 
 class Words(nn.Module):
@@ -37,8 +69,8 @@ class Words(nn.Module):
 
     def __init__(self, blocks: int = 2) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.words, self.fault = nn.Embedding(WORDS, WIDTH), Fault()
+        self.blocks = nn.ModuleList(Block(str(index), self.fault) for index in range(blocks))
         self.out = nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,6 +125,12 @@ def whole(model: nn.Module) -> list[Tensor]:
     return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
 
 
+def error_of(parts: nn.Module, model: nn.Module) -> float:
+    """The largest difference of a parameter."""
+    pairs = zip(whole(parts), whole(model), strict=True)
+    return max(float((one - other).abs().max()) for one, other in pairs)
+
+
 def one(rank: int, size: int, seed: int) -> list[Any]:
     """One drawn case of three updates; the error of its parameters, and a hash of those of this rank."""
     drawn = random.Random(seed)
@@ -100,7 +138,11 @@ def one(rank: int, size: int, seed: int) -> list[Any]:
     name, way = drawn.choice([*LOSSES]), drawn.choice(["step", "step", "window", "collate"])
     optimizer, micro_batch = drawn.choice([*OPTIMIZERS]), drawn.choice([None, 1, 2, 3])
     clip_norm, compensated, hold = drawn.choice([None, 0.05]), drawn.random() < 0.2, drawn.random() < 0.4
-    mesh = init_device_mesh("cpu", (2, size // 2)) if size == 4 and drawn.random() < 0.5 else None
+    mesh = (
+        init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("copies", "shards"))
+        if size == 4 and drawn.random() < 0.5
+        else None
+    )
     parts = shard(model, mesh, reshard_after_forward=drawn.choice([True, False]))
     options = ab.Options(compensated=compensated, strategy=Shard(hold=hold and not compensated))
     steps = [
@@ -140,8 +182,8 @@ def one(rank: int, size: int, seed: int) -> list[Any]:
         assert (report.rows, report.updated) == (count, True)
         assert abs(report.loss - expected.loss) < 1e-12 * max(1.0, abs(expected.loss))
         assert abs(report.grad_norm - expected.grad_norm) < 1e-11 * max(1.0, expected.grad_norm)
-    error = relative_error(whole(parts), whole(model))
-    said = f"seed {seed}: {name}, {way}, {optimizer}, {micro_batch}, hold {hold}, {compensated}, {sizes} rows: {error}"
+    error = error_of(parts, model)
+    said = f"seed {seed}: {name}, {way}, {optimizer}, {micro_batch}, hold {hold}, {compensated}, {error}"
     assert error < (1e-7 if optimizer == "adamw" else 1e-12), said
     return [error, digest(whole(parts))]
 
@@ -152,3 +194,251 @@ def stack(samples: Sequence[Any]) -> Any:
 
 def several(rank: int, size: int, seed: int, count: int) -> list[Any]:
     return [one(rank, size, seed + index) for index in range(count)]
+
+
+# ---- faults
+
+
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def faulted(rank: int, size: int, seed: int, first: bool = False) -> dict[str, Any]:
+    """A step in which a drawn rank meets a drawn fault, and one after it; all ranks draw the same."""
+    drawn = random.Random(seed)
+    model = make(seed=seed)
+    mesh = None
+    if size == 4 and drawn.random() < 0.5:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    parts = shard(model, mesh, reshard_after_forward=drawn.choice([True, False]))
+    way, hold = drawn.choice(["step", "step", "window"]), drawn.random() < 0.5
+    options = ab.Options(strategy=Shard(hold=hold))
+    step = ab.Step(parts, tokens, OPTIMIZERS["momentum"](parts.parameters()), micro_batch=2, options=options)
+    alone = ab.Options(strategy="local", check=False)
+    twin = ab.Step(model, tokens, OPTIMIZERS["momentum"](model.parameters()), options=alone)
+
+    def run(number: int) -> Any:
+        batch, sizes = rows(4 * size, seed=number), [4 - (number + index) % 4 for index in range(size - 1)]
+        sizes.append(4 * size - sum(sizes))
+        mine = share(batch, sizes, rank)
+        if way == "step":
+            return step(mine), batch
+        with step.window() as window:
+            for start in range(0, sizes[rank], 2):
+                window.add(tuple(part[start : start + 2] for part in mine))
+            return window.close(), batch
+
+    for number in range(0 if first else 2):
+        twin(run(number)[1])
+    place = f"{drawn.choice(['forward', 'backward'])} {drawn.choice('01')}"
+    what = drawn.choice([NO_MEMORY, NO_MEMORY, ValueError("no"), KeyboardInterrupt()])
+    at_rank, passes = drawn.randrange(size), drawn.randrange(3)
+    if rank == at_rank:
+        parts.fault.arm(place, passes, what)
+    before, told = whole(parts), {"at": at_rank, "error": "", "said": "", "what": repr(what)}
+    told["seed"] = f"{seed}: {place}, {passes}, {what!r}, {way}, hold {hold}, {mesh}"
+    began = time.monotonic()
+    try:
+        report, batch = run(2)
+        twin(batch)
+        assert report.updated
+        told["redone"] = report.redone
+    except BaseException as error:
+        told |= {"error": type(error).__name__, "said": str(error)}
+    told["seconds"] = time.monotonic() - began
+    parts.fault.arm("", 0, what)
+    if not told["error"]:
+        assert error_of(parts, model) < 1e-12, told["seed"]
+    elif not first:
+        assert all(map(torch.equal, before, whole(parts))), told["seed"]
+    if not first:
+        twin(run(3)[1])
+        assert error_of(parts, model) < 1e-12, told["seed"]
+    return told
+
+
+def all_faulted(rank: int, size: int, seed: int, count: int) -> list[dict[str, Any]]:
+    return [faulted(rank, size, seed + index) for index in range(count)]
+
+
+# ---- what else a step can do, and what is refused
+
+
+def steps(parts: nn.Module, model: nn.Module, **options: Any) -> tuple[ab.Step, ab.Step]:
+    """A step of a sharded model, and one of one process with the whole batch."""
+    given = {"strategy": "auto", **options.pop("options", {})}
+    sgd = OPTIMIZERS["momentum"]
+    return (
+        ab.Step(parts, tokens, sgd(parts.parameters()), options=ab.Options(**given), **options),
+        ab.Step(
+            model,
+            tokens,
+            sgd(model.parameters()),
+            options=ab.Options(strategy="local", check=False),
+            **options,
+        ),
+    )
+
+
+def features(rank: int, size: int) -> dict[str, float]:
+    """The error of three updates with each option."""
+    found: dict[str, float] = {}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shown: list[list[float]] = [[], []]
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "plain": ({}, {}),
+        "recompute": ({}, {"options": {"recompute": "all"}}),
+        "bf16-mixed": ({}, {"precision": "bf16-mixed"}),
+        "policy": ({"mp_policy": policy}, {}),
+        "held in a policy": ({"mp_policy": policy}, {"options": {"strategy": Shard(hold=True)}}),
+        "clipped by value": ({}, {"options": {"clip_value": 1e-3}}),
+    }
+    for name, (sharding, options) in cases.items():
+        dtype = torch.float32 if "bf16" in name or "policy" in name else torch.float64
+        model = make().to(dtype)
+        parts = shard(model, **sharding)
+        clip = options.get("options", {}).get("clip_value")
+        mine, twin = steps(parts, model, micro_batch=2, **copy.deepcopy(options) if not sharding else options)
+        if clip:
+            twin = ab.Step(
+                model,
+                tokens,
+                twin.optimizers[0],
+                options=ab.Options(strategy="local", check=False, clip_value=clip),
+            )
+        watchers = [Watcher(one) for one in shown]
+        mine.attach(watchers[:1])
+        twin.attach(watchers[1:])
+        for number in range(3):
+            batch = rows(7, seed=number)
+            with torch.no_grad():  # a forward alone leaves the root unsharded
+                parts(batch[0])
+            mine(share(batch, [5, 2, *[0] * (size - 2)], rank))
+            twin(batch)
+        found[name] = error_of(parts, model)
+        if name == "plain":
+            found["shown"] = max(abs(one - other) for one, other in zip(*shown, strict=True))
+    model, batch = make(), rows(7)
+    parts, sgd = shard(model), torch.optim.SGD
+    loss = ab.BatchLoss(parts, tokens, micro_batch=2)
+    optimizer = sgd(parts.parameters(), lr=0.5)
+    loss(share(batch, [5, 2, *[0] * (size - 2)], rank))
+    optimizer.step()
+    steps(parts, model)[1](batch)
+    found["BatchLoss"] = error_of(parts, model)
+    return found
+
+
+class Watcher(ab.Callback):
+    """A callback that takes the norm of each gradient."""
+
+    def __init__(self, norms: list[float]) -> None:
+        self.norms = norms
+
+    def gradients(self, gradients: Any) -> None:
+        self.norms += [float(one.norm()) for one in gradients.values()]
+
+
+class MicroWatcher(ab.Callback):
+    def micro_gradients(self, micro: Any, gradients: Any, scale: float) -> None:
+        raise AssertionError
+
+
+def refused(rank: int, size: int) -> dict[str, str]:
+    """What every rank is told."""
+    batch = share(rows(8), [4, 4], rank)
+
+    def stepped(model: Any = None, loss: Any = tokens, **options: Any) -> Callable[[], object]:
+        model = shard(make()) if model is None else model
+        given = {name: options.pop(name) for name in [*options] if name in ("strategy", "non_finite")}
+        optimizer = torch.optim.SGD([*model.parameters()], lr=0.1)
+        return lambda: ab.Step(model, loss, optimizer, options=ab.Options(**given), micro_batch=2, **options)(
+            batch
+        )
+
+    def in_parts() -> Any:
+        model = make()
+        fully_shard(model.blocks[0])
+        return model
+
+    def ignoring() -> Any:
+        model = make()
+        return fully_shard(model, ignored_params={model.out.bias})
+
+    def on_two_meshes() -> Any:
+        model = make()
+        alone = [dist.new_group([one]) for one in range(size)]
+        fully_shard(model.blocks[0], mesh=DeviceMesh.from_group(alone[rank], "cpu"))
+        return fully_shard(model)
+
+    def two(model: Any, micro: Any) -> Any:
+        return {"one": tokens(model, micro), "two": ab.Total(model(micro[0]).square().sum(), len(micro[0]))}
+
+    def saved() -> object:
+        parts = shard(make())
+        window = ab.Step(parts, tokens, torch.optim.SGD(parts.parameters())).window()
+        window.add(batch)
+        try:
+            return window.state()
+        finally:
+            window.discard()
+
+    parts = shard(make())
+    cases: dict[str, Callable[[], object]] = {
+        "local": stepped(strategy="local"),
+        "replicate": stepped(strategy="replicate"),
+        "Shard": stepped(make(), strategy=Shard()),
+        "parts": stepped(in_parts()),
+        "ignored": stepped(ignoring()),
+        "meshes": stepped(on_two_meshes()),
+        "WholeBatch": stepped(loss=ab.WholeBatch(lambda out, y: out.mean())),
+        "fp16-mixed": stepped(precision="fp16-mixed"),
+        "bf16-true": stepped(precision="bf16-true"),
+        "drop": stepped(non_finite="drop"),
+        "memory": stepped(memory="1GB"),
+        "micro_gradients": stepped(callbacks=[MicroWatcher()]),
+        "callbacks": stepped(callbacks=[Watcher([])] if rank else []),
+        "hold": stepped(strategy=Shard(hold=rank == 0)),
+        "terms": stepped(loss=two),
+        "FSDP1": lambda: stepped(FullyShardedDataParallel(make(), device_id=torch.device("cpu")))(),
+        "state": saved,
+        "check": lambda: ab.check(parts, tokens, batch),
+        "plan": lambda: ab.plan(parts, tokens, torch.optim.SGD(parts.parameters()), batch, memory="1GB"),
+        "flow": lambda: ab.gradient_flow(parts, tokens, batch),
+        "Trainer": lambda: ab.Trainer(ab.Step(parts, tokens, torch.optim.SGD(parts.parameters())), [batch]),
+    }
+    found = {}
+    for name, call in cases.items():
+        try:
+            call()
+            found[name] = "no error"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def counts(rank: int, size: int, hold: bool) -> list[list[int]]:
+    """Messages, all-gathers, reduce-scatters and sums of each of some steps of 1 to 4 micro-batches."""
+    parts, found = shard(make()), list[list[int]]()
+    step = steps(parts, make(), micro_batch=1, options={"strategy": Shard(hold=hold)})[0]
+    names = "all_gather", "all_gather_single", "reduce_scatter_single", "all_reduce"
+    for count in (1, 2, 3, 4, 4):
+        with ExitStack() as patches:
+            made = [
+                patches.enter_context(mock.patch.object(dist, one, wraps=getattr(dist, one))) for one in names
+            ]
+            step(share(rows(2 * count, seed=count), [count, count], rank))
+            found.append([one.call_count for one in made])
+    return found
+
+
+def in_a_half(rank: int, size: int) -> float:
+    """The error of an update over half of the ranks."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("halves", "shards"))["shards"]
+    first = 0 if rank < size // 2 else size // 2
+    model = make()
+    parts = shard(model, mesh)
+    mine, twin = steps(parts, model, micro_batch=2)
+    batch = rows(7, seed=first)
+    mine(share(batch, [5, 2], rank - first))
+    twin(batch)
+    return error_of(parts, model)

@@ -454,6 +454,11 @@ def dtypes_of_shards(model: nn.Module) -> set[torch.dtype]:
     return found
 
 
-def custom_gather(model: nn.Module) -> Any:
-    """Return what a sharded model calls for its first all-gather; None if it gathers nothing."""
-    return next((group._all_gather_comm for group in groups_of_shards(model)), None)
+def connections_of_shards(model: nn.Module) -> tuple[Any, Any, Any]:
+    """Return FSDP's all-gather, the group over which it shards, and that of ranks with the same shard or None.
+
+    An equal mesh may have other groups.
+    """
+    group = groups_of_shards(model)[0]
+    info = group.mesh_info
+    return group._all_gather_comm, info.shard_process_group, getattr(info, "replicate_process_group", None)

@@ -6,6 +6,7 @@ from anybatch.parallel.compression import (
     DeepGradientCompression as DeepGradientCompression,
 )
 from anybatch.parallel.group import (
+    Group as Group,
     all_gather_rows as all_gather_rows,
     exchange as exchange,
     rank as rank,

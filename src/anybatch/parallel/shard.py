@@ -98,12 +98,10 @@ class Shard(Replicate):
                 f"Expected a mesh of two axes over all {dist.get_world_size()} ranks, got {mesh.size()}. "
                 "Make it with init_device_mesh, or use a mesh of one axis."
             )
-        self.group = mesh.get_group() if axes == 1 else None
-        self._shards = mesh.get_group(axes - 1)  # the ranks that hold one copy of the weights
-        self._replicas = mesh.get_group(0) if axes == 2 else None
         self._model = model
         self._parts: list[Any] = [one for one in model.modules() if hasattr(one, "reset_iter_state")]
-        known = private.custom_gather(model)
+        known, self._shards, self._replicas = private.connections_of_shards(model)
+        self.group = self._shards if axes == 1 else None
         self._recorder = known if isinstance(known, Recorder) else Recorder()
         for one in self._parts:
             one.set_gradient_divide_factor(1.0)

@@ -34,8 +34,8 @@ def choose_strategy(
     if is_asked > sharded or (sharded and not is_asked and strategy != "auto"):
         raise PlanError(
             f'Expected strategy="auto" or Shard(...) for a model with fully_shard, and Shard for no other, '
-            f"got {strategy!r} for a model {'with' if sharded else 'without'} it. For data parallelism, or an "
-            "update of one process, leave fully_shard out."
+            f"got {strategy!r} for a model {'with' if sharded else 'without'} it. For data parallelism, or "
+            "an update of one process, leave fully_shard out."
         )
     if sharded:
         strategy = strategy if isinstance(strategy, Shard) else Shard()
