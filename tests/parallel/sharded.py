@@ -3,7 +3,10 @@
 import copy
 import random
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,10 +15,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import anybatch as ab
-from anybatch.parallel import Shard
+from anybatch.core import local
+from anybatch.engine import Part, norm_of
+from anybatch.engine.division import Division
+from anybatch.parallel import Shard, rank as rank_of, ranks
+from anybatch.train import shards
 from tests.parallel.cases import digest, draw_sizes, share
 
 WIDTH, LENGTH, WORDS = 6, 5, 7
@@ -196,6 +203,66 @@ def several(rank: int, size: int, seed: int, count: int) -> list[Any]:
     return [one(rank, size, seed + index) for index in range(count)]
 
 
+# ---- mistakes
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """Make a mistake."""
+    with MUTATIONS[name]():
+        yield
+
+
+def _local_divisor() -> Any:
+    made = Division.decide
+
+    def decide(*given: Any, **named: Any) -> Division:
+        return made(*given, **{**named, "adds_over_ranks": False})
+
+    return mock.patch.object(Division, "decide", staticmethod(decide))
+
+
+def _averaged() -> Any:
+    return mock.patch.object(FSDPModule, "set_gradient_divide_factor")
+
+
+def _lost_gradient() -> Any:
+    def accompany(self: Part, rows: Any) -> None:
+        before = {p: p.grad.clone() for p in self.task.network.parameters if p.grad is not None}
+        made(self, rows)
+        for p in self.task.network.parameters:
+            p.grad = before.get(p)
+
+    made = Part.accompany
+    return mock.patch.object(Part, "accompany", accompany)
+
+
+def _local_norm() -> Any:
+    return mock.patch.object(
+        Shard, "norm", lambda self, gradients: norm_of([local(one) for one in gradients])
+    )
+
+
+MUTATIONS: dict[str, Callable[[], Any]] = {
+    "a divisor of each rank's own": _local_divisor,
+    "averaged shards": _averaged,
+    "what other ranks send in a micro-batch of weight 0 is lost": _lost_gradient,
+    "the norm of this rank's shards": _local_norm,
+}
+
+
+def wrong(rank: int, size: int, seed: int, count: int, mutation: str) -> int:
+    """How many cases a mistake breaks on this rank."""
+    found = 0
+    with mutated(mutation):
+        for index in range(count):
+            try:
+                one(rank, size, seed + index)
+            except AssertionError:
+                found += 1
+    return found
+
+
 # ---- faults
 
 
@@ -318,9 +385,8 @@ def features(rank: int, size: int) -> dict[str, float]:
         if name == "plain":
             found["shown"] = max(abs(one - other) for one, other in zip(*shown, strict=True))
     model, batch = make(), rows(7)
-    parts, sgd = shard(model), torch.optim.SGD
-    loss = ab.BatchLoss(parts, tokens, micro_batch=2)
-    optimizer = sgd(parts.parameters(), lr=0.5)
+    parts = shard(model)
+    loss, optimizer = ab.BatchLoss(parts, tokens, micro_batch=2), OPTIMIZERS["momentum"](parts.parameters())
     loss(share(batch, [5, 2, *[0] * (size - 2)], rank))
     optimizer.step()
     steps(parts, model)[1](batch)
@@ -404,7 +470,9 @@ def refused(rank: int, size: int) -> dict[str, str]:
         "check": lambda: ab.check(parts, tokens, batch),
         "plan": lambda: ab.plan(parts, tokens, torch.optim.SGD(parts.parameters()), batch, memory="1GB"),
         "flow": lambda: ab.gradient_flow(parts, tokens, batch),
-        "Trainer": lambda: ab.Trainer(ab.Step(parts, tokens, torch.optim.SGD(parts.parameters())), [batch]),
+        "Trainer": lambda: ab.Trainer(
+            ab.Step(parts, tokens, torch.optim.SGD(parts.parameters())), batch, batch_size=2
+        ),
     }
     found = {}
     for name, call in cases.items():
@@ -442,3 +510,88 @@ def in_a_half(rank: int, size: int) -> float:
     mine(share(batch, [5, 2], rank - first))
     twin(batch)
     return error_of(parts, model)
+
+
+# ---- checkpoints
+
+
+def trained(
+    parts: Any, path: str, *, group: Any, updates: int, name: str, save_at: int = 0
+) -> dict[str, str]:
+    """Go on from the newest checkpoint, if there is one, and save; hashes of what was loaded and saved."""
+    optimizer = OPTIMIZERS[name](parts.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    step = ab.Step(
+        parts, tokens, optimizer, micro_batch=2, options=ab.Options(scheduler=scheduler, check=False)
+    )
+    everything = {"model": parts, "optimizers": [optimizer], "schedulers": [scheduler], "group": group}
+    found, done = {}, 0
+    if Path(path).exists():
+        done = shards.restore(path, **everything)["done"]
+        found["loaded"] = bits(parts, optimizer) + str(optimizer.param_groups[0]["lr"])
+    size, rank = ranks(group), rank_of(group)
+    for number in range(updates):
+        batch = rows(7, seed=number)
+        step(share(batch, draw_sizes(random.Random(number), 7, size), rank))
+    if updates or save_at:
+        shards.save(path, save_at or done + updates, progress={"done": done + updates}, **everything)
+        found["saved"] = bits(parts, optimizer) + str(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def bits(parts: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    state = [one for p in parts.parameters() for one in optimizer.state[p].values()]
+    values = [*whole(parts), *[one.full_tensor() if hasattr(one, "full_tensor") else one for one in state]]
+    return digest(values)
+
+
+def resharded(rank: int, size: int, path: str) -> list[dict[str, str]]:
+    """Save and load by 4, 3, 1 and 2 ranks in turn, two updates each; other ranks wait."""
+    found: list[dict[str, str]] = []
+    for count in (4, 3, 1, 2):
+        group = dist.new_group([*range(count)])
+        mesh = DeviceMesh("cpu", [*range(count)])
+        if rank < count:
+            found.append(trained(shard(make(), mesh), path, group=group, updates=2, name="adamw"))
+        dist.barrier()
+    return found
+
+
+def broken(rank: int, size: int, path: str) -> dict[str, Any]:
+    """A save that fails at the last moment, and one whose files are damaged afterwards."""
+    told: dict[str, Any] = {}
+
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        try:
+            told[name] = call()
+        except (ab.AnybatchError, RuntimeError) as error:
+            told[name] = f"{type(error).__name__}: {error}"
+
+    def load() -> Any:
+        parts = shard(make(seed=1))
+        optimizer = OPTIMIZERS["adamw"](parts.parameters())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            progress = shards.restore(path, model=parts, optimizers=[optimizer])
+        return progress["done"], " ".join(str(one.message) for one in caught)
+
+    attempt("nothing", load)
+    for number in (1, 2):
+        attempt(f"saved {number}", lambda: trained(shard(make()), path, group=None, updates=1, name="adamw"))
+    with mock.patch("anybatch.train.shards.os.replace", side_effect=OSError(28, "No space left")):
+        attempt("full", lambda: trained(shard(make()), path, group=None, updates=1, name="adamw"))
+    attempt("after full", load)
+    dist.barrier()
+    newest = max(Path(path).glob("step-*"))
+    if not rank:
+        file = next(one for one in newest.glob("*.distcp"))
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+    attempt("damaged", load)
+    wide = shard(make(blocks=1))
+    attempt("another model", lambda: shards.restore(path, model=wide))
+    sgd = torch.optim.SGD((same := shard(make())).parameters())
+    attempt("another optimizer", lambda: shards.restore(path, model=same, optimizers=[sgd]))
+    return told

@@ -455,7 +455,7 @@ def dtypes_of_shards(model: nn.Module) -> set[torch.dtype]:
 
 
 def connections_of_shards(model: nn.Module) -> tuple[Any, Any, Any]:
-    """Return FSDP's all-gather, the group over which it shards, and that of ranks with the same shard or None.
+    """Return FSDP's all-gather, its group, and the group of ranks with the same shard; None for one rank.
 
     An equal mesh may have other groups.
     """

@@ -393,8 +393,16 @@ def fold(part: Part, before: Snapshot) -> None:
             if not part.is_open:
                 part.first_pass(passes, before)
             beside = snapshot(part.task, OpenBatch())
-            with rng.preserved():
-                part.accompany(rows)
+            try:
+                with rng.preserved():
+                    part.accompany(rows)
+            except Exception as error:
+                if isinstance(error, AnybatchError) or not ran_out_of_memory(error):
+                    raise
+                raise OutOfMemoryError(
+                    "Expected a micro-batch of weight 0 to fit into memory, as other ranks have more, got "
+                    f"none left ({released(error)}). No update was made. Free memory, or make rows smaller."
+                ) from None
             beside.put_modules_back()
 
 

@@ -121,9 +121,7 @@ class Shard(Replicate):
         refused = {
             "ab.WholeBatch, whose first pass is not agreed between ranks": isinstance(task.loss, WholeBatch),
             "a model with router losses": isinstance(task.loss, ModelTerms) and wants_router_loss(task.model),
-            f"precision={str(settings.precision)!r}": bool(
-                settings.precision.loss_scale or settings.precision.is_short
-            ),
+            f"precision={str(settings.precision)!r}": settings.precision.loss_scale is not None,
             'non_finite="drop"': settings.non_finite == "drop",
             "SyncBatchNorm in training mode": task.is_synced(settings),
             "a callback with micro_gradients": bool(task.callbacks.of_micro_gradients),
@@ -133,8 +131,8 @@ class Shard(Replicate):
         }
         if found := [name for name, is_asked in refused.items() if is_asked]:
             raise PlanError(
-                f"Expected a step that a sharded model supports, got {found[0]}. Leave it out; for 16-bit "
-                'weights use precision="bf16-mixed" or fully_shard(mp_policy=MixedPrecisionPolicy(...)).'
+                f"Expected a step that a sharded model supports, got {found[0]}. Leave it out; instead of "
+                "float16 use bfloat16."
             )
         super().begin(task, settings)
         is_wide = all(

@@ -137,10 +137,12 @@ class Step:
         self.strategy: Strategy = choose_strategy(strategy, group, model)
         if chosen == Precision() and computes_in_float16(model):
             chosen = Precision(loss_scale="dynamic")  # autocast is in the model
-        if memory is not None and self.strategy.is_lockstep:
+        if self.strategy.is_lockstep and (memory is not None or chosen.store is not None):
+            got = f"precision={str(chosen)!r}" if memory is None else f"memory={memory!r}"
             raise PlanError(
-                f"Expected micro_batch= with a sharded model, got memory={memory!r}: the memory of shards is "
-                "not predicted yet. A rank whose memory runs out splits its rows further by itself."
+                f"Expected micro_batch= and float32 weights with a sharded model, got {got}: its memory is "
+                'not predicted, nor its weights converted. For 16 bits use precision="bf16-mixed" or '
+                "fully_shard(mp_policy=MixedPrecisionPolicy(...))."
             )
         blocks = choose_blocks(model, options.recompute)
         self.planning = Planning(
