@@ -387,7 +387,7 @@ def features(rank: int, size: int) -> dict[str, float]:
     model, batch = make(), rows(7)
     parts = shard(model)
     loss, optimizer = ab.BatchLoss(parts, tokens, micro_batch=2), OPTIMIZERS["momentum"](parts.parameters())
-    loss(share(batch, [5, 2, *[0] * (size - 2)], rank))
+    loss(share(batch, [5, 2, *[0] * (size - 2)], rank)).backward()
     optimizer.step()
     steps(parts, model)[1](batch)
     found["BatchLoss"] = error_of(parts, model)

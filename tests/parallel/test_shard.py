@@ -100,7 +100,7 @@ def test_a_checkpoint_that_is_not_whole_is_never_loaded(two: Ranks, tmp_path: Pa
 
 def test_a_fault_before_the_collectives_are_known_ends_all_ranks() -> None:
     with spawned(2) as ranks, mock.patch("tests.parallel.spawned.GROUP_TIMEOUT", 5):
-        ranks.start(sharded.faulted, 0, True)
+        ranks.start(sharded.faulted, 62, True)
         answers = ranks.answers()
     told = [value for kind, value in answers if kind == "value"]
     assert [one["error"] for one in told] == ["RankError", "ValueError"], told
