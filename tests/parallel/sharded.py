@@ -494,7 +494,8 @@ def counts(rank: int, size: int, hold: bool) -> list[list[int]]:
             made = [
                 patches.enter_context(mock.patch.object(dist, one, wraps=getattr(dist, one))) for one in names
             ]
-            step(share(rows(2 * count, seed=count), [count, count], rank))
+            report = step(share(rows(2 * count, seed=count), [count, count], rank))
+            assert report.held == (hold and len(found) > 0)
             found.append([one.call_count for one in made])
     return found
 

@@ -26,11 +26,13 @@ class Strategy(Protocol):
         takes_windows: callers may bring micro-batches one by one.
         is_lockstep: each micro-batch holds collectives, so all processes run equally many, and none may run
             one again alone.
+        is_held: gradients are added up over processes after the last micro-batch of this step only.
     """
 
     is_many: bool
     takes_windows: bool
     is_lockstep: bool
+    is_held: bool
 
     def ready(self, model: nn.Module) -> None:
         """Bring the parameters of a model into the form between steps, before the parts are gathered."""
@@ -99,7 +101,7 @@ class Single:
 
     is_many = False
     takes_windows = True
-    is_lockstep = False
+    is_lockstep = is_held = False
 
     def ready(self, model: nn.Module) -> None:
         """Do nothing; parameters have one form."""

@@ -465,6 +465,7 @@ def report_of(
         scale=task.scale.value,
         update=task.progress.updates,
         learning_rate=task.learning_rate(),
+        held=task.strategy.is_held,
         seconds=perf_counter() - task.progress.began,
         unchecked=task.progress.unchecked,
     )
