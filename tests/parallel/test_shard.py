@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from tests.parallel import sharded
+from tests.parallel import sharded, sharded_more
 from tests.parallel.spawned import Ranks, spawned
 
 
@@ -32,7 +32,7 @@ def test_a_fault_is_recovered_from_together_or_ends_the_step_on_all_ranks(two: R
 
 
 def test_options(two: Ranks) -> None:
-    for found in two.run(sharded.features):
+    for found in two.run(sharded_more.features):
         for name, error in found.items():
             assert error < (0.02 if "bf16" in name or "policy" in name else 1e-12), (name, error)
 
@@ -58,12 +58,12 @@ SAID = {
     "check": "before fully_shard",
     "plan": "before fully_shard",
     "flow": "before fully_shard",
-    "Trainer": "anybatch.train.shards",
+    "Trainer": "anybatch.parallel.shard_files",
 }
 
 
 def test_what_is_refused_by_name(two: Ranks) -> None:
-    for told in two.run(sharded.refused):
+    for told in two.run(sharded_more.refused):
         for name, part in SAID.items():
             assert part in told[name], (name, told[name])
 
@@ -71,17 +71,17 @@ def test_what_is_refused_by_name(two: Ranks) -> None:
 @pytest.mark.parametrize("hold", [False, True], ids=["reduced", "held"])
 def test_collectives_of_a_step(two: Ranks, hold: bool) -> None:
     """Two blocks and the root: five gathers for each micro-batch; three sums each, or three in all."""
-    (first, *others), _ = two.run(sharded.counts, hold)
+    (first, *others), _ = two.run(sharded_more.counts, hold)
     assert first == [2, 5, 3, 1]
     assert others == [[2, 5 * count, 3 if hold else 3 * count, 1] for count in (2, 3, 4, 4)]
 
 
 def test_shards_over_half_of_the_ranks(four: Ranks) -> None:
-    assert max(four.run(sharded.in_a_half)) < 1e-12
+    assert max(four.run(sharded_more.in_a_half)) < 1e-12
 
 
 def test_a_checkpoint_is_loaded_by_any_number_of_ranks(four: Ranks, tmp_path: Path) -> None:
-    found = four.run(sharded.resharded, str(tmp_path / "run"), seconds=120.0)
+    found = four.run(sharded_more.resharded, str(tmp_path / "run"), seconds=120.0)
     first = found[0]
     assert len(first) == 4
     for before, after in pairwise(first):
@@ -89,7 +89,7 @@ def test_a_checkpoint_is_loaded_by_any_number_of_ranks(four: Ranks, tmp_path: Pa
 
 
 def test_a_checkpoint_that_is_not_whole_is_never_loaded(two: Ranks, tmp_path: Path) -> None:
-    for told in two.run(sharded.broken, str(tmp_path / "run"), seconds=120.0):
+    for told in two.run(sharded_more.broken, str(tmp_path / "run"), seconds=120.0):
         assert "got none" in told["nothing"]
         assert "No space left" in told["full"]
         assert told["after full"] == (2, "")

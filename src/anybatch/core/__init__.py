@@ -73,7 +73,6 @@ from anybatch.core.report import (
     RunInfo as RunInfo,
     StepReport as StepReport,
 )
-from anybatch.core.shards import is_shard as is_shard, local as local, whole as whole
 from anybatch.core.total import (
     SHORT_DTYPES as SHORT_DTYPES,
     Fold as Fold,
@@ -81,7 +80,14 @@ from anybatch.core.total import (
     Total as Total,
     weighted_mean as weighted_mean,
 )
-from anybatch.core.tree import mould as mould, parts as parts, tensors_in as tensors_in
+from anybatch.core.tree import (
+    is_shard as is_shard,
+    local as local,
+    mould as mould,
+    parts as parts,
+    tensors_in as tensors_in,
+    whole as whole,
+)
 from anybatch.core.units import (
     counted as counted,
     format_bytes as format_bytes,

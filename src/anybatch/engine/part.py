@@ -9,14 +9,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Batch, Cut, Functions, LossError, Micro, NonFinite, OpenBatch, all_finite, call
+from anybatch.core import (
+    AnybatchError,
+    Batch,
+    Cut,
+    Functions,
+    LossError,
+    Micro,
+    NonFinite,
+    OpenBatch,
+    OutOfMemoryError,
+    all_finite,
+    call,
+    ran_out_of_memory,
+    released,
+)
 from anybatch.engine.division import UNDECIDED, Division
 from anybatch.engine.gradients import Apart, InPlace, accumulation_dtype
 from anybatch.engine.plan import Plan
 from anybatch.engine.sums import Redone, Sums
 from anybatch.engine.task import Reader, Task
 from anybatch.losses import Evaluated, Loss, Share
-from anybatch.state import Snapshot
+from anybatch.state import Snapshot, rng
 
 _SHOWN = 9  # parts of a cut that are written out
 NO_READER = Reader()
@@ -337,7 +351,27 @@ class Part:
             task.reader.done()
 
     def accompany(self, rows: Any) -> None:
-        """Run a micro-batch of weight 0: other ranks wait for its collectives, and send their gradients."""
+        """Run a micro-batch of weight 0, and put back what its forward has changed.
+
+        Other ranks wait for its collectives, and send their gradients.
+
+        Raises:
+            OutOfMemoryError: it does not fit.
+        """
+        before = Snapshot(self.task.network.state, self.task.effects)
+        try:
+            with rng.preserved():
+                self._run_along(rows)
+        except Exception as error:
+            if isinstance(error, AnybatchError) or not ran_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                "Expected a micro-batch of weight 0 to fit into memory, as other ranks have more, got none "
+                f"left ({released(error)}). No update was made. Free memory, or make rows smaller."
+            ) from None
+        before.put_modules_back()
+
+    def _run_along(self, rows: Any) -> None:
         sums = self.sums
         self._micro = None
         if sums.gradients is not None:

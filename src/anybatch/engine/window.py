@@ -146,10 +146,6 @@ class Accumulation:
         """
         if self._phase != "open":  # an optimizer has written
             return None
-        if isinstance(error, Restart):  # another rank begins again
-            put_back(self._before, self._sums)
-            self._begin_again(error, part)
-            return error
         failed: AnybatchError | None = NonFiniteLossError(
             f"Expected a finite sum of gradients, got NaN or infinity from {self._rows} rows, though "
             "that of each micro-batch is finite. No update was made. Accumulate in a wider dtype, or make "
@@ -157,18 +153,16 @@ class Accumulation:
         )
         if not isinstance(error, NonFinite):
             failed = no_room_for_update(error, self._sums)
-        if failed is None:
+        again = error if isinstance(error, Restart) else None  # of another rank
+        if failed is None and again is None:
             return None
         put_back(self._before, self._sums)
-        again = restart_after_end(part, is_memory=isinstance(failed, OutOfMemoryError))
+        again = again or restart_after_end(part, is_memory=isinstance(failed, OutOfMemoryError))
         if again is None:
-            raise failed from None
-        self._begin_again(again, part)
-        return again
-
-    def _begin_again(self, again: Restart, part: Part) -> None:
+            raise failed or error from None
         self._before = snapshot(self._task, part.batch)
         self._sums = Sums(again.plan, self._task, part.batch)
+        return again
 
     # ---- the end, before the update: nothing is written yet
 
@@ -370,8 +364,7 @@ def carry_out(
 
 def fold(part: Part, before: Snapshot) -> None:
     """Run forward and backward of every micro-batch: THE LOOP."""
-    told, labelled = part.task.callbacks.micro_batch, label_for_profiler()
-    strategy = part.task.strategy
+    told, strategy, labelled = part.task.callbacks.micro_batch, part.task.strategy, label_for_profiler()
     strategy.open(part)
     with ExitStack() as passes:
         while part.left:
@@ -392,18 +385,7 @@ def fold(part: Part, before: Snapshot) -> None:
         for rows in strategy.missing(part):
             if not part.is_open:
                 part.first_pass(passes, before)
-            beside = snapshot(part.task, OpenBatch())
-            try:
-                with rng.preserved():
-                    part.accompany(rows)
-            except Exception as error:
-                if isinstance(error, AnybatchError) or not ran_out_of_memory(error):
-                    raise
-                raise OutOfMemoryError(
-                    "Expected a micro-batch of weight 0 to fit into memory, as other ranks have more, got "
-                    f"none left ({released(error)}). No update was made. Free memory, or make rows smaller."
-                ) from None
-            beside.put_modules_back()
+            part.accompany(rows)
 
 
 def accompany(sums: Sums) -> None:

@@ -1,5 +1,6 @@
 """Many processes: data parallelism over ranks, parameter servers, compression."""
 
+from anybatch.parallel import shard_files as shard_files
 from anybatch.parallel.compression import (
     Cast as Cast,
     Codec as Codec,

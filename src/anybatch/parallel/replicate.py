@@ -14,8 +14,7 @@ from anybatch.batchnorm import names_of_batch_norms
 from anybatch.core import LossError, NonFiniteLossError, PlanError, RankError, all_finite, local
 from anybatch.engine import Agreed, Gradient, Plan, Progress, Single, Sums, Task, accumulation_dtype
 from anybatch.parallel.compression import Codec
-from anybatch.parallel.drift import Drift, refuse_drift
-from anybatch.parallel.fingerprint import fingerprint, refuse_differences
+from anybatch.parallel.fingerprint import Drift, fingerprint, refuse_differences, refuse_drift
 from anybatch.parallel.group import Group, all_gather_rows, answered, exchange, rank, ranks
 
 _NO_UPDATE = "No rank has made the update."

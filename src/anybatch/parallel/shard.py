@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,64 @@ from anybatch.core import OpenBatch, PlanError, RankError, local, torch_private 
 from anybatch.engine import Gradient, Part, Plan, Restart, Sums, Task, accompany, norm_of
 from anybatch.integrations import wants_router_loss
 from anybatch.losses import ModelTerms, WholeBatch
-from anybatch.parallel.group import all_gather_rows, exchange, leave_error, rank
-from anybatch.parallel.lockstep import Collective, Recorder
+from anybatch.parallel.group import Group, all_gather_rows, answered, exchange, leave_error, rank
 from anybatch.parallel.replicate import Replicate
 from anybatch.state import rng
 
 _ROWS = 2  # of a micro-batch of weight 0: as many as a BatchNorm needs
+
+
+class Collective(NamedTuple):
+    """A collective of FSDP: an all-gather of weights, or a reduce-scatter of gradients."""
+
+    reduces: bool
+    sizes: tuple[int, int]  # elements of the output and of the input
+    dtype: torch.dtype
+    device: torch.device
+    group: Any
+    op: Any = None
+
+    def replay(self, replicas: Group) -> None:
+        """Take part with zeros; a reduce-scatter is followed by a sum over `replicas`, if there are any."""
+        output, zeros = (torch.zeros(size, dtype=self.dtype, device=self.device) for size in self.sizes)
+        with answered(self.group):
+            if not self.reduces:
+                dist.all_gather_single(output, zeros, group=self.group)
+                return
+            dist.reduce_scatter_single(output, zeros, group=self.group, op=self.op)
+            if replicas is not None:
+                dist.all_reduce(output, group=replicas)
+
+
+class Collectives:
+    """The collectives of FSDP, which it calls (`set_custom_all_gather`, `set_custom_reduce_scatter`)."""
+
+    def __init__(self) -> None:
+        self.calls: list[Collective] = []  # of the current micro-batch
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the memory of a buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Gather, or add up and scatter where there is an `op`."""
+        sizes = output_tensor.numel(), input_tensor.numel()
+        reduces = op is not None
+        kind = input_tensor.dtype, input_tensor.device
+        self.calls.append(Collective(reduces, sizes, *kind, group, op))
+        with answered(group):
+            if reduces:
+                return dist.reduce_scatter_single(
+                    output_tensor, input_tensor, op=op, group=group, async_op=async_op
+                )
+            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class Shard(Replicate):
@@ -102,7 +154,7 @@ class Shard(Replicate):
         self._parts: list[Any] = [one for one in model.modules() if hasattr(one, "reset_iter_state")]
         known, self._shards, self._replicas = private.connections_of_shards(model)
         self.group = self._shards if axes == 1 else None
-        self._recorder = known if isinstance(known, Recorder) else Recorder()
+        self._recorder = known if isinstance(known, Collectives) else Collectives()
         for one in self._parts:
             one.set_gradient_divide_factor(1.0)
             one.set_force_sum_reduction_for_comms(True)
@@ -135,15 +187,14 @@ class Shard(Replicate):
                 "float16 use bfloat16."
             )
         super().begin(task, settings)
-        is_wide = all(
-            torch.promote_types(one, torch.float32) == one for one in private.dtypes_of_shards(self._model)
-        )
+        dtypes = private.dtypes_of_shards(self._model)
+        is_wide = all(torch.promote_types(one, torch.float32) == one for one in dtypes)
         can_wait = is_wide and not settings.compensated
         if self.hold and not can_wait:
             raise PlanError(
-                "Expected gradients of at least float32 without compensated=True to hold, got others: FSDP "
-                "adds up what is held. Say MixedPrecisionPolicy(reduce_dtype=torch.float32), or leave "
-                "hold=True out."
+                "Expected gradients of at least float32, and no compensated=True, to hold them, got "
+                f"{sorted(map(str, dtypes))} and compensated={settings.compensated}: FSDP adds them up. Say "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32), or leave hold=True out."
             )
         self._can_wait, self.is_held = can_wait, self.hold and self._order is not None
         self._shown = bool(task.callbacks.gradients)

@@ -115,11 +115,6 @@ class Trainer:
         for name, value in (("save_every", save_every), ("keep", keep), ("seed", seed)):
             check_whole(name, value, least=0)
         _check_saving(out, save_minutes, keep)
-        if step.strategy.is_lockstep:
-            raise PlanError(
-                "Expected a model that is not sharded in a Trainer, got one with fully_shard, of which no "
-                "rank has all weights. Write a loop with the Step, and save with anybatch.train.shards."
-            )
         own = check_callbacks(callbacks)
         given = check_callbacks([*step.callbacks, *own])  # refuses one that both have
         self.metrics = metrics_of(given)

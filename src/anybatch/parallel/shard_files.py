@@ -24,11 +24,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.core import CheckpointError, RankError
-from anybatch.parallel import Group, exchange, rank, ranks
-from anybatch.train import checkpoint
+from anybatch.parallel.group import Group, exchange, rank, ranks
 
 FORMAT = "shards 1"
-_WHOLE, _REST = "whole.json", "rest.safetensors"
+_WHOLE = "whole.json"
 _FOLDER = re.compile(r"step-(\d+)")
 
 
@@ -53,8 +52,8 @@ def save(
         step: the number N of updates made.
         model: a sharded model, or a plain one.
         optimizers: optimizers, in the order for `restore`.
-        schedulers: schedulers, in the order for `restore`.
-        progress: nested numbers, strings, tuples, lists, dicts and tensors, those of rank 0.
+        schedulers: schedulers whose state JSON can hold, in the order for `restore`.
+        progress: nested numbers, strings, lists and dicts with names, as JSON; those of rank 0.
         keep: how many of the newest folders stay.
         group: the ranks; None for the default process group.
 
@@ -71,10 +70,11 @@ def save(
         writing.mkdir(parents=True)
 
     def finish() -> None:
-        checkpoint.save(writing / _REST, model=nn.Module(), schedulers=schedulers, progress=progress)
         digests = {one.name: _digest(one) for one in sorted(writing.iterdir())}
-        made = {"format": FORMAT, "files": digests, "optimizers": _kinds(optimizers), "fresh": fresh}
-        checkpoint.write_whole(writing / _WHOLE, lambda file: file.write_text(json.dumps(made)))
+        with (writing / _WHOLE).open("w") as file:
+            json.dump({**made, "files": digests}, file, allow_nan=False)
+            file.flush()
+            os.fsync(file.fileno())
         shutil.rmtree(root / name, ignore_errors=True)
         os.replace(writing, root / name)
         for old in _folders(root)[keep:]:
@@ -82,6 +82,13 @@ def save(
 
     _together(prepare, is_first, group)
     state, fresh = _state(model, optimizers)
+    made = {
+        "format": FORMAT,
+        "progress": dict(progress or {}),
+        "schedulers": [one.state_dict() for one in schedulers],
+        "optimizers": [type(one).__name__ for one in optimizers],
+        "fresh": fresh,
+    }
     _together(lambda: save_shards(state, checkpoint_id=writing, process_group=group), True, group)
     _together(finish, is_first, group)
 
@@ -118,7 +125,7 @@ def restore(
     folder = found[0]
     made = json.loads((folder / _WHOLE).read_text())
     state, _ = _state(model, optimizers)
-    _check(folder, state["model"], made["optimizers"], _kinds(optimizers))
+    _check(folder, state["model"], made["optimizers"], [type(one).__name__ for one in optimizers])
     if not optimizers:
         del state["optimizers"]
     _together(lambda: load(state, checkpoint_id=folder, process_group=group), True, group)
@@ -129,9 +136,9 @@ def restore(
     for one, is_fresh in zip(optimizers, made["fresh"], strict=False):
         if is_fresh:
             one.state.clear()
-    rest = checkpoint.load(folder / _REST)
-    checkpoint.restore(rest, model=nn.Module(), schedulers=schedulers)
-    return rest.progress
+    for one, saved in zip(schedulers, made["schedulers"], strict=True):
+        one.load_state_dict(saved)
+    return made["progress"]
 
 
 def _state(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Any], list[bool]]:
@@ -142,10 +149,6 @@ def _state(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[dict[str,
         if is_fresh:
             one.state.clear()
     return {"model": model_state, "optimizers": optimizer_state}, fresh
-
-
-def _kinds(optimizers: Sequence[Optimizer]) -> list[str]:
-    return [type(one).__name__ for one in optimizers]
 
 
 def _check(folder: Path, model: Mapping[str, Any], there: Sequence[str], here: Sequence[str]) -> None:
