@@ -462,3 +462,8 @@ def connections_of_shards(model: nn.Module) -> tuple[Any, Any, Any]:
     group = groups_of_shards(model)[0]
     info = group.mesh_info
     return group._all_gather_comm, info.shard_process_group, getattr(info, "replicate_process_group", None)
+
+
+def keeps_weights(model: nn.Module) -> bool:
+    """Return True if a sharded model keeps gathered weights after backward."""
+    return not all(group.reshard_after_backward for group in groups_of_shards(model))

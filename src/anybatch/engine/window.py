@@ -99,9 +99,8 @@ class Accumulation:
         task, wanted, is_whole = self._task, plan, self._is_whole
         while True:
             before = self._before if is_whole else snapshot(task, batch)
-            window = None if is_whole else self._sums
             ways = Ways.of(plan, task, is_whole=is_whole, is_dry=is_dry)
-            part = Part(task, ways, batch, window, share=self._share, tried=tried)
+            part = Part(task, ways, batch, None if is_whole else self._sums, share=self._share, tried=tried)
             try:
                 clear(task.network.everyone if is_whole else task.network.reached)
                 fold(part, before)
@@ -183,8 +182,7 @@ class Accumulation:
         for parameter, found in self._before.gradients_found() if is_ours else ():
             if parameter in task.network.trained:
                 gradient[parameter] = found + gradient[parameter] if parameter in gradient else found.clone()
-        values = [*gradient.values()]
-        size = task.strategy.norm(values)
+        size = task.strategy.norm(values := [*gradient.values()])
         known, (norm,) = sums.read(weights, size)
         if not any(known.values()):
             return Finished({}, known, math.nan, size)

@@ -12,7 +12,7 @@ from anybatch.core import OpenBatch, PlanError, RankError, local, torch_private 
 from anybatch.engine import Gradient, Part, Plan, Restart, Sums, Task, accompany, norm_of
 from anybatch.integrations import wants_router_loss
 from anybatch.losses import ModelTerms, WholeBatch
-from anybatch.parallel.group import Group, all_gather_rows, answered, exchange, leave_error, rank
+from anybatch.parallel.group import Group, all_gather_rows, answered, leave_error, rank
 from anybatch.parallel.replicate import Replicate
 from anybatch.state import rng
 
@@ -150,7 +150,12 @@ class Shard(Replicate):
                 f"Expected a mesh of two axes over all {dist.get_world_size()} ranks, got {mesh.size()}. "
                 "Make it with init_device_mesh, or use a mesh of one axis."
             )
-        self._model = model
+        if private.keeps_weights(model):
+            raise PlanError(
+                f"Expected weights that are resharded after backward, got a {type(model).__name__} with "
+                "set_reshard_after_backward(False), which keeps those from before the update. Leave it out."
+            )
+        self._model, self._order, self._row = model, None, None
         self._parts: list[Any] = [one for one in model.modules() if hasattr(one, "reset_iter_state")]
         known, self._shards, self._replicas = private.connections_of_shards(model)
         self.group = self._shards if axes == 1 else None
@@ -261,7 +266,7 @@ class Shard(Replicate):
         if rank(self.group) == source:
             torch.save(self._row, file)
         mine = torch.frombuffer(bytearray(file.getvalue() or b" "), dtype=torch.uint8).to(self._device)
-        sizes = [one["bytes"] for one in exchange({"bytes": len(mine)}, self.group)]
+        sizes = [one["bytes"] for one in self._agree({"bytes": len(mine)})]
         (joined,) = all_gather_rows([mine], sizes, self.group)
         if self._row is None:
             packed = io.BytesIO(bytes(joined.split(sizes)[source].tolist()))
@@ -281,16 +286,18 @@ class Shard(Replicate):
         return said
 
     def reduce(self, gradients: Gradient) -> Gradient:
-        """Return the gradients, which FSDP has added up."""
+        """Return the gradients, which FSDP has added up; add up their norm."""
+        mine = norm_of([local(one) for one in gradients.values()])
+        total = mine.double().square().to(self._device)
+        with answered(self.group):
+            dist.all_reduce(total, group=self._shards)
+        self._norm = total.sqrt().to(mine.dtype)
         self._is_reducing = False
         return gradients
 
     def norm(self, gradients: Iterable[Tensor]) -> Tensor:
-        """Return the 2-norm of all shards."""
-        mine = norm_of([local(one) for one in gradients])
-        total = mine.double().square().to(self._device)
-        dist.all_reduce(total, group=self._shards)
-        return total.sqrt().to(mine.dtype)
+        """Return the 2-norm of all shards, of which this rank has some."""
+        return self._norm
 
     # ---- failures
 

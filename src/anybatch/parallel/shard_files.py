@@ -111,7 +111,7 @@ def restore(
         path: the folder of the run.
         model: a model with the same parameters and buffers.
         optimizers: optimizers of the same classes and groups; empty to leave them out.
-        schedulers: schedulers of the same classes; empty to leave them out.
+        schedulers: schedulers as they were saved; empty to leave them out.
         group: the ranks; None for the default process group.
 
     Raises:
@@ -124,6 +124,11 @@ def restore(
         found = [Path(path) / names[0]]
     folder = found[0]
     made = json.loads((folder / _WHOLE).read_text())
+    if schedulers and len(schedulers) != len(made["schedulers"]):
+        raise CheckpointError(
+            f"{folder}: expected {len(made['schedulers'])} schedulers, as they were saved, got "
+            f"{len(schedulers)}. Make the same ones, or leave them out."
+        )
     state, _ = _state(model, optimizers)
     _check(folder, state["model"], made["optimizers"], [type(one).__name__ for one in optimizers])
     if not optimizers:
@@ -136,7 +141,7 @@ def restore(
     for one, is_fresh in zip(optimizers, made["fresh"], strict=False):
         if is_fresh:
             one.state.clear()
-    for one, saved in zip(schedulers, made["schedulers"], strict=True):
+    for one, saved in zip(schedulers, made["schedulers"], strict=False):
         one.load_state_dict(saved)
     return made["progress"]
 
