@@ -1,6 +1,7 @@
 """Steps of sharded models, held against the whole batch in one process. Called on every rank."""
 
 import copy
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import anybatch as ab
 from anybatch.core import local
+from anybatch.core.errors import RankError
 from anybatch.engine import Part, norm_of
 from anybatch.engine.division import Division
 from anybatch.parallel import Shard
@@ -322,3 +324,19 @@ def faulted(rank: int, size: int, seed: int, first: bool = False) -> dict[str, A
 
 def all_faulted(rank: int, size: int, seed: int, count: int) -> list[dict[str, Any]]:
     return [faulted(rank, size, seed + index) for index in range(count)]
+
+
+def ended(rank: int, size: int, end: int) -> tuple[str, bool]:
+    """The last rank gets a signal in a backward; what the others say, and whether all is as before."""
+    parts = shard(make())
+    step = ab.Step(parts, tokens, OPTIMIZERS["momentum"](parts.parameters()), micro_batch=2)
+    mine = share(rows(8), [4, 4], rank)
+    step(mine)
+    if rank == size - 1:
+        parts.blocks[0].register_full_backward_hook(lambda *_: os.kill(os.getpid(), end))
+    before = [local(p).clone() for p in parts.parameters()]
+    try:
+        step(mine)
+    except RankError as error:
+        return str(error), all(map(torch.equal, before, map(local, parts.parameters())))
+    return "no error", False

@@ -1,5 +1,6 @@
 """Sharded models make the update of the whole batch in one process, whatever falls on which rank."""
 
+import signal
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -105,3 +106,12 @@ def test_a_fault_before_the_collectives_are_known_ends_all_ranks() -> None:
     told = [value for kind, value in answers if kind == "value"]
     assert [one["error"] for one in told] == ["RankError", "ValueError"], told
     assert "rank 1 (it says 'ValueError" in told[0]["said"]
+
+
+def test_a_rank_that_ends_ends_all_with_everything_as_before() -> None:
+    with spawned(2) as ranks:
+        ranks.start(sharded.ended, signal.SIGKILL)
+        (kind, found), (end, _) = ranks.answers()
+    assert (kind, end) == ("value", "ended")
+    assert "Expected an answer from all 2 ranks" in found[0]
+    assert found[1]
