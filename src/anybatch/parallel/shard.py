@@ -94,6 +94,11 @@ class Shard(Replicate):
 
     Raises:
         PlanError: when a step is made, for a model that is not sharded as a whole, or over several meshes.
+
+    Example:
+        >>> import anybatch as ab
+        >>> ab.Options(strategy=Shard(hold=True)).strategy.hold
+        True
     """
 
     is_lockstep = True

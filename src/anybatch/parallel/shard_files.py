@@ -60,6 +60,13 @@ def save(
     Raises:
         CheckpointError: this rank cannot write. Earlier folders are unchanged.
         RankError: another rank cannot write, or has ended.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> model, folder = nn.Linear(3, 2), mkdtemp()
+        >>> save(folder, 10, model=model, progress={"epoch": 1})
+        >>> restore(folder, model=model)
+        {'epoch': 1}
     """
     root, name = Path(path), f"step-{step:08}"
     writing, is_first = root / f".{name}.tmp", rank(group) == 0
@@ -208,8 +215,10 @@ def _together(work: Callable[[], object], is_mine: bool, group: Group) -> None:
     """Do some work on this rank, and raise on all ranks if it fails on one."""
     failed: Exception | None = None
     try:
-        if is_mine:
-            work()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)  # one process
+            if is_mine:
+                work()
     except Exception as error:
         failed = error
     said = {"failed": type(failed).__name__ if failed else "", "said": str(failed)[:300]}
