@@ -174,7 +174,7 @@ def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Buil
 
 def is_shard(value: object) -> bool:
     """Return True for a DTensor, as the parameters of a sharded model are."""
-    return hasattr(value, "to_local") and hasattr(value, "device_mesh")
+    return type(value) is not Tensor and hasattr(value, "device_mesh")
 
 
 def local(value: Any) -> Tensor:

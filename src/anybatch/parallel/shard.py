@@ -161,6 +161,7 @@ class Shard(Replicate):
                 "set_reshard_after_backward(False), which keeps those from before the update. Leave it out."
             )
         self._model, self._order, self._row = model, None, None
+        self._dtypes = private.dtypes_of_shards(model)
         self._parts: list[Any] = [one for one in model.modules() if hasattr(one, "reset_iter_state")]
         known, self._shards, self._replicas = private.connections_of_shards(model)
         self.group = self._shards if axes == 1 else None
@@ -197,7 +198,7 @@ class Shard(Replicate):
                 "float16 use bfloat16."
             )
         super().begin(task, settings)
-        dtypes = private.dtypes_of_shards(self._model)
+        dtypes = self._dtypes
         is_wide = all(torch.promote_types(one, torch.float32) == one for one in dtypes)
         can_wait = is_wide and not settings.compensated
         if self.hold and not can_wait:
