@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 import anybatch as ab
 from anybatch.parallel import Shard, rank as rank_of, ranks, shard_files
 from tests.parallel.cases import digest, draw_sizes, share
-from tests.parallel.sharded import OPTIMIZERS, error_of, make, rows, shard, tokens, whole
+from tests.parallel.sharded import OPTIMIZERS, WORDS, error_of, make, rows, shard, tokens, whole
 
 # ---- what else a step can do, and what is refused
 
@@ -51,10 +51,12 @@ def features(rank: int, size: int) -> dict[str, float]:
         "policy": ({"mp_policy": policy}, {}),
         "held in a policy": ({"mp_policy": policy}, {"options": {"strategy": Shard(hold=True)}}),
         "clipped by value": ({}, {"options": {"clip_value": 1e-3}}),
+        "by length": ({}, {"options": {"order": "length"}}),
     }
     for name, (sharding, options) in cases.items():
         dtype = torch.float32 if "bf16" in name or "policy" in name else torch.float64
         model = make().to(dtype)
+        model.words.padding_idx = 0 if name == "by length" else None
         parts = shard(model, **sharding)
         clip = options.get("options", {}).get("clip_value")
         mine, twin = steps(parts, model, micro_batch=2, **copy.deepcopy(options) if not sharding else options)
@@ -70,6 +72,8 @@ def features(rank: int, size: int) -> dict[str, float]:
         twin.attach(watchers[1:])
         for number in range(3):
             batch = rows(7, seed=number)
+            if name == "by length":
+                batch = batch[0].remainder(WORDS - 1).add(1).masked_fill(batch[1] == -100, 0), batch[1]
             with torch.no_grad():  # a forward alone leaves the root unsharded
                 parts(batch[0])
             mine(share(batch, [5, 2, *[0] * (size - 2)], rank))
