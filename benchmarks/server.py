@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from anybatch.parallel.on_ray import RayCluster
-from anybatch.parallel.server import Layout, Shard, options_of
+from anybatch.parallel.server import Layout, ServerShard, options_of
 
 ROUNDS = 9
 NEEDED = 0.6  # of the bandwidth of the engine
@@ -55,7 +55,7 @@ def main(megabytes: int) -> int:
     layout = Layout.of(parameters, [sgd], 1, None)
     cluster = RayCluster()
     try:
-        shard = cluster.start(Shard, layout, 0)
+        shard = cluster.start(ServerShard, layout, 0)
         ours = cluster.start(Moving, layout, [p.detach() for p in parameters])
         engine, other = cluster.start(Engine, size), cluster.start(Engine, size)
         values, state = layout.flat(parameters, 0, "float32"), layout.split({}, parameters, 0)

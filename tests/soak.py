@@ -26,7 +26,7 @@ from tests.conftest import TORCH_RANDOM
 from tests.faults.test_kill import assert_same_end, draw_scenarios, played
 from tests.laws import planted
 from tests.laws.drawn import LAWS, run
-from tests.parallel import cases, faults
+from tests.parallel import cases, faults, sharded
 from tests.parallel.deadly import AGENTS_S, stay
 from tests.parallel.spawned import spawned
 from tests.step import test_budgets_hold
@@ -76,6 +76,17 @@ def end(seed: int) -> int:
     return FAULTS
 
 
+def shard(seed: int) -> int:
+    """Sharded models on drawn rows, and with a fault on one rank; 75 of each on two ranks, 20 on four."""
+    for size, count in ((2, 75), (4, 20)):
+        with spawned(size) as ranks:
+            found = ranks.run(sharded.several, seed * count, count, seconds=600.0)
+            assert all(one == found[0] for one in found)
+            for told in zip(*ranks.run(sharded.all_faulted, seed * count, count, seconds=600.0), strict=True):
+                assert len({bool(one["error"]) for one in told}) == 1, told
+    return 190
+
+
 def keep(seed: int) -> int:
     """Budgets in which memory runs out in drawn steps."""
     for number in range(seed * LOOKS, (seed + 1) * LOOKS):
@@ -86,6 +97,7 @@ def keep(seed: int) -> int:
 CAMPAIGNS = {
     "a fault planted in a loss": look,
     "a fault in a window of two ranks": end,
+    "sharded models": shard,
     "memory that runs out within a budget": keep,
 }
 LOOKS = 100  # cases in a round

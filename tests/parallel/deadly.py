@@ -24,7 +24,7 @@ import torch
 from anybatch.parallel import ParameterServer, parameter_server
 from anybatch.parallel.on_ray import RayCluster
 from anybatch.parallel.scheduler import Scheduler
-from anybatch.parallel.server import Shard
+from anybatch.parallel.server import ServerShard
 from anybatch.parallel.worker import Worker
 from anybatch.train.folder import LAST
 from tests.faults.mortal import REPLACE, born, make
@@ -34,7 +34,14 @@ from tests.train.runs import EPOCHS, make_step
 
 METHODS: dict[type, list[Callable[..., Any]]] = {  # not their names, so that a new name is noticed
     Worker: [Worker.__init__, Worker.fold],
-    Shard: [Shard.load, Shard.push, Shard.seal, Shard.commit, Shard._made, Shard.snapshot],
+    ServerShard: [
+        ServerShard.load,
+        ServerShard.push,
+        ServerShard.seal,
+        ServerShard.commit,
+        ServerShard._made,
+        ServerShard.snapshot,
+    ],
     Scheduler: [Scheduler.fold, Scheduler.seal, Scheduler.commit],
     ParameterServer: [ParameterServer._updated],  # the driver's model has the parameters
 }
@@ -100,7 +107,7 @@ class Deadly(RayCluster):
 
     def __init__(self, folder: str) -> None:
         super().__init__()
-        self.kinds = {kind: deadly(kind, folder) for kind in (Shard, Worker)}
+        self.kinds = {kind: deadly(kind, folder) for kind in (ServerShard, Worker)}
 
     def start(self, kind: type, *args: Any) -> Any:
         return super().start(self.kinds[kind], *args)

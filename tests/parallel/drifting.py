@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
-from anybatch.parallel.drift import TURNS
+from anybatch.parallel.fingerprint import TURNS
 
 AT = 3  # the step before which rank 1 drifts
 

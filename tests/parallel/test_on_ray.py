@@ -94,7 +94,7 @@ def test_the_command_on_a_cluster_goes_on_and_the_cluster_stays(
         assert going.returncode == 0, said
     for _ in range(TRIES):
         there = b" ".join(having(f"CLUSTER={tmp_path}").values())
-        if b"ray::Worker" not in there and b"ray::Shard" not in there:
+        if b"ray::Worker" not in there and b"ray::ServerShard" not in there:
             break
         subprocess.run(["sleep", "0.1"], check=True)
     else:

@@ -13,7 +13,7 @@ import anybatch as ab
 from anybatch import Options
 from anybatch.core import RankError, tree
 from anybatch.parallel import ParameterServer
-from anybatch.parallel.server import COUNTED, NOT_FINITE, Layout, Shard
+from anybatch.parallel.server import COUNTED, NOT_FINITE, Layout, ServerShard
 from anybatch.testing import reference_step, relative_error, tolerance
 from tests.options import flat
 from tests.parallel.inline import Inline
@@ -176,7 +176,7 @@ class EndAt:
 PLACES = [
     *[("Worker", method, when) for method in ("__init__", "fold") for when in ("before", "after")],
     *[
-        ("Shard", method, when)
+        ("ServerShard", method, when)
         for method in ("load", "push", "seal", "commit")
         for when in ("before", "after")
     ],
@@ -212,7 +212,7 @@ def test_a_machine_that_is_lost_with_the_state_of_a_server_is_reported() -> None
 
     def lose(number: int, _: ParameterServer) -> None:
         if number == 2:
-            cluster.lose(next(one for one in cluster.processes if one.kind is Shard))
+            cluster.lose(next(one for one in cluster.processes if one.kind is ServerShard))
 
     with pytest.raises(RankError, match=r"gone .* Go on from the last checkpoint"):
         updates(cluster=cluster, between=lose)
@@ -408,11 +408,11 @@ def test_a_run_that_is_resumed_ends_in_the_same_bits(tmp_path: Any) -> None:
 # ---- pushes
 
 
-def shard() -> Shard:
+def shard() -> ServerShard:
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     layout = Layout.of([*model.parameters()], [sgd], 1, None)
-    made = Shard(layout, 0)
+    made = ServerShard(layout, 0)
     made.load(3, layout.flat([*model.parameters()], 0, "float64"), layout.split({}, [*model.parameters()], 0))
     return made
 
@@ -470,7 +470,9 @@ def test_staleness_is_bounded(staleness: int) -> None:
     assert server.counts["pushes"] == 3 * 8 * 2
 
 
-@pytest.mark.parametrize("kind", ["Worker.run", "Shard.apply", "Shard.pull", "Shard.snapshot"])
+@pytest.mark.parametrize(
+    "kind", ["Worker.run", "ServerShard.apply", "ServerShard.pull", "ServerShard.snapshot"]
+)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_who_ends_in_an_asynchronous_round_is_replaced(kind: str, when: str) -> None:
     end = EndAt(*kind.split("."), when, 5)

@@ -13,7 +13,7 @@ import anybatch as ab
 from anybatch.core import NonFiniteLossError, PlanError, tree
 from anybatch.parallel import Cast, DeepGradientCompression, ParameterServer, fingerprint
 from anybatch.parallel.on_ray import RayCluster
-from anybatch.parallel.server import NOT_FINITE, Layout, Shard
+from anybatch.parallel.server import NOT_FINITE, Layout, ServerShard
 from anybatch.parallel.worker import Worker
 from anybatch.testing import relative_error, tolerance
 from tests.options import flat
@@ -172,7 +172,7 @@ def test_what_waits_is_sent_later_and_pieces_of_vectors_at_once(servers: int) ->
 def test_bytes_that_are_damaged_are_refused_with_a_reason(codec: Any) -> None:
     """Or taken as other numbers: there is no checksum."""
     made, parameters = layout(1, codec)
-    shard = Shard(made, 0)
+    shard = ServerShard(made, 0)
     shard.load(0, made.flat(parameters, 0, "float64"), made.split({}, parameters, 0))
     size, drawn = made.bounds[-1], np.random.default_rng(0)
     part = made.encode(copy.deepcopy(codec), np.ones((1, size)), 0)
@@ -320,12 +320,12 @@ def test_each_worker_asks_ray_for_a_gpu_and_is_refused_where_there_is_none(monke
     cluster = RayCluster.__new__(RayCluster)
     ray = Asked(gpus=2)
     vars(cluster).update(_ray=ray, _gpus=1, _actors={})
-    cluster.start(Shard)
+    cluster.start(ServerShard)
     first = cluster.start(Worker)
     cluster.start(Worker)
-    assert ray.asked == [(Shard, 0), (Worker, 1), (Worker, 1)]
+    assert ray.asked == [(ServerShard, 0), (Worker, 1), (Worker, 1)]
     with pytest.raises(PlanError, match=r"got 2 for 3 workers\. .*device=.cpu"):
         cluster.start(Worker)
     cluster.kill(first)
     cluster.start(Worker)
-    cluster.start(Shard)
+    cluster.start(ServerShard)

@@ -72,8 +72,9 @@ def test_wrapped_models() -> None:
         wrapped = {
             "DistributedDataParallel": nn.Sequential(DistributedDataParallel(nn.Linear(3, 2))),
             "DataParallel": nn.Sequential(DataParallel(nn.Linear(3, 2))),
-            "FSDPModule": sharded,
         }
+        with pytest.raises(PlanError, match="on the model itself"):
+            make(sharded)
         for name, model in wrapped.items():
             with pytest.raises(PlanError, match=rf"wrapped in {name}.*model\.module"):
                 make(model)

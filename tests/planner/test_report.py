@@ -71,11 +71,11 @@ def test_a_refused_step_names_the_ways_out() -> None:
     with pytest.raises(
         BudgetError, match=r"rows meet in 4 BatchNorm layers.*batch_norm_to_group_norm"
     ) as refused:
-        step(rows_of(8, 4, 6, 6))
+        step.foresee(rows_of(8, 4, 6, 6))
     assert refused.value.smallest > 1000
     for optimizer, precision, has_state in ((adamw, "float32", True), (plain, "bf16-mixed", False)):
         with pytest.raises(BudgetError) as refused:
-            make(Net, optimizer, memory=1000, precision=precision)(rows_of(64, 5, 8))
+            make(Net, optimizer, memory=1000, precision=precision).foresee(rows_of(64, 5, 8))
         told, least = str(refused.value), refused.value.smallest
         assert all(
             words in told for words in ("within 1000 B", f"({least} bytes)", "largest: 10.5 KiB input")

@@ -30,13 +30,14 @@ def with_layer(model: nn.Module, memory: int | None, **options: Any) -> Step:
 
 
 def peak_of_window(step: Step, batch: Any, sizes: Any) -> int:
-    """Of the second window, when there is nothing left to be made once; only the largest part counts."""
+    """Of the third window, when every size has been read; only the largest part counts."""
 
     def run() -> None:
         with step.window() as window:
             for micro in zip(*(leaf.split(sizes) for leaf in batch), strict=True):
                 window.add(micro)
 
+    run()
     run()
     others = 1 - max(sizes) / sum(sizes)
     return metered(step, run, batch) - int(others * sum(leaf.nbytes for leaf in batch))

@@ -31,7 +31,7 @@ from anybatch.check.terms import TermTest
 from anybatch.core import BatchError, Collate, PlanError, html_table
 from anybatch.engine import check_micro_batch
 from anybatch.losses import LossLike
-from anybatch.parallel import unwrapped
+from anybatch.parallel import refuse_sharded, unwrapped
 from anybatch.step import DEFAULT, Options, known_keywords
 
 CUTTING_S = 5.0  # a further split is given up after this time
@@ -160,6 +160,7 @@ def check(
     """
     start = time.perf_counter()
     model = unwrapped(model, "auto")  # rank 0 may check while the others wait
+    refuse_sharded(model, "a check")
     refuse_without_data(model, loss)
     if micro_batch is not None:
         check_micro_batch(micro_batch)

@@ -82,7 +82,14 @@ from anybatch.core.total import (
     Total as Total,
     weighted_mean as weighted_mean,
 )
-from anybatch.core.tree import mould as mould, parts as parts, tensors_in as tensors_in
+from anybatch.core.tree import (
+    is_shard as is_shard,
+    local as local,
+    mould as mould,
+    parts as parts,
+    tensors_in as tensors_in,
+    whole as whole,
+)
 from anybatch.core.units import (
     counted as counted,
     format_bytes as format_bytes,

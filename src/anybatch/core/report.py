@@ -28,7 +28,7 @@ class MicroBatchRedone:
 class StepReport:
     """The result of one logical step.
 
-    Comparisons leave out `counts`, `update`, `learning_rate`, `seconds` and `unchecked`.
+    Comparisons leave out `counts`, `update`, `learning_rate`, `held`, `seconds` and `unchecked`.
 
     Attributes:
         loss: the loss of the whole batch before the update; NaN if all weights are 0.
@@ -50,6 +50,7 @@ class StepReport:
             and servers replaced.
         update: number of updates of this `Step` so far, this one included.
         learning_rate: learning rate of the first parameter group of the first optimizer, in this update.
+        held: True if the gradients of a sharded model stayed unsharded until the last micro-batch.
         seconds: wall time of the step; for a window, the time of its `add` calls and of the update.
         unchecked: why a few rows could not show that the split does not matter; empty if they did, or nothing
             was split. `checked` is True if it is empty.
@@ -78,6 +79,7 @@ class StepReport:
     counts: Mapping[str, int] = field(default_factory=dict[str, int], compare=False)
     update: int = field(default=0, compare=False)
     learning_rate: float = field(default=math.nan, compare=False)
+    held: bool = field(default=False, compare=False)
     seconds: float = field(default=0.0, compare=False)
     unchecked: str = field(default="", compare=False)
 

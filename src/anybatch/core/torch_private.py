@@ -426,3 +426,50 @@ _HOOKS_OF_MODULES = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "
 def communication_hooks(model: nn.Module) -> list[str]:
     """Return the names of a DistributedDataParallel's communication hooks. If missing: none."""
     return [getattr(hook, "__qualname__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", [])]
+
+
+# ---- FSDP2
+
+
+def groups_of_shards(model: nn.Module) -> list[Any]:
+    """Return the parameter groups of all modules that `fully_shard` was applied to."""
+    modules: list[Any] = [one for one in model.modules() if hasattr(one, "_get_fsdp_state")]
+    states: list[Any] = [one._get_fsdp_state() for one in modules]
+    return [*dict.fromkeys(group for state in states for group in state._fsdp_param_groups)]
+
+
+def reset_shards(model: Any) -> None:
+    """Drop what a forward or backward that failed has left in a sharded model, its gradients too."""
+    model.reset_iter_state()
+    for group in groups_of_shards(model):
+        group._partial_reduce_output = None
+        for one in group.fsdp_params:  # torch 2.13 leaves these, and the next backward would add them
+            one.unsharded_accumulated_grad = None
+            if (whole := getattr(one, "_unsharded_param", None)) is not None:
+                whole.grad = None
+
+
+def dtypes_of_shards(model: nn.Module) -> set[torch.dtype]:
+    """Return the dtypes in which FSDP adds up gradients that it has not reduced yet."""
+    found: set[torch.dtype] = set()
+    for group in groups_of_shards(model):
+        policy = group.mp_policy
+        found |= {
+            policy.reduce_dtype or policy.param_dtype or p.sharded_param.dtype for p in group.fsdp_params
+        }
+    return found
+
+
+def connections_of_shards(model: nn.Module) -> tuple[Any, Any, Any]:
+    """Return FSDP's all-gather, its group, and the group of ranks with the same shard; None for one rank.
+
+    An equal mesh may have other groups.
+    """
+    group = groups_of_shards(model)[0]
+    info = group.mesh_info
+    return group._all_gather_comm, info.shard_process_group, getattr(info, "replicate_process_group", None)
+
+
+def keeps_weights(model: nn.Module) -> bool:
+    """Return True if a sharded model keeps gathered weights after backward."""
+    return not all(group.reshard_after_backward for group in groups_of_shards(model))

@@ -167,3 +167,21 @@ def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Buil
     builds = [_visit(part, f"{path}{place}", paths, leaves) for place, part in places]
     fill = mould(node)
     return lambda rest: fill([build(rest) for build in builds])
+
+
+# ---- tensors that ranks share (DTensor)
+
+
+def is_shard(value: object) -> bool:
+    """Return True for a DTensor, as the parameters of a sharded model are."""
+    return type(value) is not Tensor and hasattr(value, "device_mesh")
+
+
+def local(value: Any) -> Tensor:
+    """Return the part of a tensor on this rank; a plain tensor as it is."""
+    return value.to_local() if is_shard(value) else value
+
+
+def whole(value: Any) -> Tensor:
+    """Return the whole of a tensor; for a DTensor a collective of all its ranks."""
+    return value.full_tensor() if is_shard(value) else value

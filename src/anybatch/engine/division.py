@@ -20,7 +20,7 @@ class Division:
     micro-batch that is torch's own arithmetic, bit for bit. If it is known at the end only (late), the
     cotangent is divided by a provisional divisor, a power of two near the weight of the first micro-batch,
     and `factors` multiplies the sums by provisional / weight. Powers of two change no digit, and float16 does
-    not overflow. If backward adds over ranks, the provisional divisor is 1 on all of them.
+    not overflow. If backward adds over ranks (SyncBatchNorm, shards), the provisional divisor is 1 on all.
     """
 
     coefficients: Mapping[str, float]  # the factor of each term in the loss
@@ -35,7 +35,7 @@ class Division:
 
     @staticmethod
     def decide(
-        loss: Loss, batch: Batch, terms: Evaluated, rows: int, *, is_synced: bool = False
+        loss: Loss, batch: Batch, terms: Evaluated, rows: int, *, adds_over_ranks: bool = False
     ) -> "Division":
         """Ask a loss for the divisors of this batch, after the forward of its first rows."""
         divisors = loss.divisors(batch, terms, rows)
@@ -44,7 +44,7 @@ class Division:
             coefficients=dict.fromkeys(terms.sums, 1.0) | {**loss.coefficients},
             divisors=divisors,
             provisional={
-                name: 1.0 if is_synced else _stand_in(weight, rows) for name, weight in weights.items()
+                name: 1.0 if adds_over_ranks else _stand_in(weight, rows) for name, weight in weights.items()
             },
             is_counted=loss.counted and divisors is not None,
             is_divided=loss.divided,

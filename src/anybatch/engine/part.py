@@ -4,19 +4,33 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Batch, Cut, Functions, LossError, Micro, NonFinite, OpenBatch, all_finite, call
+from anybatch.core import (
+    AnybatchError,
+    Batch,
+    Cut,
+    Functions,
+    LossError,
+    Micro,
+    NonFinite,
+    OpenBatch,
+    OutOfMemoryError,
+    all_finite,
+    call,
+    ran_out_of_memory,
+    released,
+)
 from anybatch.engine.division import UNDECIDED, Division
 from anybatch.engine.gradients import Apart, InPlace, accumulation_dtype
 from anybatch.engine.plan import Plan
 from anybatch.engine.sums import Redone, Sums
 from anybatch.engine.task import Reader, Task
 from anybatch.losses import Evaluated, Loss, Share
-from anybatch.state import Snapshot
+from anybatch.state import Snapshot, rng
 
 _SHOWN = 9  # parts of a cut that are written out
 NO_READER = Reader()
@@ -50,10 +64,12 @@ class Ways:
         # several ranks, is unknown before its end.
         is_open = not is_whole or task.strategy.is_many
         self.loss: Loss = task.loss if plan.is_cut or is_open else task.loss.uncut()
-        self.holds_whole = not is_whole  # gradients of a micro-batch, until it is over
+        # gradients of a micro-batch, until it is over
+        self.holds_whole = not is_whole or task.strategy.is_lockstep
         self.is_late = is_open or (plan.non_finite == "drop" and plan.is_cut)
         self.is_guarded = plan.is_guarded and not is_dry
-        self.is_synced = task.is_synced(plan)
+        self.is_lockstep = task.strategy.is_lockstep
+        self.adds_over_ranks = self.is_lockstep or task.is_synced(plan)
         self.is_plain = not is_whole or self.loss.is_plain  # a window has opened its loss
         self.computing = (
             partial(plan.precision.computing, task.network.kinds) if plan.precision.is_mixed else None
@@ -263,11 +279,11 @@ class Part:
         division = sums.division
         if division is UNDECIDED:
             known = OpenBatch() if ways.is_late else self.batch
-            division = Division.decide(ways.loss, known, terms, rows, is_synced=ways.is_synced)
-            if ways.is_synced and division.divisors is None and len(terms.sums) > 1:
+            division = Division.decide(ways.loss, known, terms, rows, adds_over_ranks=ways.adds_over_ranks)
+            if ways.adds_over_ranks and division.divisors is None and len(terms.sums) > 1:
                 raise LossError(
-                    f"Expected a loss of one term with SyncBatchNorm on several ranks, got {[*terms.sums]}, "
-                    "each of which needs a backward of its own. Return one Total."
+                    f"Expected a loss of one term with SyncBatchNorm or shards, got {[*terms.sums]}, each of "
+                    "which needs a backward of its own. Return one Total."
                 )
         for name, one in terms.sums.items():
             division.like[name] = one.dtype, one.device
@@ -311,10 +327,11 @@ class Part:
                 flowing[name] = one
         if self.is_guarded and len(flowing) < len(values) and not all_finite(list(values.values())):
             raise NonFinite("loss")
-        if self.ways.is_synced and len(flowing) < len(values):
+        if self.ways.adds_over_ranks and len(flowing) < len(values):
             raise LossError(
-                "Expected terms of the loss that depend on parameters on every rank with SyncBatchNorm, got "
-                f"{len(flowing)} of {len(values)}: others wait in backward. Give every rank rows that count."
+                "Expected terms of the loss that depend on parameters on every rank with SyncBatchNorm or "
+                f"shards, got {len(flowing)} of {len(values)}: others wait in backward. Give every rank rows "
+                "that count."
             )
         if flowing:
             sums.has_flowed = True
@@ -330,10 +347,43 @@ class Part:
         if self.reader is not None:
             self.reader.done()
 
-    def _flow(self, flowing: Mapping[str, Tensor]) -> None:
+    def accompany(self, rows: Any) -> None:
+        """Run a micro-batch of weight 0, and put back what its forward has changed.
+
+        Other ranks wait for its collectives, and send their gradients.
+
+        Raises:
+            OutOfMemoryError: it does not fit.
+        """
+        before = Snapshot(self.task.network.state, self.task.effects)
+        try:
+            with rng.preserved():
+                self._run_along(rows)
+        except Exception as error:
+            if isinstance(error, AnybatchError) or not ran_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                "Expected a micro-batch of weight 0 to fit into memory, as other ranks have more, got none "
+                f"left ({released(error)}). No update was made. Free memory, or make rows smaller."
+            ) from None
+        before.put_modules_back()
+
+    def _run_along(self, rows: Any) -> None:
+        sums = self.sums
+        self._micro = None
+        if sums.gradients is not None:
+            sums.gradients.begin()
+        terms = self.evaluate(Micro(rows=rows, indices=range(sums.total, sums.total + 1))).sums
+        division = sums.division
+        flowing = {n: one for n, one in terms.items() if one.requires_grad and division.coefficients[n]}
+        self._flow(flowing, {name: torch.zeros_like(one) for name, one in flowing.items()})
+        for parameter in self.task.network.reached:
+            parameter.grad = None
+
+    def _flow(self, flowing: Mapping[str, Tensor], cotangents: Mapping[str, Tensor] | None = None) -> None:
         gradients, division, scale = self.sums.gradients, self.sums.division, self.task.scale.value
         assert gradients is not None  # noqa: S101 - `evaluate` has opened them
-        cotangents = division.cotangents.get(scale) or division.made_cotangents(scale)
+        cotangents = cotangents or division.cotangents.get(scale) or division.made_cotangents(scale)
         if isinstance(gradients, Apart) and division.divisors is None and len(cotangents) > 1:
             gradients.add_each(flowing, cotangents, 1 / scale)
         else:

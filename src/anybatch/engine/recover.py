@@ -56,7 +56,7 @@ def recover(error: Exception, part: Part, before: Snapshot) -> None:
     | failure | what comes next |
     |---|---|
     | memory ran out, nothing of the micro-batch accepted | its rows, and those that follow, in halves |
-    | memory ran out, part of it accepted, or in a first pass | the `add` again, at half the size |
+    | memory ran out, part of it accepted, a first pass, or shards | the `add` again, at half the size |
     | a gradient overflowed at a loss scale | the micro-batch again at half the scale, or the `add` |
     | a model's loss has another form than it had | the micro-batch again |
     | not finite at scale 1 | raise, drop the micro-batch, or skip the update: as asked |
@@ -64,7 +64,7 @@ def recover(error: Exception, part: Part, before: Snapshot) -> None:
     """
     (part.reader or NO_READER).close()
     if isinstance(error, EvaluateAgain):
-        if not _undo(part, before, "to be evaluated again", LossError):
+        if not _undo(part, before, "to be evaluated again", LossError) or part.ways.is_lockstep:
             raise Restart(part, part.sizes())
     elif isinstance(error, NonFinite):
         _recover_from_overflow(error.where, part, before)
@@ -95,7 +95,7 @@ def _recover_memory(said: str, part: Part, before: Snapshot) -> None:
             f"again with caches freed, and {reason}. No update was made. Free memory, make rows smaller or "
             "the model, or keep less: recompute, offload, a smaller optimizer state."
         )
-    must_restart = is_first_pass or part.has_accepted or not is_complete
+    must_restart = is_first_pass or part.has_accepted or not is_complete or part.ways.is_lockstep
     if reason:  # once more, with caches freed
         part.tried = part.tried._replace(last=part.tried.last | {first})
         if must_restart:
@@ -199,7 +199,11 @@ def restart_after_end(part: Part, *, is_memory: bool) -> Restart | None:
     """
     sums = part.sums
     if not is_memory:
-        return None if part.is_guarded or part.ways.is_synced else Restart(part, sums.rows, is_guarded=True)
+        return (
+            None
+            if part.is_guarded or part.ways.adds_over_ranks
+            else Restart(part, sums.rows, is_guarded=True)
+        )
     rows = max(sums.rows, default=0)
     if _AT_END in part.tried.last or part.task.strategy.is_many or not rows or why_not_cut(part, rows):
         return None

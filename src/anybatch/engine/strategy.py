@@ -1,12 +1,13 @@
 """Strategy: how the sums of several processes become one; `Single` is one process."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.core import Number, StepReport
 from anybatch.engine.gradients import Gradient
+from anybatch.engine.update import norm_of
 
 
 class Agreed(NamedTuple):
@@ -23,10 +24,19 @@ class Strategy(Protocol):
     Attributes:
         is_many: other processes hold rows of the same batch.
         takes_windows: callers may bring micro-batches one by one.
+        is_lockstep: each micro-batch holds collectives, so all processes run equally many, and none may run
+            one again alone.
+        is_held: gradients are added up over processes after the last micro-batch of this step only.
     """
 
     is_many: bool
     takes_windows: bool
+    is_lockstep: bool
+    is_held: bool
+
+    def ready(self, model: nn.Module) -> None:
+        """Bring the parameters of a model into the form between steps, before the parts are gathered."""
+        ...
 
     def begin(self, task: Any, settings: Any) -> None:
         """Begin a step or a window of a `Task`, with a `Plan` without rows; refuse what cannot be done."""
@@ -49,6 +59,18 @@ class Strategy(Protocol):
         """Return the rows of all processes, and how many come before those of this one; once per step."""
         ...
 
+    def open(self, part: Any) -> None:
+        """Agree on the number of micro-batches, before the first of a `Part`."""
+        ...
+
+    def next(self) -> None:
+        """Note that a micro-batch begins: its rows are there."""
+        ...
+
+    def missing(self, part: Any) -> Iterable[Any]:
+        """Yield the rows of micro-batches of weight 0 that other processes need, after the last one here."""
+        ...
+
     def meet(self, task: Any, parts: int) -> None:
         """Raise unless each process runs one micro-batch (`parts`): rows of all meet in a layer."""
         ...
@@ -65,6 +87,10 @@ class Strategy(Protocol):
         """Return the gradients summed over all processes; after `close`."""
         ...
 
+    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Return the 2-norm of all entries of the gradient, a scalar."""
+        ...
+
     def abandon(self, error: BaseException) -> None:
         """Tell the others, once, that this process has failed. Does nothing between `close` and `reduce`."""
         ...
@@ -75,6 +101,10 @@ class Single:
 
     is_many = False
     takes_windows = True
+    is_lockstep = is_held = False
+
+    def ready(self, model: nn.Module) -> None:
+        """Do nothing; parameters have one form."""
 
     def begin(self, task: Any, settings: Any) -> None:
         """Begin; no other process waits."""
@@ -87,6 +117,16 @@ class Single:
     def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
         """Return the same values."""
         return [*values], 0
+
+    def open(self, part: Any) -> None:
+        """Do nothing; no other process runs micro-batches along."""
+
+    def next(self) -> None:
+        """Do nothing; no other process runs micro-batches along."""
+
+    def missing(self, part: Any) -> Iterable[Any]:
+        """Return nothing; no other process waits."""
+        return ()
 
     def meet(self, task: Any, parts: int) -> None:
         """Do nothing; no other process has rows."""
@@ -101,6 +141,10 @@ class Single:
     def reduce(self, gradients: Gradient) -> Gradient:
         """Return the same gradients."""
         return gradients
+
+    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Return the 2-norm of all entries."""
+        return norm_of(gradients)
 
     def abandon(self, error: BaseException) -> None:
         """Do nothing; no other process waits."""

@@ -18,6 +18,7 @@ from anybatch.core import (
     OutOfMemoryError,
     free_caches,
     kind_of,
+    local,
     ran_out_of_memory,
     released,
     torch_private as private,
@@ -47,7 +48,7 @@ def clip(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     The arithmetic is that of `torch.nn.utils.clip_grad_norm_`, in the accumulator's dtype.
     """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for value in gradients:
+    for value in map(local, gradients):
         value.mul_(factor.to(value.device))
 
 

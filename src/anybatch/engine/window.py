@@ -15,6 +15,7 @@ from anybatch.core import (
     MicroBatchDone,
     NonFinite,
     NonFiniteLossError,
+    NoRows,
     OpenBatch,
     OutOfMemoryError,
     StepReport,
@@ -27,6 +28,7 @@ from anybatch.core import (
     note_update,
     ran_out_of_memory,
     released,
+    whole,
 )
 from anybatch.engine.gradients import Gradient
 from anybatch.engine.part import NO_READER, NOTHING_TRIED, Part, Tried, Ways
@@ -38,7 +40,6 @@ from anybatch.engine.update import (
     TornUpdateError,
     clip,
     clip_entries,
-    norm_of,
     schedule_learning_rates,
     step_optimizers,
 )
@@ -78,6 +79,7 @@ class Accumulation:
         "_skipped",
         "_sums",
         "_task",
+        "reader",
     )
 
     def __init__(self, task: Task, settings: Plan, batch: Batch | None = None) -> None:
@@ -86,19 +88,12 @@ class Accumulation:
         self._sums = Sums(settings, task, batch)
         self._phase, self._rows, self._has_written = "open", 0, False
         self._share: Share | None = None  # returns the loss of some rows; of a window
+        self.reader: Reader | None = None  # of the cost of an `add`
         self._skipped: NonFiniteLossError | None = None
 
     # ---- forward and backward
 
-    def fold(
-        self,
-        plan: Plan,
-        batch: Batch,
-        tried: Tried = NOTHING_TRIED,
-        *,
-        is_dry: bool = False,
-        reader: Reader | None = None,
-    ) -> Part:
+    def fold(self, plan: Plan, batch: Batch, tried: Tried = NOTHING_TRIED, *, is_dry: bool = False) -> Part:
         """Run forward and backward of all rows; if this fails, all is as before it.
 
         A step may divide early and use torch's uncut loss; `discard` puts its snapshot back.
@@ -106,10 +101,9 @@ class Accumulation:
         task, wanted, is_whole = self._task, plan, self._is_whole
         while True:
             before = self._before if is_whole else snapshot(task, batch)
-            window = None if is_whole else self._sums
             ways = Ways.of(plan, task, is_whole=is_whole, is_dry=is_dry)
-            part = Part(task, ways, batch, window, share=self._share, tried=tried)
-            part.reader = reader or part.reader
+            part = Part(task, ways, batch, None if is_whole else self._sums, share=self._share, tried=tried)
+            part.reader = self.reader or part.reader
             try:
                 clear(task.network.everyone if is_whole else task.network.reached)
                 fold(part, before)
@@ -161,12 +155,13 @@ class Accumulation:
         )
         if not isinstance(error, NonFinite):
             failed = no_room_for_update(error, self._sums)
-        if failed is None:
+        again = error if isinstance(error, Restart) else None  # of another rank
+        if failed is None and again is None:
             return None
         put_back(self._before, self._sums)
-        again = restart_after_end(part, is_memory=isinstance(failed, OutOfMemoryError))
+        again = again or restart_after_end(part, is_memory=isinstance(failed, OutOfMemoryError))
         if again is None:
-            raise failed from None
+            raise failed or error from None
         self._before = snapshot(self._task, part.batch)
         self._sums = Sums(again.plan, self._task, part.batch)
         return again
@@ -190,13 +185,12 @@ class Accumulation:
         for parameter, found in self._before.gradients_found() if is_ours else ():
             if parameter in task.network.trained:
                 gradient[parameter] = found + gradient[parameter] if parameter in gradient else found.clone()
-        values = [*gradient.values()]
-        size = norm_of(values)
+        size = task.strategy.norm(values := [*gradient.values()])
         known, (norm,) = sums.read(weights, size)
         if not any(known.values()):
             return Finished({}, known, math.nan, size)
         if not math.isfinite(norm):
-            if not all_finite(values):
+            if task.strategy.is_lockstep or not all_finite(values):  # ranks see other shards
                 raise NonFinite("gradient")
             if is_ours and not math.isinf(sums.plan.clip_norm):
                 raise NonFiniteLossError(
@@ -344,8 +338,7 @@ def carry_out(
     Raises:
         OutOfMemoryError: one row does not fit, the update does not, or a smaller cut would change the result.
     """
-    end = Accumulation.show if is_dry else end
-    task.progress.began = perf_counter()
+    end, task.progress.began = Accumulation.show if is_dry else end, perf_counter()
     with context(plan, task):
         window = Accumulation(task, plan, batch)
         try:
@@ -371,13 +364,15 @@ def carry_out(
 
 def fold(part: Part, before: Snapshot) -> None:
     """Run forward and backward of every micro-batch: THE LOOP."""
-    told, labelled = part.task.callbacks.micro_batch, label_for_profiler()
+    told, strategy, labelled = part.task.callbacks.micro_batch, part.task.strategy, label_for_profiler()
+    strategy.open(part)
     with ExitStack() as passes:
         while part.left:
             try:
                 if not part.is_open:
                     part.first_pass(passes, before)
                 for micro in part.micro_batches(before):
+                    strategy.next()
                     with labelled("anybatch.micro_batch"):
                         part.backward(part.evaluate(micro))
                     part.done()
@@ -387,22 +382,39 @@ def fold(part: Part, before: Snapshot) -> None:
                     del micro  # before the next one is made
             except Exception as error:
                 recover(error, part, before)
+        for rows in strategy.missing(part):
+            if not part.is_open:
+                part.first_pass(passes, before)
+            part.accompany(rows)
+
+
+def accompany(sums: Sums) -> None:
+    """Take part in an `add` of other ranks to a window, with micro-batches of weight 0."""
+    task, plan = sums.task, sums.plan
+    ways = Ways.of(plan, task, is_whole=False, is_dry=False)
+    with task.loss.along(OpenBatch(), (), task.model, lambda: None) as share:
+        part = Part(task, ways, NoRows(), sums, share=share, tried=NOTHING_TRIED)
+        try:
+            fold(part, snapshot(task, OpenBatch()))
+            sums.take(part.sums)
+        except Restart:  # another rank begins again
+            clear(task.network.everyone)
+        finally:
+            part.close()
 
 
 def observe(gradient: Gradient, task: Task) -> None:
-    """Show the finished gradient to callbacks, unscaled, before clipping."""
+    """Show the finished gradient to callbacks: whole, unscaled, before clipping."""
     if task.callbacks.gradients:
         names = task.names()
-        call(task.callbacks.gradients, {names[one]: value for one, value in gradient.items()})
+        call(task.callbacks.gradients, {names[one]: whole(value) for one, value in gradient.items()})
 
 
 def put_back(before: Snapshot, sums: Sums, error: BaseException | None = None) -> None:
     """Put back all that a step may have changed, its loss scale too; the error names what cannot be."""
     sums.close()
-    lost = [
-        *before.written_tensors(),
-        *[sums.task.names().get(one, "a parameter") for one in before.written()],
-    ]
+    names = sums.task.names()
+    lost = [*before.written_tensors(), *[names.get(one, "a parameter") for one in before.written()]]
     if before.written_rows():
         lost.append("rows of the batch")
     if lost and error is not None:
@@ -433,6 +445,7 @@ def report_of(
         scale=task.scale.value,
         update=task.progress.updates,
         learning_rate=task.learning_rate(),
+        held=task.strategy.is_held,
         seconds=perf_counter() - task.progress.began,
         unchecked=task.progress.unchecked,
     )

@@ -22,6 +22,11 @@ def write(sums: Sums, loss: object, *, rows: int, is_skipped: bool) -> dict[str,
     Raises:
         WindowError: a gradient is sparse.
     """
+    if sums.task.strategy.is_lockstep:
+        raise WindowError(
+            "Expected a window of an unsharded model to save, got one with fully_shard, whose gradient sums "
+            "are shards. Close or discard the window first."
+        )
     position = {parameter: index for index, parameter in enumerate(sums.task.network.parameters)}
 
     def plain(banks: Mapping[str, Gradient]) -> dict[str, dict[int, Tensor]]:

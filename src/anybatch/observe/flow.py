@@ -24,7 +24,7 @@ from anybatch.observe.figure import checked
 from anybatch.observe.flow_figures import Figures, Flow
 from anybatch.observe.flow_picture import draw
 from anybatch.observe.measure import Table, norms_of, sizes_of, to_host
-from anybatch.parallel import unwrapped
+from anybatch.parallel import refuse_sharded, unwrapped
 from anybatch.step import DEFAULT, Options, Step, dry_run, known_keywords
 
 _MODEL, _LOSS = "(model)", "(loss)"  # parameters of no submodule
@@ -257,6 +257,7 @@ def gradient_flow(
     """
     target = None if path is None else checked(path)
     model = unwrapped(model, "auto")  # rank 0 may look while the others wait
+    refuse_sharded(model, "gradient_flow")
     parameters = [*dict.fromkeys([*model.parameters(), *module_of(loss).parameters()])]
     trained = [one for one in parameters if one.requires_grad]
     if not trained:

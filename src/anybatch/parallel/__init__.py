@@ -1,11 +1,13 @@
 """Many processes: data parallelism over ranks, parameter servers, compression."""
 
+from anybatch.parallel import shard_files as shard_files
 from anybatch.parallel.compression import (
     Cast as Cast,
     Codec as Codec,
     DeepGradientCompression as DeepGradientCompression,
 )
 from anybatch.parallel.group import (
+    Group as Group,
     all_gather_rows as all_gather_rows,
     exchange as exchange,
     rank as rank,
@@ -16,11 +18,14 @@ from anybatch.parallel.launch import is_launched as is_launched, launch as launc
 from anybatch.parallel.parameter_server import ParameterServer as ParameterServer
 from anybatch.parallel.replicate import Replicate as Replicate
 from anybatch.parallel.rules import Rule as Rule, RuleName as RuleName, make_rule as make_rule
+from anybatch.parallel.shard import Shard as Shard
 from anybatch.parallel.wrappers import (
     StrategyName as StrategyName,
     choose_strategy as choose_strategy,
     group_of as group_of,
+    is_sharded as is_sharded,
     refuse_late_group as refuse_late_group,
+    refuse_sharded as refuse_sharded,
     refuse_wrapped as refuse_wrapped,
     unwrapped as unwrapped,
 )

@@ -1,17 +1,21 @@
-"""Short hashes that must be equal on all ranks: model, weights, optimizer, buffers, loss, options."""
+"""Hashes that must be equal on all ranks: of model, weights, optimizer, options; a part in each step."""
 
 import dataclasses
 import hashlib
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybatch.core import Batch, PlanError, torch_private as private
-from anybatch.engine import Plan, Task, owned
+from anybatch.core import Batch, PlanError, is_shard, torch_private as private
+from anybatch.engine import Plan, Sums, Task, owned
 from anybatch.losses import SummedLoss
 
+TURNS = 64  # steps in which every tensor is compared once
+_LOOKS = 2  # number of first steps that compare rows
+_FEW = 4  # rows compared
 _ADVICE = {
     "weights": "Set the same seed before the model is made, or load the same checkpoint, on every rank",
     "optimizer state": "Load the same state on every rank",
@@ -29,7 +33,7 @@ def fingerprint(
     buffers = [one for place, one in enumerate(buffers_of_model(task)) if place not in written]
     return {
         "torch": torch.__version__,
-        "model": _hash([(names[p], tuple(p.shape), str(p.dtype)) for p in task.network.parameters]),
+        "model": _hash([(names[p], tuple(p.shape), str(p.dtype), _cut(p)) for p in task.network.parameters]),
         "weights": _hash([checksum(p) for p in (*task.network.parameters, *task.model.parameters())]),
         "optimizer": optimizers_of(task),
         "optimizer state": _hash([*map(checksum, state_of(task))]),
@@ -37,9 +41,14 @@ def fingerprint(
         "schedulers": schedulers_of(task),
         "loss": loss_of(task),
         "options": _hash(sorted(plan.items(), key=str)),
+        "hold": str(getattr(task.strategy, "hold", "")),
         "compression": _hash([type(compression).__name__, *_plain(getattr(compression, "__dict__", {}))]),
         "updates": str(task.progress.updates),
     }
+
+
+def _cut(parameter: Any) -> str:
+    return f"{parameter.device_mesh} {parameter.placements}" if is_shard(parameter) else ""
 
 
 def optimizers_of(task: Task) -> str:
@@ -114,6 +123,8 @@ def contents(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 def checksum(value: Tensor, start: int = 0, stop: int | None = None) -> int:
     """Return the sum of all 8-byte words between two bytes: the same bits give the same number."""
+    if is_shard(value):  # each rank holds another part
+        return 0
     flat = value.detach().contiguous().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     if not flat.numel():
@@ -129,3 +140,104 @@ def _plain(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
         key: one for key, one in values.items() if isinstance(one, bool | int | float | str | tuple | None)
     }
     return sorted(kept.items())
+
+
+# ---- drift: each step compares options, and a checksum of a rotating 64th of all tensors
+
+
+class Drift:
+    """The values that ranks compare in each step, so that a difference is noticed.
+
+    A load is noticed at once: it replaces containers of the optimizer, or writes to parameters more often
+    than an update does. Writes through `.data`, and to buffers, are noticed within 64 steps. Buffers that
+    forwards write to, such as running statistics, belong to each rank and are left out.
+    """
+
+    def __init__(self) -> None:
+        self.is_touched = False  # something was loaded or written since the last step
+        self.written = set[int]()  # positions of buffers that forwards write to
+        self._turn, self._before = 0, dict[int, int]()
+        self._same: dict[str, Any] = {}
+        self._containers: list[Any] = []
+        self._versions, self._steps = list[int](), list[int]()
+        self._steps_read = self._alike = 0
+
+    def begin(self, task: Task, *, is_first: bool) -> None:
+        """Read the values to compare, before the forward; all buffers in the first step."""
+        self._turn = (self._turn + 1) % TURNS
+        self._notice(task)
+        self._is_first = is_first
+        self._before = self._sums_of(buffers_of_model(task))
+        self._same = {
+            "optimizer": optimizers_of(task),
+            "schedulers": schedulers_of(task),
+            "weights": _part(task.network.everyone, self._turn),
+            "optimizer state": _part(state_of(task), self._turn),
+        }
+
+    def message(self, sums: Sums) -> dict[str, Any]:
+        """Return the values to compare with the other ranks, after the last forward."""
+        after = self._sums_of(buffers_of_model(sums.task))
+        self.written |= {place for place, value in after.items() if self._before.get(place) != value}
+        buffers = [] if self._is_first else [pair for pair in after.items() if pair[0] not in self.written]
+        same = {**self._same, "loss": loss_of(sums.task, sums.batch)}
+        rows = _of_rows(sums.batch) if self._steps_read < _LOOKS else 0
+        self._steps_read += 1
+        return {"same": same, "buffers": buffers, "touched": self.is_touched, "rows": rows}
+
+    def warn_of_same_rows(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """Warn if all ranks passed the same rows in each of the first steps."""
+        rows = [one["rows"] for one in said]
+        self._alike += bool(rows[0]) and len({*rows}) == 1
+        if self._alike == _LOOKS:
+            self._alike = -1
+            warnings.warn(
+                f"Expected other rows on each rank, got the same on all {len(said)} in {_LOOKS} steps: the "
+                "batch is made of copies. Give each rank its own share, as with DistributedSampler.",
+                stacklevel=2,
+            )
+
+    def _notice(self, task: Task) -> None:
+        containers = [part for one in task.optimizers for part in (one.state, one.param_groups)]
+        is_new = [*map(id, containers)] != [*map(id, self._containers)]
+        versions = private.versions(task.network.everyone)
+        steps = [new - old for new, old in zip(versions, self._versions, strict=False)]
+        is_known = not any(steps) or not self._steps or steps == self._steps
+        self.is_touched = bool(self._containers) and (is_new or not is_known)
+        self._steps = steps if any(steps) else self._steps
+        self._containers, self._versions = containers, versions
+
+    def _sums_of(self, buffers: Sequence[Tensor]) -> dict[int, int]:
+        places = range(len(buffers)) if self._is_first else range(self._turn, len(buffers), TURNS)
+        return {place: checksum(buffers[place]) for place in places}
+
+
+def refuse_drift(said: Sequence[Mapping[str, Any]]) -> None:
+    """Raise PlanError if a value differs between ranks; it names the value."""
+    refuse_differences([one["same"] for one in said])
+    known: dict[int, int] = {}
+    for number, one in enumerate(said):
+        for place, value in one["buffers"]:
+            if known.setdefault(place, value) != value:
+                raise PlanError(
+                    f"Expected the same buffers on all {len(said)} ranks, got another on rank {number}, to "
+                    "which no forward has written. No update was made. Load the same state on every rank."
+                )
+
+
+def _of_rows(batch: Batch) -> int:
+    """Return a checksum of the first rows of a batch; 0 if they hold one number only."""
+    heads = [leaf.detach()[:_FEW] for leaf in getattr(batch, "leaves", ()) if leaf.layout is torch.strided]
+    differ = any(bool((one != one.flatten()[0]).any()) for one in heads if one.numel())
+    return sum(place * checksum(one) for place, one in enumerate(heads, 1)) % 2**61 if differ else 0
+
+
+def _part(tensors: Sequence[Tensor], turn: int) -> int:
+    total, found, at = sum(one.nbytes for one in tensors), 0, 0
+    start, stop = total * turn // TURNS, total * (turn + 1) // TURNS
+    for place, one in enumerate(tensors, 1):
+        first, last = max(start - at, 0) // 8 * 8, min(-(-(stop - at) // 8) * 8, one.nbytes)
+        if first < last:
+            found += place * checksum(one, first, last)
+        at += one.nbytes
+    return found % 2**61

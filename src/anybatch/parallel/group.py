@@ -97,6 +97,15 @@ def _leave_word(group: Group) -> None:
             store.set(f"anybatch {members} {dist.get_rank()}", str(count))
 
 
+def leave_error(said: str, group: Group = None) -> None:
+    """Store an error for other processes, which wait in a collective of this one until their timeout."""
+    store: Any = private.default_store(dist.distributed_c10d)
+    with suppress(RuntimeError, AttributeError):
+        store.set(
+            f"anybatch {tuple(dist.get_process_group_ranks(group))} {dist.get_rank()} failed", said[:600]
+        )
+
+
 def _behind(group: Group) -> str:
     """Return the ranks that sent fewer messages than this one, as far as known without waiting."""
     members = tuple(dist.get_process_group_ranks(group))
@@ -106,7 +115,9 @@ def _behind(group: Group) -> str:
         for place, member in enumerate(members):
             key = f"anybatch {members} {member}"
             count = int(store.get(key)) if store.check([key]) else 0
-            if count < mine:
+            if store.check([f"{key} failed"]):
+                found.append(f"rank {place} (it says {store.get(f'{key} failed').decode()!r})")
+            elif count < mine:
                 found.append(f"rank {place} (it sent {count} of {mine} messages)")
     return " and ".join(found) or "at least one of them"
 

@@ -11,20 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.batchnorm import names_of_batch_norms
-from anybatch.core import LossError, NonFiniteLossError, PlanError, RankError, all_finite
+from anybatch.core import LossError, NonFiniteLossError, PlanError, RankError, all_finite, local
 from anybatch.engine import Agreed, Gradient, Plan, Progress, Single, Sums, Task, accumulation_dtype
 from anybatch.parallel.compression import Codec
-from anybatch.parallel.drift import Drift, refuse_drift
-from anybatch.parallel.fingerprint import fingerprint, refuse_differences
-from anybatch.parallel.group import (
-    Group,
-    all_gather_rows,
-    answered,
-    exchange,
-    rank,
-    ranks,
-    sending_device,
-)
+from anybatch.parallel.fingerprint import Drift, fingerprint, refuse_differences, refuse_drift
+from anybatch.parallel.group import Group, all_gather_rows, answered, exchange, rank, ranks, sending_device
 
 _NO_UPDATE = "No rank has made the update."
 _SAID = 600  # characters of an error sent to other ranks; they fit a message at 6 bytes each
@@ -56,9 +47,10 @@ class Replicate(Single):
     """
 
     is_many = True
+    _least = 2  # ranks
 
     def __init__(self, compression: Codec | None = None, group: Group = None) -> None:
-        if ranks(group) < 2:
+        if ranks(group) < self._least:
             raise PlanError(
                 f"Expected a process group of at least 2 ranks, got {ranks(group)}. Start the program with "
                 'torchrun --nproc-per-node 2 program.py, or say strategy="auto", which also runs alone.'
@@ -82,8 +74,8 @@ class Replicate(Single):
         if self._is_broken:
             raise RankError(
                 f"Expected all ranks at the same step, got rank {rank(self.group)} that failed while "
-                "gradients or statistics of a SyncBatchNorm were summed. Start all ranks again from the last "
-                "checkpoint."
+                "gradients or statistics of a SyncBatchNorm were summed, or shards gathered. Start all ranks "
+                "again from the last checkpoint."
             )
         if task.optimizers and any(p.grad is not None for p in task.network.parameters):
             found = [task.names()[p] for p in task.network.parameters if not _is_zero(p.grad)]
@@ -192,7 +184,7 @@ class Replicate(Single):
             ],
             "drift": self.drift.message(sums),
         }
-        said = self._agree(message)
+        said = self._settle(message, sums)
         if any("gather" in one for one in said):  # from ranks with rows; this one has none
             self._gather(said, ())
             said = self._agree(message)
@@ -226,6 +218,9 @@ class Replicate(Single):
         weights = {name: add(one["weights"].get(name, 0.0) for one in said) for name in names}
         self._is_empty = not any(weights.values())
         return weights
+
+    def _settle(self, message: Mapping[str, Any], sums: Sums) -> list[dict[str, Any]]:
+        return self._agree(message)
 
     def reduce(self, gradients: Gradient) -> Gradient:
         """Sum the gradients over ranks, bit-identical on all; raise PlanError for sparse ones."""
@@ -361,7 +356,7 @@ def _refuse_sync_batch_norm(model: nn.Module) -> None:
 
 
 def _is_zero(gradient: Tensor | None) -> bool:
-    return gradient is None or (all_finite([gradient]) and not bool(gradient.count_nonzero()))
+    return gradient is None or (all_finite([local(gradient)]) and not bool(local(gradient).count_nonzero()))
 
 
 def _buckets(like: Mapping[nn.Parameter, torch.dtype]) -> list[list[nn.Parameter]]:

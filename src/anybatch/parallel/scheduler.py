@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from anybatch.core import NonFiniteLossError, RankError
 from anybatch.parallel.rules import RuleName
-from anybatch.parallel.server import COUNTED, NOT_FINITE, Array, Layout, Shard
+from anybatch.parallel.server import COUNTED, NOT_FINITE, Array, Layout, ServerShard
 from anybatch.parallel.worker import Folded, Worker
 from anybatch.state import rng
 
@@ -96,7 +96,7 @@ class Scheduler:
         self.cluster, self.layout, self._backup = cluster, layout, backup
         self._of_worker = cluster.put(make), cluster.put(layout), expected, is_alone
         self._layout = self._of_worker[1]
-        self.shards = [cluster.start(Shard, self._layout, index) for index in range(len(layout.pieces))]
+        self.shards = [cluster.start(ServerShard, self._layout, index) for index in range(len(layout.pieces))]
         self.clocks: dict[Any, int] = {}  # finished units of each worker
         self._leases: dict[Any, Lease] = {}  # by the reference to a `Folded`
         self.version = 0  # updates since the parameters were loaded
@@ -171,7 +171,7 @@ class Scheduler:
                 "made. Look for too little memory on the host, and read their log."
             )
         self.cluster.kill(self.shards[index])
-        self.shards[index] = self.cluster.start(Shard, self._layout, index)
+        self.shards[index] = self.cluster.start(ServerShard, self._layout, index)
         try:
             self.cluster.get(self._load(index))
         except Ended:

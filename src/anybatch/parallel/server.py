@@ -199,7 +199,7 @@ class Layout:
         return found
 
 
-class Shard:
+class ServerShard:
     """A part of the parameters, updated once per version. A repeated call counts once."""
 
     def __init__(self, layout: Layout, index: int) -> None:

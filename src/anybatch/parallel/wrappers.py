@@ -10,16 +10,36 @@ from anybatch.core import PlanError, torch_private as private
 from anybatch.engine import Single, Strategy
 from anybatch.parallel.group import Group, ranks, start_under_torchrun
 from anybatch.parallel.replicate import Replicate
+from anybatch.parallel.shard import Shard
 
 StrategyName = Literal["auto", "local", "replicate"]
 
 _DDP = "DistributedDataParallel"
 # By name: not every torch has all of them, and looking should not import them.
-_WRAPPERS = (_DDP, "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+_SHARDED = "FSDPModule"
+_WRAPPERS = (_DDP, "DataParallel", "FullyShardedDataParallel", _SHARDED)
+
+_ADVICE = {
+    "FullyShardedDataParallel": "Replace FullyShardedDataParallel(model) by fully_shard(model), of "
+    "torch.distributed.fsdp, which is supported",
+    "DataParallel": "Replace DataParallel(model) by the model itself, as in model.module",
+}
 
 
-def choose_strategy(strategy: StrategyName | Strategy, group: Group = None) -> Strategy:
+def choose_strategy(
+    strategy: StrategyName | Strategy, group: Group = None, model: nn.Module | None = None
+) -> Strategy:
     """Return a strategy by name, over these ranks, or the given one. Raise PlanError for others."""
+    sharded, is_asked = model is not None and is_sharded(model), isinstance(strategy, Shard)
+    if is_asked > sharded or (sharded and not is_asked and strategy != "auto"):
+        raise PlanError(
+            f'Expected strategy="auto" or Shard(...) for a model with fully_shard, and Shard for no other, '
+            f"got {strategy!r} for a model {'with' if sharded else 'without'} it. For data parallelism, or "
+            "an update of one process, leave fully_shard out."
+        )
+    if sharded:
+        strategy = strategy if isinstance(strategy, Shard) else Shard()
+        strategy.take(cast("nn.Module", model))
     if not isinstance(strategy, str) and hasattr(strategy, "close") and hasattr(strategy, "reduce"):
         return strategy
     if strategy not in get_args(StrategyName):
@@ -59,14 +79,29 @@ def group_of(model: nn.Module) -> Group:
     return getattr(model, "process_group", None) if _wrapper_of(type(model)) == _DDP else None
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return True if `fully_shard` was applied to the model or a part of it."""
+    return any(_wrapper_of(type(one)) == _SHARDED for one in model.modules())
+
+
+def refuse_sharded(model: nn.Module, what: str) -> None:
+    """Raise PlanError for a sharded model in what one process does alone."""
+    if is_sharded(model):
+        raise PlanError(
+            f"Expected a model that is not sharded for {what}, got one with fully_shard, in which other "
+            "ranks would have to take part. Call it before fully_shard(model)."
+        )
+
+
 def refuse_wrapped(modules: Iterable[nn.Module], strategy: object) -> None:
     """Raise PlanError for models in other wrappers that exchange gradients, and for wrapped parts."""
     for name in {_wrapper_of(type(module)) for module in modules}:
-        if name and not (strategy == "local" and name == _DDP):
+        if name and name != _SHARDED and not (strategy == "local" and name == _DDP):
+            advice = _ADVICE.get(name, "Pass the model itself, as in model.module")
             raise PlanError(
                 f"Expected a model that is not wrapped, got one wrapped in {name}, which exchanges gradients "
-                "or weights in every micro-batch. Pass the model itself, as in model.module; start one "
-                "process per device with torchrun, and gradients are summed over all of them."
+                f"or weights in every micro-batch. {advice}; start one process per device with torchrun, and "
+                "gradients are summed over all of them."
             )
 
 

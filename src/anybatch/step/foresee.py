@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from anybatch.core import Collate, torch_private as private
 from anybatch.losses import LossLike
-from anybatch.parallel import unwrapped
+from anybatch.parallel import refuse_sharded, unwrapped
 from anybatch.planner import PlanReport
 from anybatch.precision import Precision, PrecisionName, find_precision
 from anybatch.state import Contents
@@ -68,6 +68,7 @@ def plan(
         (4096, True, True)
     """
     model = unwrapped(model, "auto")  # rank 0 may plan while the others wait
+    refuse_sharded(model, "a plan")
     chosen = find_precision(precision)
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     with _as_it_was(model, optimizers) if chosen.is_short else nullcontext():

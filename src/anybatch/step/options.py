@@ -48,7 +48,8 @@ class Options:
             between several splits (`anybatch.compare.look`).
         strategy: "auto" sums gradients over all ranks of the process group, if there are several;
             torchrun starts one. Each rank passes its own rows. "replicate" refuses to run
-            alone. "local" lets each rank make updates of its own. A DistributedDataParallel is unwrapped.
+            alone. "local" lets each rank make updates of its own. A DistributedDataParallel is unwrapped; a
+            model with `fully_shard` is taken as it is ("auto", or `anybatch.parallel.Shard(hold=True)`).
         clip_value: largest absolute value of an entry of the whole batch's gradient; others are clamped to
             it, as by `torch.nn.utils.clip_grad_value_`. Not together with `clip_norm`. None for no clipping.
 

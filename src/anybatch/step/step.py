@@ -18,6 +18,7 @@ from anybatch.core import (
     Collate,
     Functions,
     OutOfMemoryError,
+    PlanError,
     ReadOnlyError,
     StepReport,
     WindowError,
@@ -46,6 +47,7 @@ from anybatch.parallel import (
     choose_strategy,
     group_of,
     refuse_late_group,
+    refuse_sharded,
     refuse_wrapped,
     unwrapped,
 )
@@ -133,13 +135,20 @@ class Step:
         self.model, self.loss, self.collate, self.options = model, loss, collate, options
         self.optimizers, self.schedulers = self._checked(model, loss, optimizer, options.scheduler)
         refuse_wrapped([*model.modules(), *module_of(loss).modules()], strategy)
-        self.strategy: Strategy = choose_strategy(strategy, group)
+        self.strategy: Strategy = choose_strategy(strategy, group, model)
         if chosen == Precision() and computes_in_float16(model):
             chosen = Precision(loss_scale="dynamic")  # autocast is in the model
+        if self.strategy.is_lockstep and (memory is not None or chosen.store is not None):
+            got = f"precision={str(chosen)!r}" if memory is None else f"memory={memory!r}"
+            raise PlanError(
+                f"Expected micro_batch= and float32 weights with a sharded model, got {got}: its memory is "
+                'not predicted, nor its weights converted. For 16 bits use precision="bf16-mixed" or '
+                "fully_shard(mp_policy=MixedPrecisionPolicy(...))."
+            )
         blocks = choose_blocks(model, options.recompute)
         self.planning = Planning(
             options.settings(clip_norm=clip_norm, blocks=blocks, precision=chosen),
-            Guard(batch_norm=options.batch_norm, check=options.check),
+            Guard(batch_norm=options.batch_norm, check=options.check and not self.strategy.is_lockstep),
             micro_batch=micro_batch,
             memory=memory,
             may_choose_blocks=options.recompute is None,
@@ -255,6 +264,7 @@ class Step:
             BudgetError: nothing fits.
             PlanError: the step cannot be traced.
         """
+        refuse_sharded(self.model, "a plan")
         task = self.task()
         logical = admit(batch, task, self.collate, anywhere=device is not None)
         report = self.planning.foresee(task, logical, memory=memory, rows=rows, device=device)
@@ -371,6 +381,7 @@ class Step:
         """Return the parts of the next step, gathered anew if they have changed, and in looking steps."""
         if self.schedulers:
             self._progress.warn_of_other_steps(self.schedulers)
+        self.strategy.ready(self.model)
         known = self._gathered
         is_told = known is not None and known[0].callbacks is self._told
         if known is None or not is_told or self.effects.looks_next or not known[1].is_current():

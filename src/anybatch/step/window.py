@@ -138,8 +138,9 @@ class Window(Accumulation):
             )
         if self._skipped is None:
             plan, running = self._plan(batch)
+            self.reader = running.reader
             with planning.enforced(task), context(plan, task):
-                part = self.fold(plan, batch, reader=running.reader)
+                part = self.fold(plan, batch)
             if self._skipped is None:
                 try:
                     self._sums.take(part.sums)

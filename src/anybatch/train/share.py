@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anybatch.core import BatchError, RankError, TensorBatch, WindowError, numpy_random, tree
+from anybatch.core import BatchError, PlanError, RankError, TensorBatch, WindowError, numpy_random, tree
 from anybatch.parallel import all_gather_rows, exchange, rank, ranks
 from anybatch.state import rng
 from anybatch.step import Step
@@ -21,6 +21,12 @@ class Share:
     """The rows of this rank in each batch, and its messages to other ranks. A single rank has all rows."""
 
     def __init__(self, step: Step) -> None:
+        if step.strategy.is_lockstep:
+            raise PlanError(
+                f"Expected a model that is not sharded in a Trainer, got a {type(step.model).__name__}, of "
+                "which no rank has all weights. Write a loop with the Step, and save with "
+                "anybatch.parallel.shard_files."
+            )
         self._group = getattr(step.strategy, "group", None)
         is_many = step.strategy.is_many
         self.rank, self.ranks = (rank(self._group), ranks(self._group)) if is_many else (0, 1)

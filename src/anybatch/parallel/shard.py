@@ -1,0 +1,349 @@
+"""Sharded models (FSDP2): each rank holds a shard of every weight; micro-batches run in lockstep."""
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from anybatch.core import OpenBatch, PlanError, RankError, local, torch_private as private, tree
+from anybatch.engine import Gradient, Part, Plan, Restart, Sums, Task, accompany, norm_of
+from anybatch.integrations import wants_router_loss
+from anybatch.losses import ModelTerms, WholeBatch
+from anybatch.parallel.group import Group, all_gather_rows, answered, leave_error, rank
+from anybatch.parallel.replicate import Replicate
+from anybatch.state import rng
+
+_ROWS = 2  # of a micro-batch of weight 0: as many as a BatchNorm needs
+
+
+class Collective(NamedTuple):
+    """A collective of FSDP: an all-gather of weights, or a reduce-scatter of gradients."""
+
+    reduces: bool
+    sizes: tuple[int, int]  # elements of the output and of the input
+    dtype: torch.dtype
+    device: torch.device
+    group: Any
+    op: Any = None
+
+    def replay(self, replicas: Group) -> None:
+        """Take part with zeros; a reduce-scatter is followed by a sum over `replicas`, if there are any."""
+        output, zeros = (torch.zeros(size, dtype=self.dtype, device=self.device) for size in self.sizes)
+        with answered(self.group):
+            if not self.reduces:
+                dist.all_gather_single(output, zeros, group=self.group)
+                return
+            dist.reduce_scatter_single(output, zeros, group=self.group, op=self.op)
+            if replicas is not None:
+                dist.all_reduce(output, group=replicas)
+
+
+class Collectives:
+    """The collectives of FSDP, which it calls (`set_custom_all_gather`, `set_custom_reduce_scatter`)."""
+
+    def __init__(self) -> None:
+        self.calls: list[Collective] = []  # of the current micro-batch
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the memory of a buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Gather, or add up and scatter where there is an `op`."""
+        sizes = output_tensor.numel(), input_tensor.numel()
+        reduces = op is not None
+        kind = input_tensor.dtype, input_tensor.device
+        self.calls.append(Collective(reduces, sizes, *kind, group, op))
+        with answered(group):
+            if reduces:
+                return dist.reduce_scatter_single(
+                    output_tensor, input_tensor, op=op, group=group, async_op=async_op
+                )
+            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Shard(Replicate):
+    """Exact data parallelism for a model prepared with `torch.distributed.fsdp.fully_shard`.
+
+    The model is taken as it is, with its mesh, mixed precision and resharding. FSDP gathers weights and adds
+    gradients up in every micro-batch, so all ranks run equally many: ranks agree on the number before the
+    first forward, and those with fewer run micro-batches of weight 0 on rows that they had before. The
+    gradient is divided once, by the weight of all ranks. So ranks may have different numbers of rows, tokens
+    and micro-batches, also none.
+
+    If memory runs out on a rank, or it raises, it takes part in the collectives that are left with zeros.
+    Then all begin the step again, with smaller micro-batches on that rank, or all raise. In the first
+    micro-batch of a run the collectives are not known yet: there the others wait for the timeout of the
+    process group.
+
+    `strategy="auto"` chooses this for a sharded model, with the defaults.
+
+    Args:
+        hold: keep gradients unsharded until the last micro-batch, and add them up over ranks once per step.
+            This needs memory for the whole gradient on each rank. False adds up in every micro-batch.
+
+    Raises:
+        PlanError: when a step is made, for a model that is not sharded as a whole, or over several meshes.
+
+    Example:
+        >>> import anybatch as ab
+        >>> ab.Options(strategy=Shard(hold=True)).strategy.hold
+        True
+    """
+
+    is_lockstep = True
+    _least = 1  # rank
+
+    def __init__(self, *, hold: bool = False) -> None:
+        super().__init__()
+        self.hold = hold
+        self.is_held = False  # gradients stay unsharded in this step
+        self._model: Any = None
+        self._order: Sequence[Collective] | None = None  # the collectives of a micro-batch
+        self._count = self._at = 0  # micro-batches of this `add`, and those that have begun
+        self._is_inside = False  # others wait for collectives of this `add`
+        self._row: Any = None
+        self._synced: tuple[bool, bool] | None = None
+
+    def take(self, model: nn.Module) -> None:
+        """Check a sharded model, and record its collectives.
+
+        Raises:
+            PlanError: parameters are outside of its shards, or on several meshes; or torch is too old.
+        """
+        if not hasattr(model, "reset_iter_state"):
+            raise PlanError(
+                f"Expected fully_shard(model) on the model itself, got it on parts of a "
+                f"{type(model).__name__}, or a torch before 2.13, whose FSDP cannot be reset after an error. "
+                "Call fully_shard(model) after the parts."
+            )
+        plain = [name for name, p in model.named_parameters() if not hasattr(p, "device_mesh")]
+        if plain:
+            raise PlanError(
+                f"Expected every parameter in a shard, got {plain[:3]} outside. Leave out `ignored_params`, "
+                "and initialise lazy parameters before fully_shard(model)."
+            )
+        shards: list[Any] = [*model.parameters()]
+        meshes, placed = {p.device_mesh for p in shards}, {p.placements for p in shards}
+        if len(meshes) > 1:
+            raise PlanError(
+                f"Expected all shards on one mesh, got {len(meshes)}. Pass the same mesh to every "
+                "fully_shard(...)."
+            )
+        (mesh,) = meshes
+        axes: int = mesh.ndim
+        if {tuple([one.is_shard() for one in found]) for found in placed} != {
+            (False,) * (axes - 1) + (True,)
+        }:
+            raise PlanError(
+                f"Expected shards along the last axis of a mesh of one or two, as fully_shard makes them, "
+                f"got {sorted(map(str, placed))}. Other axes, such as those of tensor parallelism, are not "
+                "supported."
+            )
+        if axes == 2 and mesh.size() != dist.get_world_size():
+            raise PlanError(
+                f"Expected a mesh of two axes over all {dist.get_world_size()} ranks, got {mesh.size()}. "
+                "Make it with init_device_mesh, or use a mesh of one axis."
+            )
+        if private.keeps_weights(model):
+            raise PlanError(
+                f"Expected weights that are resharded after backward, got a {type(model).__name__} with "
+                "set_reshard_after_backward(False), which keeps those from before the update. Leave it out."
+            )
+        self._model, self._order, self._row = model, None, None
+        self._dtypes = private.dtypes_of_shards(model)
+        self._parts: list[Any] = [one for one in model.modules() if hasattr(one, "reset_iter_state")]
+        known, self._shards, self._replicas = private.connections_of_shards(model)
+        self.group = self._shards if axes == 1 else None
+        self._recorder = known if isinstance(known, Collectives) else Collectives()
+        for one in self._parts:
+            one.set_gradient_divide_factor(1.0)
+            one.set_force_sum_reduction_for_comms(True)
+            one.set_custom_all_gather(self._recorder)
+            one.set_custom_reduce_scatter(self._recorder)
+
+    def ready(self, model: nn.Module) -> None:
+        """Reshard what a forward without backward has left unsharded."""
+        if model is not self._model:
+            self.take(model)
+        for one in self._parts:
+            one.reshard()
+
+    def begin(self, task: Task, settings: Plan) -> None:
+        """Begin a step or a window; raise PlanError for what sharded models do not support."""
+        refused = {
+            "ab.WholeBatch, whose first pass is not agreed between ranks": isinstance(task.loss, WholeBatch),
+            "a model with router losses": isinstance(task.loss, ModelTerms) and wants_router_loss(task.model),
+            f"precision={str(settings.precision)!r}": settings.precision.loss_scale is not None,
+            'non_finite="drop"': settings.non_finite == "drop",
+            "SyncBatchNorm in training mode": task.is_synced(settings),
+            "a callback with micro_gradients": bool(task.callbacks.of_micro_gradients),
+            "trained parameters of the loss": any(
+                not hasattr(p, "device_mesh") for p in task.network.parameters
+            ),
+        }
+        if found := [name for name, is_asked in refused.items() if is_asked]:
+            raise PlanError(
+                f"Expected a step that a sharded model supports, got {found[0]}. Leave it out; instead of "
+                "float16 use bfloat16."
+            )
+        super().begin(task, settings)
+        dtypes = self._dtypes
+        is_wide = all(torch.promote_types(one, torch.float32) == one for one in dtypes)
+        can_wait = is_wide and not settings.compensated
+        if self.hold and not can_wait:
+            raise PlanError(
+                "Expected gradients of at least float32, and no compensated=True, to hold them, got "
+                f"{sorted(map(str, dtypes))} and compensated={settings.compensated}: FSDP adds them up. Say "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32), or leave hold=True out."
+            )
+        self._can_wait, self.is_held = can_wait, self.hold and self._order is not None
+        self._shown = bool(task.callbacks.gradients)
+        task.progress.unchecked = (
+            "ranks wait for each other in a sharded model: run ab.check before fully_shard"
+        )
+
+    # ---- micro-batches, in lockstep
+
+    def open(self, part: Part) -> None:
+        """Agree on the number of micro-batches; a rank that has seen no row yet gets those of another."""
+        self._part, left = part, part.left
+        if left and self._row is None:
+            with rng.preserved():  # `collate` may draw
+                (micro,) = part.batch.micro_batches([left[0][:_ROWS]])
+            self._row = tree.map_leaves(_copied, micro.rows)
+        message = {"open": len(left), "row": self._row is not None, "shown": self._shown}
+        said = self._agree(message)
+        while any("open" not in one for one in said):  # they learn that this rank begins, or begins again
+            said = self._agree(message)
+        if len({one["shown"] for one in said}) > 1:
+            self._fail(PlanError, "Expected callbacks with `gradients` on all ranks or on none, got some.")
+        self._count, self._at = max(one["open"] for one in said), 0
+        if self._count and not all(one["row"] for one in said):
+            self._share_row(next(number for number, one in enumerate(said) if one["row"]))
+        self._is_inside = self._count > 0
+        self._recorder.calls.clear()
+
+    def next(self) -> None:
+        """Begin a micro-batch; the last one adds up gradients that were held."""
+        if self._at:
+            self._note()
+        self._at += 1
+        self._recorder.calls.clear()
+        is_last = self._at == self._count
+        synced = is_last or not self.is_held, is_last or not self._can_wait
+        if synced != self._synced:
+            self._model.set_requires_gradient_sync(synced[0])
+            self._model.set_requires_all_reduce(all(synced))
+            self._synced = synced
+
+    def missing(self, part: Part) -> Iterator[Any]:
+        """Yield rows for micro-batches of weight 0, as many as this rank has fewer than others.
+
+        Raises:
+            Restart: in an `add`, another rank begins it again.
+        """
+        while self._at < self._count:
+            self.next()
+            yield tree.map_leaves(_copied, self._row)
+        if self._at:
+            self._note()
+        self._is_inside = False
+        if not part.ways.is_whole and any("open" in one for one in self._agree({"done": True})):
+            raise Restart(part, part.sizes())
+
+    def _note(self) -> None:
+        """Note the order of collectives, which is complete after a micro-batch that reduces."""
+        if self._order is None:
+            self._order = [*self._recorder.calls]
+
+    def _share_row(self, source: int) -> None:
+        file = io.BytesIO()
+        if rank(self.group) == source:
+            torch.save(self._row, file)
+        mine = torch.frombuffer(bytearray(file.getvalue() or b" "), dtype=torch.uint8).to(self._device)
+        sizes = [one["bytes"] for one in self._agree({"bytes": len(mine)})]
+        (joined,) = all_gather_rows([mine], sizes, self.group)
+        if self._row is None:
+            packed = io.BytesIO(bytes(joined.split(sizes)[source].tolist()))
+            # Safe to unpickle: packed by another process of this program.
+            self._row = torch.load(packed, map_location=self._device, weights_only=False)
+
+    # ---- the end
+
+    def _settle(self, message: Mapping[str, Any], sums: Sums) -> list[dict[str, Any]]:
+        """Exchange the last message; take part if another rank adds rows to its window, or begins again."""
+        said = self._agree(message)
+        while any("open" in one for one in said):
+            if not isinstance(sums.batch, OpenBatch):
+                raise Restart(self._part, self._part.sizes())
+            accompany(sums)
+            said = self._agree(message)
+        return said
+
+    def reduce(self, gradients: Gradient) -> Gradient:
+        """Return the gradients, which FSDP has added up; add up their norm."""
+        mine = norm_of([local(one) for one in gradients.values()])
+        total = mine.double().square().to(self._device)
+        with answered(self.group):
+            dist.all_reduce(total, group=self._shards)
+        self._norm = total.sqrt().to(mine.dtype)
+        self._is_reducing = False
+        return gradients
+
+    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Return the 2-norm of all shards, of which this rank has some."""
+        return self._norm
+
+    # ---- failures
+
+    def undo(self, said: str, kind: type[Exception]) -> None:
+        """Take part in the collectives that are left, before all begin again; raise if they are unknown."""
+        self._leave(kind(said))
+        if self._is_broken:
+            raise kind(
+                f"Expected the first micro-batch of a run to succeed at once with a sharded model, got "
+                f"{said!r}. Other ranks wait in its collectives, so it was not run again. Start all ranks "
+                "again with a smaller micro_batch."
+            )
+
+    def abandon(self, error: BaseException) -> None:
+        """Take part in the collectives that are left, then tell the other ranks."""
+        self._leave(error)
+        super().abandon(error)
+
+    def _leave(self, error: BaseException) -> None:
+        if not self._is_inside:
+            return
+        self._is_inside = False
+        private.reset_shards(self._model)
+        self._synced = None
+        order = self._order
+        if order is None or isinstance(error, RankError):
+            self._is_broken = True
+            leave_error(f"{type(error).__name__}: {error}", self.group)
+            return
+        try:
+            done = len(self._recorder.calls)
+            for at in range(max(self._at, 1), self._count + 1):
+                is_last = at == self._count
+                is_synced, sums_replicas = is_last or not self.is_held, is_last or not self._can_wait
+                calls = [one for one in order if is_synced or not one.reduces]
+                for one in calls[done if at == self._at else 0 :]:
+                    one.replay(self._replicas if sums_replicas else None)
+        except RankError:
+            self._is_broken = True
+
+
+def _copied(one: Tensor) -> Tensor:
+    return one.detach().clone()

@@ -1,0 +1,295 @@
+"""Options, refusals, collectives and checkpoints of sharded models. Called on every rank."""
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+
+import anybatch as ab
+from anybatch.parallel import Shard, rank as rank_of, ranks, shard_files
+from tests.parallel.cases import digest, draw_sizes, share
+from tests.parallel.sharded import OPTIMIZERS, WORDS, error_of, make, rows, shard, tokens, whole
+
+# ---- what else a step can do, and what is refused
+
+
+def steps(parts: nn.Module, model: nn.Module, **options: Any) -> tuple[ab.Step, ab.Step]:
+    """A step of a sharded model, and one of one process with the whole batch."""
+    given = {"strategy": "auto", **options.pop("options", {})}
+    sgd = OPTIMIZERS["momentum"]
+    return (
+        ab.Step(parts, tokens, sgd(parts.parameters()), options=ab.Options(**given), **options),
+        ab.Step(
+            model,
+            tokens,
+            sgd(model.parameters()),
+            options=ab.Options(strategy="local", check=False),
+            **options,
+        ),
+    )
+
+
+def features(rank: int, size: int) -> dict[str, float]:
+    """The error of three updates with each option."""
+    found: dict[str, float] = {}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shown: list[list[float]] = [[], []]
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "plain": ({}, {}),
+        "recompute": ({}, {"options": {"recompute": "all"}}),
+        "bf16-mixed": ({}, {"precision": "bf16-mixed"}),
+        "policy": ({"mp_policy": policy}, {}),
+        "held in a policy": ({"mp_policy": policy}, {"options": {"strategy": Shard(hold=True)}}),
+        "clipped by value": ({}, {"options": {"clip_value": 1e-3}}),
+        "by length": ({}, {"options": {"order": "length"}}),
+    }
+    for name, (sharding, options) in cases.items():
+        dtype = torch.float32 if "bf16" in name or "policy" in name else torch.float64
+        model = make().to(dtype)
+        model.words.padding_idx = 0 if name == "by length" else None
+        parts = shard(model, **sharding)
+        clip = options.get("options", {}).get("clip_value")
+        mine, twin = steps(parts, model, micro_batch=2, **copy.deepcopy(options) if not sharding else options)
+        if clip:
+            twin = ab.Step(
+                model,
+                tokens,
+                twin.optimizers[0],
+                options=ab.Options(strategy="local", check=False, clip_value=clip),
+            )
+        watchers = [Watcher(one) for one in shown]
+        mine.attach(watchers[:1])
+        twin.attach(watchers[1:])
+        for number in range(3):
+            batch = rows(7, seed=number)
+            if name == "by length":
+                batch = batch[0].remainder(WORDS - 1).add(1).masked_fill(batch[1] == -100, 0), batch[1]
+            with torch.no_grad():  # a forward alone leaves the root unsharded
+                parts(batch[0])
+            mine(share(batch, [5, 2, *[0] * (size - 2)], rank))
+            twin(batch)
+        found[name] = error_of(parts, model)
+        if name == "plain":
+            found["shown"] = max(abs(one - other) for one, other in zip(*shown, strict=True))
+    model, batch = make(), rows(7)
+    parts = shard(model)
+    loss, optimizer = ab.BatchLoss(parts, tokens, micro_batch=2), OPTIMIZERS["momentum"](parts.parameters())
+    loss(share(batch, [5, 2, *[0] * (size - 2)], rank)).backward()
+    optimizer.step()
+    steps(parts, model)[1](batch)
+    found["BatchLoss"] = error_of(parts, model)
+    return found
+
+
+class Watcher(ab.Callback):
+    """A callback that takes the norm of each gradient."""
+
+    def __init__(self, norms: list[float]) -> None:
+        self.norms = norms
+
+    def gradients(self, gradients: Any) -> None:
+        self.norms += [float(one.norm()) for one in gradients.values()]
+
+
+class MicroWatcher(ab.Callback):
+    def micro_gradients(self, micro: Any, gradients: Any, scale: float) -> None:
+        raise AssertionError
+
+
+def refused(rank: int, size: int) -> dict[str, str]:
+    """What every rank is told."""
+    batch = share(rows(8), [4, 4], rank)
+
+    def stepped(model: Any = None, loss: Any = tokens, **options: Any) -> Callable[[], object]:
+        model = shard(make()) if model is None else model
+        given = {name: options.pop(name) for name in [*options] if name in ("strategy", "non_finite")}
+        optimizer = torch.optim.SGD([*model.parameters()], lr=0.1)
+        return lambda: ab.Step(model, loss, optimizer, options=ab.Options(**given), micro_batch=2, **options)(
+            batch
+        )
+
+    def in_parts() -> Any:
+        model = make()
+        fully_shard(model.blocks[0])
+        return model
+
+    def ignoring() -> Any:
+        model = make()
+        return fully_shard(model, ignored_params={model.out.bias})
+
+    def on_two_meshes() -> Any:
+        model = make()
+        alone = [dist.new_group([one]) for one in range(size)]
+        fully_shard(model.blocks[0], mesh=DeviceMesh.from_group(alone[rank], "cpu"))
+        return fully_shard(model)
+
+    def two(model: Any, micro: Any) -> Any:
+        return {"one": tokens(model, micro), "two": ab.Total(model(micro[0]).square().sum(), len(micro[0]))}
+
+    def saved() -> object:
+        parts = shard(make())
+        window = ab.Step(parts, tokens, torch.optim.SGD(parts.parameters())).window()
+        window.add(batch)
+        try:
+            return window.state()
+        finally:
+            window.discard()
+
+    parts = shard(make())
+    cases: dict[str, Callable[[], object]] = {
+        "local": stepped(strategy="local"),
+        "replicate": stepped(strategy="replicate"),
+        "Shard": stepped(make(), strategy=Shard()),
+        "parts": stepped(in_parts()),
+        "ignored": stepped(ignoring()),
+        "meshes": stepped(on_two_meshes()),
+        "WholeBatch": stepped(loss=ab.WholeBatch(lambda out, y: out.mean())),
+        "fp16-mixed": stepped(precision="fp16-mixed"),
+        "bf16-true": stepped(precision="bf16-true"),
+        "drop": stepped(non_finite="drop"),
+        "memory": stepped(memory="1GB"),
+        "micro_gradients": stepped(callbacks=[MicroWatcher()]),
+        "callbacks": stepped(callbacks=[Watcher([])] if rank else []),
+        "hold": stepped(strategy=Shard(hold=rank == 0)),
+        "terms": stepped(loss=two),
+        "FSDP1": lambda: stepped(FullyShardedDataParallel(make(), device_id=torch.device("cpu")))(),
+        "state": saved,
+        "check": lambda: ab.check(parts, tokens, batch),
+        "plan": lambda: ab.plan(parts, tokens, torch.optim.SGD(parts.parameters()), batch, memory="1GB"),
+        "flow": lambda: ab.gradient_flow(parts, tokens, batch),
+        "Trainer": lambda: ab.Trainer(
+            ab.Step(parts, tokens, torch.optim.SGD(parts.parameters())), batch, batch_size=2
+        ),
+    }
+    found = {}
+    for name, call in cases.items():
+        try:
+            call()
+            found[name] = "no error"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def counts(rank: int, size: int, hold: bool) -> list[list[int]]:
+    """Messages, all-gathers, reduce-scatters and sums of each of some steps of 1 to 4 micro-batches."""
+    parts, found = shard(make()), list[list[int]]()
+    step = steps(parts, make(), micro_batch=1, options={"strategy": Shard(hold=hold)})[0]
+    names = "all_gather", "all_gather_single", "reduce_scatter_single", "all_reduce"
+    for count in (1, 2, 3, 4, 4):
+        with ExitStack() as patches:
+            made = [
+                patches.enter_context(mock.patch.object(dist, one, wraps=getattr(dist, one))) for one in names
+            ]
+            report = step(share(rows(2 * count, seed=count), [count, count], rank))
+            assert report.held == (hold and len(found) > 0)
+            found.append([one.call_count for one in made])
+    return found
+
+
+def in_a_half(rank: int, size: int) -> float:
+    """The error of an update over half of the ranks."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("halves", "shards"))["shards"]
+    first = 0 if rank < size // 2 else size // 2
+    model = make()
+    parts = shard(model, mesh)
+    mine, twin = steps(parts, model, micro_batch=2)
+    batch = rows(7, seed=first)
+    mine(share(batch, [5, 2], rank - first))
+    twin(batch)
+    return error_of(parts, model)
+
+
+# ---- checkpoints
+
+
+def trained(
+    parts: Any, path: str, *, group: Any, updates: int, name: str, save_at: int = 0
+) -> dict[str, str]:
+    """Go on from the newest checkpoint, if there is one, and save; hashes of what was loaded and saved."""
+    optimizer = OPTIMIZERS[name](parts.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    step = ab.Step(
+        parts, tokens, optimizer, micro_batch=2, options=ab.Options(scheduler=scheduler, check=False)
+    )
+    everything = {"model": parts, "optimizers": [optimizer], "schedulers": [scheduler], "group": group}
+    found, done = {}, 0
+    if Path(path).exists():
+        done = shard_files.restore(path, **everything)["done"]
+        found["loaded"] = bits(parts, optimizer) + str(optimizer.param_groups[0]["lr"])
+    size, rank = ranks(group), rank_of(group)
+    for number in range(updates):
+        batch = rows(7, seed=number)
+        step(share(batch, draw_sizes(random.Random(number), 7, size), rank))
+    if updates or save_at:
+        shard_files.save(path, save_at or done + updates, progress={"done": done + updates}, **everything)
+        found["saved"] = bits(parts, optimizer) + str(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def bits(parts: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    state = [one for p in parts.parameters() for one in optimizer.state[p].values()]
+    values = [*whole(parts), *[one.full_tensor() if hasattr(one, "full_tensor") else one for one in state]]
+    return digest(values)
+
+
+def resharded(rank: int, size: int, path: str) -> list[dict[str, str]]:
+    """Save and load by 4, 3, 1 and 2 ranks in turn, two updates each; other ranks wait."""
+    found: list[dict[str, str]] = []
+    for count in (4, 3, 1, 2):
+        group = dist.new_group([*range(count)])
+        mesh = DeviceMesh("cpu", [*range(count)])
+        if rank < count:
+            found.append(trained(shard(make(), mesh), path, group=group, updates=2, name="adamw"))
+        dist.barrier()
+    return found
+
+
+def broken(rank: int, size: int, path: str) -> dict[str, Any]:
+    """A save that fails at the last moment, and one whose files are damaged afterwards."""
+    told: dict[str, Any] = {}
+
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        try:
+            told[name] = call()
+        except (ab.AnybatchError, RuntimeError) as error:
+            told[name] = f"{type(error).__name__}: {error}"
+
+    def load() -> Any:
+        parts = shard(make(seed=1))
+        optimizer = OPTIMIZERS["adamw"](parts.parameters())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            progress = shard_files.restore(path, model=parts, optimizers=[optimizer])
+        return progress["done"], " ".join(str(one.message) for one in caught)
+
+    attempt("nothing", load)
+    for number in (1, 2):
+        attempt(f"saved {number}", lambda: trained(shard(make()), path, group=None, updates=1, name="adamw"))
+    with mock.patch("anybatch.parallel.shard_files.os.replace", side_effect=OSError(28, "No space left")):
+        attempt("full", lambda: trained(shard(make()), path, group=None, updates=1, name="adamw"))
+    attempt("after full", load)
+    dist.barrier()
+    newest = max(Path(path).glob("step-*"))
+    if not rank:
+        file = next(one for one in newest.glob("*.distcp"))
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+    attempt("damaged", load)
+    wide = shard(make(blocks=1))
+    attempt("another model", lambda: shard_files.restore(path, model=wide))
+    sgd = torch.optim.SGD((same := shard(make())).parameters())
+    attempt("another optimizer", lambda: shard_files.restore(path, model=same, optimizers=[sgd]))
+    return told
