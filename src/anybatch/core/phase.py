@@ -1,7 +1,5 @@
 """Context flags for lower layers: copying to the host, recomputing a block, running a batch."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 
@@ -10,22 +8,26 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing a block", default=False
 _RUNNING: ContextVar[bool] = ContextVar("running a batch", default=False)
 
 
-@contextmanager
-def _during(phase: ContextVar[bool]) -> Generator[None]:
-    token = phase.set(True)
-    try:
-        yield
-    finally:
-        phase.reset(token)
+class _During:
+    """A context in which a flag is set. No generator: those fail to pass on an exception that is frozen."""
+
+    def __init__(self, phase: ContextVar[bool]) -> None:
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        self._token = self._phase.set(True)
+
+    def __exit__(self, *_: object) -> None:
+        self._phase.reset(self._token)
 
 
-moving = partial(_during, _MOVING)
+moving = partial(_During, _MOVING)
 """Context: a storage is being copied to the host, so that a meter counts the copy there."""
 
-recomputing = partial(_during, _RECOMPUTING)
+recomputing = partial(_During, _RECOMPUTING)
 """Context: a block is being recomputed in backward."""
 
-running = partial(_during, _RUNNING)
+running = partial(_During, _RUNNING)
 """Context: a step runs forward and backward of a batch."""
 
 is_moving = _MOVING.get

@@ -137,7 +137,7 @@ class Ladder:
         return want.rows in first
 
     def _update_one_by_one(self, want: Want) -> bool:
-        """Let optimizers update parameter by parameter if all at once take too much; return True if new."""
+        """Update parameter by parameter if all at once take too much; return True if that is new."""
         if self.plain.settings.foreach is not None or self.plain.readings.update <= self.plain.room(want):
             return False
         for rung in self.rungs.values():

@@ -114,6 +114,7 @@ class _GraphReader(Plain):
         self.call = call or call_model
         self._reading = LossReading(learns=False)  # the model's, after a step has begun
         self._form: Form | None = None  # the known form of the loss; None if the model is watched
+        self.repeats = True  # a micro-batch may run again; not where other ranks wait in its collectives
         self._is_as_read = False  # a watched loss is computed as if it was read, so every step rounds alike
 
     def _open(self, model: nn.Module) -> None:
@@ -343,7 +344,7 @@ class ModelTerms(_GraphReader):
             )
         if self._form is None:
             self._reading.learn(model, found)
-            if keep_graph and self._reading.form is not None and not self._is_as_read:
+            if keep_graph and self._reading.form is not None and self.repeats and not self._is_as_read:
                 self._is_as_read = True
                 raise EvaluateAgain
         found = self._as_read(found)
