@@ -144,7 +144,15 @@ def device_of(task: Task) -> Device:
     return find_device(next(iter(found), "cpu"))
 
 
-def enforced(memory: str | int, task: Task) -> AbstractContextManager[object]:
-    """Return a context in which the allocator of an accelerator refuses more than the budget."""
+def enforced(memory: str | int, task: Task, held: int) -> AbstractContextManager[object]:
+    """Return a context in which the allocator of an accelerator refuses more than the budget.
+
+    Args:
+        memory: the budget.
+        task: of the step.
+        held: bytes of parameters, buffers and optimizer state; what else is allocated does not count.
+    """
     device = device_of(task)
-    return accelerator.capped(torch.device(device.name), parse_memory(memory, device))
+    place = torch.device(device.name)
+    others = max(0, accelerator.allocated(place) - held)
+    return accelerator.capped(place, parse_memory(memory, device) + others)

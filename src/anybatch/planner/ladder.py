@@ -54,6 +54,11 @@ class Ladder:
         """The rung that keeps all blocks."""
         return self.rungs[0]
 
+    @property
+    def held(self) -> int:
+        """Bytes of parameters, buffers and optimizer state, as of the last step."""
+        return self._static[2]
+
     def static_bytes(self, task: Task, batch: Batch) -> int:
         """Return the bytes alive throughout a step, without its gradient sums."""
         states = sum(len(one.state) for one in task.optimizers)

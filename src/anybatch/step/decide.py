@@ -281,9 +281,10 @@ class Planning:
 
     def enforced(self, task: Task) -> AbstractContextManager[object]:
         """Return a context in which the allocator of an accelerator itself keeps to the budget."""
-        if self.budget is None or task.network.kinds <= {"cpu"}:  # to look a device up takes milliseconds
+        # To look a device up takes milliseconds.
+        if self.budget is None or self._used is None or task.network.kinds <= {"cpu"}:
             return _NOTHING
-        return enforced(self.budget.memory, task)
+        return enforced(self.budget.memory, task, self._used[0].held)
 
     def foresee(
         self,

@@ -1,0 +1,134 @@
+"""Budgets on an accelerator: its allocator's own peak stays within them, and so does a hard limit."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anybatch as ab
+from tests.accelerator.programs import contrast, moved, sgd
+from tests.accelerator.simulated import limited, load
+
+ROWS, CLASSES, LIMIT = 24, 4, 1e-12
+
+
+class Pooled(nn.Module):
+    """Blocks along a sequence, and a head over its mean."""
+
+    def __init__(self, *layers: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layers, self.head = nn.Sequential(*layers), nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).flatten(1, -2).mean(1))
+
+
+class OwnLoss(nn.Module):
+    """A model that returns its own loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.body = model
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.body(x), labels)}
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def images(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
+
+
+def attention() -> nn.Module:
+    layers = [nn.TransformerEncoderLayer(16, 2, 64, dropout=0.0, batch_first=True) for _ in range(3)]
+    return Pooled(*layers, width=16)
+
+
+def convolutions() -> list[nn.Module]:
+    return [
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.Tanh(),
+    ]
+
+
+def words() -> nn.Module:
+    return Pooled(nn.Embedding(50, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 16), width=16)
+
+
+CROSS_ENTROPY = nn.CrossEntropyLoss()
+VECTORS, SEQUENCES, IMAGES, WORDS = (16,), (20, 16), (3, 12, 12), (20,)
+Case = tuple[Callable[[], nn.Module], object, tuple[int, ...]]
+CASES: dict[str, Case] = {
+    "perceptron": (perceptron, CROSS_ENTROPY, VECTORS),
+    "perceptron over sequences": (lambda: Pooled(perceptron(), width=CLASSES), CROSS_ENTROPY, SEQUENCES),
+    "convolutions": (lambda: images(*convolutions()), CROSS_ENTROPY, IMAGES),
+    "strided": (lambda: images(nn.Conv2d(3, 8, 3, stride=2), nn.GELU()), CROSS_ENTROPY, IMAGES),
+    "attention": (attention, CROSS_ENTROPY, SEQUENCES),
+    "embedding": (words, CROSS_ENTROPY, WORDS),
+    "own loss": (lambda: OwnLoss(perceptron()), ab.ModelLoss(), VECTORS),
+    "whole batch": (lambda: Pooled(perceptron(), width=CLASSES), ab.WholeBatch(contrast), SEQUENCES),
+}
+
+
+def drawn(name: str, rows: int) -> tuple[Any, Any]:
+    build, _, shape = CASES[name]
+    torch.manual_seed(0)
+    model = build().double()
+    x = torch.randint(50, (rows, *shape)) if shape is WORDS else torch.randn(rows, *shape).double()
+    batch = x, torch.randint(CLASSES, (rows,))
+    return model, {"x": x, "labels": batch[1]} if name == "own loss" else batch
+
+
+def budgets(name: str, shares: tuple[float, ...]) -> list[str]:
+    """Return what is wrong with steps within shares of the plain peak."""
+    rows, sim, loss = ROWS * 8, load(), CASES[name][1]
+    plain, batch = drawn(name, rows)
+    there = plain.to("sim")
+    step = ab.Step(there, loss, sgd(there), options=ab.Options(check=False))
+    on_device = moved(batch)
+    for _ in range(2):
+        sim.reset_peak_memory_stats()
+        floor = sim.memory_allocated()
+        step(on_device)
+    held = sum(
+        one.nbytes
+        for one in [*there.parameters(), *(on_device.values() if isinstance(on_device, dict) else on_device)]
+    )
+    peak = sim.max_memory_allocated() - floor + held
+    step(on_device)
+    expected, wrong = {n: p.detach().cpu() for n, p in there.named_parameters()}, list[str]()
+    for share in shares:
+        model, _ = drawn(name, rows)
+        model = model.to("sim")
+        budget = int(share * peak)
+        try:
+            step = ab.Step(model, loss, sgd(model), memory=budget)
+            step(on_device)
+            sim.reset_peak_memory_stats()
+            with limited(sim.memory_allocated() - held + budget):
+                reports = [step(on_device) for _ in range(2)]
+        except ab.BudgetError as refused:
+            is_true = not refused.smallest or refused.smallest > budget  # 0: below the floor
+            wrong += [] if is_true else [f"{share}: refused, {refused.smallest} of {budget}"]
+            continue
+        off = max((p.detach().cpu() - expected[n]).abs().max().item() for n, p in model.named_parameters())
+        wrong += [f"{share}: {off} off"] if off > LIMIT else []
+        wrong += [f"{share}: memory ran out"] if any(one.too_large for one in reports) else []
+        wrong += [f"{share}: not cut"] if any(not one.micro_batches > 1 for one in reports) else []
+        gc.collect()
+    return wrong
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_budgets_hold_against_a_hard_limit(sim: Any, name: str) -> None:
+    assert sim(budgets, name, (0.6, 0.4, 0.25)) == []
