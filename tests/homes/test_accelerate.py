@@ -36,6 +36,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+BUDGETS = {"tokens": "84KB", "weighted": "58KB", "contrastive": "76KB"}
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_updates_are_those_of_the_whole_batch(task: str) -> None:
     whole = Loop(task, accelerator(), is_ours=False).run(batches(task))
@@ -56,7 +59,7 @@ def test_updates_are_those_of_the_whole_batch(task: str) -> None:
 @pytest.mark.parametrize("way", ["budget", "out of memory"])
 def test_memory_is_kept_and_every_update_made(task: str, way: str) -> None:
     whole = Loop(task, accelerator(), is_ours=False).run(batches(task))
-    limit: Any = {"memory": "84KB" if task == "tokens" else "76KB"} if way == "budget" else {"most": MOST}
+    limit: Any = {"memory": BUDGETS[task]} if way == "budget" else {"most": MOST}
     cut = Loop(task, accelerator(), is_ours=True, micro_batch=None, **limit).run(batches(task))
     assert cut.loss.report.micro_batches > 1
     assert len(cut.gradients) == UPDATES
