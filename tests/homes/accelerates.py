@@ -24,9 +24,16 @@ class Loop:
     """A training; `losses` are the host's own without `is_ours`."""
 
     def __init__(
-        self, task: str, host: Accelerator, *, is_ours: bool, most: int = ROWS, **options: Any
+        self,
+        task: str,
+        host: Accelerator,
+        *,
+        is_ours: bool,
+        most: int = ROWS,
+        width: int = 16,
+        **options: Any,
     ) -> None:
-        self.host, self.plain = host, Net(most=most).double()
+        self.host, self.plain = host, Net(width, most).double()
         optimizer = torch.optim.AdamW(self.plain.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
         self.model, self.optimizer, self.scheduler = host.prepare(self.plain, optimizer, scheduler)
