@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed
 
-from tests import device
 
 # What libraries set once and keep. "Dummy-" is a thread that Python did not start, such as autograd's.
 LIBRARY_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
@@ -63,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Once: one thread (with more, a busy small machine crawls), hypothesis without clocks, and Ctrl-C."""
     torch.set_num_threads(1)
     if config.getoption("--device") != "cpu":
+        from tests import device
+
         device.use(config.getoption("--device"))  # before tests are imported, and before the first backward
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
         signal.signal(signal.SIGINT, signal.default_int_handler)
