@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed
 
-
 # What libraries set once and keep. "Dummy-" is a thread that Python did not start, such as autograd's.
 LIBRARY_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 LIBRARY_THREADS = ("Dummy-", "TMonitor", "tqdm_monitor", "QueueFeederThread")
