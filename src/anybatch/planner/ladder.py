@@ -97,9 +97,11 @@ class Ladder:
                 return found
             if not self._climb(want, read, find):
                 last = self.rungs[max(self.rungs)]
-                if not last.readings.law.readings:  # the step itself will tell why
-                    smallest_parts = even(want.rows, -(-want.rows // want.size))
-                    return last, tuple(cut_sizes(want.rows, want.only)) if want.only else smallest_parts
+                plain = self.plain.readings
+                is_read = (want.rows, want.length) in plain.whole or last.readings.law.readings
+                if not (plain.law.readings or is_read):  # few rows raise an error; the step will tell why
+                    size = want.size if want.is_fixed else want.only or want.rows
+                    return self.plain, tuple(cut_sizes(want.rows, size))
                 if not self._update_one_by_one(want):
                     raise self._refusal(want)
 
@@ -131,6 +133,9 @@ class Ladder:
             return False
         before = len(rung.readings.law.readings)
         read(rung, (size, size))
+        while not rung.readings.law.readings and 4 * size <= want.rows:  # a model may refuse few rows
+            size *= 2
+            read(rung, (size, size))
         return len(rung.readings.law.readings) > before
 
     def _read_loss(self, rung: Rung, want: Want, read: Read) -> bool:
@@ -190,7 +195,7 @@ class Ladder:
 
     def _refusal(self, want: Want) -> BudgetError:
         least = int(_SLACK * min(smallest(rung, want) for rung in self.rungs.values()))
-        size = want.size if want.only is None or want.only < want.rows else want.rows
+        size = int(min(max(want.size, self.plain.readings.law.least), want.rows))
         again = ", all blocks recomputed" if len(self.rungs) > 1 else ""
         why = f" The batch may not be cut: {self.refused.rstrip('.')}." if self.refused else ""
         return BudgetError(
