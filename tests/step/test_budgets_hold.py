@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core import BudgetError
-from anybatch.engine import window
+from anybatch.engine import strategy, window
 from anybatch.testing import relative_error, tolerance
 from tests.options import flat
 
@@ -106,7 +106,8 @@ def test_an_error_of_the_model_comes_through_as_itself(rows: int) -> None:
 def test_memory_that_runs_out_after_the_last_micro_batch_is_tried_in_smaller_parts(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, calls = getattr(window, place), list[int]()
+    module = strategy if place == "norm_of" else window
+    found, calls = getattr(module, place), list[int]()
 
     def fails_once(*values: Any) -> Any:
         calls.append(1)
@@ -117,7 +118,7 @@ def test_memory_that_runs_out_after_the_last_micro_batch_is_tried_in_smaller_par
     model, batch = Limited(), (torch.randn(9, 6).double(), torch.randint(4, (9,)))
     twin = copy.deepcopy(model)
     step = make(model, nn.CrossEntropyLoss(), clip_norm=0.1, check=False)
-    monkeypatch.setattr(window, place, fails_once)
+    monkeypatch.setattr(module, place, fails_once)
     report = step(batch)
     make(twin, nn.CrossEntropyLoss(), clip_norm=0.1)(batch)
     assert (report.updated, report.micro_batches, len(calls) > 1) == (True, 2, True)
