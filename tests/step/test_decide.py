@@ -135,7 +135,7 @@ def test_a_cut_that_is_felt_depends_on_its_rows_alone(made: list[Any]) -> None:
     """Not on what came before: the statistics of micro-batches do."""
 
     def step() -> Step:
-        return make(Meeting, memory=3_000_000, batch_norm="micro")
+        return make(Meeting, memory=3_250_000, batch_norm="micro")
 
     alone = {rows: step()(squares(rows)).cut for rows in (8, 13)}
     assert all(len(cut) > 1 for cut in alone.values())

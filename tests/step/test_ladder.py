@@ -216,10 +216,6 @@ def test_a_model_that_refuses_few_rows_is_cut_into_parts_that_it_takes() -> None
         step = make(least, model=model)
         assert {min(step(batch).cut) for _ in range(3)} == {rows}
         assert metered(step, lambda step=step: step(batch), batch) <= least
-    assert make(10**8, model=Needs(8, Wide()))(batch_of(8)).cut == (8,)
-    tight = make(1_000_000, model=Needs(8, Wide()))
-    tight(batch_of(8))  # nothing tells before
-    refused(tight, batch_of(8), "room for 8 rows at a time")
 
 
 # ---- losses over all rows

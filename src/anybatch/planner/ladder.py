@@ -23,6 +23,7 @@ from anybatch.planner.rung import FROZEN, Rung, Want, even, smallest
 Read = Callable[[Rung, tuple[int, ...]], None]  # runs micro-batches of a few rows, and puts all back
 
 _LOOKS = 3  # looks without a reading, before they are given up
+_FEW = 4  # rows that are read at most where fewer raise an error
 _TRIES = 3  # rungs that are read between two others
 _SLACK = 1.01  # factor on the smallest budget, because another reading may be a little larger
 _CLOSE = 1.02  # factor that a rung between two others leaves free of the room
@@ -97,11 +98,9 @@ class Ladder:
                 return found
             if not self._climb(want, read, find):
                 last = self.rungs[max(self.rungs)]
-                plain = self.plain.readings
-                is_read = (want.rows, want.length) in plain.whole or last.readings.law.readings
-                if not (plain.law.readings or is_read):  # few rows raise an error; the step will tell why
-                    size = want.size if want.is_fixed else want.only or want.rows
-                    return self.plain, tuple(cut_sizes(want.rows, size))
+                if not last.readings.law.readings:  # the step itself will tell why
+                    smallest_parts = even(want.rows, -(-want.rows // want.size))
+                    return last, tuple(cut_sizes(want.rows, want.only)) if want.only else smallest_parts
                 if not self._update_one_by_one(want):
                     raise self._refusal(want)
 
@@ -133,8 +132,8 @@ class Ladder:
             return False
         before = len(rung.readings.law.readings)
         read(rung, (size, size))
-        while not rung.readings.law.readings and 4 * size <= want.rows:  # a model may refuse few rows
-            size *= 2
+        while not rung.readings.law.readings and size < _FEW and 4 * size <= want.rows:
+            size *= 2  # a model may refuse fewer
             read(rung, (size, size))
         return len(rung.readings.law.readings) > before
 

@@ -188,9 +188,8 @@ def smallest(rung: Rung, want: Want) -> float:
     sizes: list[Size] = [(want.size, want.length), *([] if want.only else read.law.readings)]
     sizes = [size for size in sizes if size[1] == want.length and size[0] >= want.size]
     found = [read.law.bound(size) for size in sizes if read.law.readings]
-    uncut = read.whole.get((want.rows, want.length))
-    if uncut is not None and (want.only == want.rows or not found):
-        found = [uncut - read.gradients]
+    if want.only == want.rows:
+        found = [read.whole[sizes[0]] - read.gradients] if sizes[0] in read.whole else found
     peak, left = read.first_pass(want.rows)
     held = want.static + read.gradients
     return max(held + read.update, want.static + peak, held + left + min(found, default=float("inf")))
