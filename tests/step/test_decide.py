@@ -135,7 +135,7 @@ def test_a_cut_that_is_felt_depends_on_its_rows_alone(made: list[Any]) -> None:
     """Not on what came before: the statistics of micro-batches do."""
 
     def step() -> Step:
-        return make(Meeting, memory=3_000_000, batch_norm="micro")
+        return make(Meeting, memory=3_250_000, batch_norm="micro")
 
     alone = {rows: step()(squares(rows)).cut for rows in (8, 13)}
     assert all(len(cut) > 1 for cut in alone.values())
@@ -165,6 +165,22 @@ def test_a_size_that_was_asked_for_is_kept_or_refused() -> None:
     least = refused(make(net, memory=1_000_000, micro_batch=5), batch, "room for 5 rows at a time")
     step = make(net, memory=least, micro_batch=5)
     assert {step(batch).cut for _ in range(3)} == {(5, 5, 2)}
+
+
+def test_a_size_that_is_asked_for_later_counts() -> None:
+    step = make(Meeting, memory=10**8, batch_norm="micro")
+    sizes = [(None, (8,)), (4, (4, 4)), (2, (2,) * 4), (None, (8,))]
+    for step.micro_batch, cut in sizes:
+        assert step(squares()).cut == cut
+
+
+def test_few_rows_foresee_a_step_on_many() -> None:
+    asked, whole = make(net, memory=3_000_000, micro_batch=5), make(Meeting, memory=10**8)
+    asked(long())
+    for few in (1, 4):
+        assert asked.foresee(long(rows=few), rows=ROWS).plan.sizes == (5, 5, 2)
+    whole(squares())
+    assert whole.foresee(squares(), rows=16).plan.sizes == (16,)
 
 
 def test_a_step_plans_nothing_and_foresee_asks_once(made: list[Any]) -> None:

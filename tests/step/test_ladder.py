@@ -194,6 +194,30 @@ def test_the_smallest_budget_is_that_of_any_size_and_sizes_that_do_not_fit_are_n
     refused(make(int(0.9 * least), model=Alone()), batch)
 
 
+class Needs(nn.Module):
+    """It refuses micro-batches of few rows."""
+
+    def __init__(self, rows: int, model: nn.Module) -> None:
+        super().__init__()
+        self.rows, self.model = rows, model
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < self.rows:
+            raise ValueError("few rows")
+        return self.model(x)
+
+
+@pytest.mark.filterwarnings("ignore:Expected to find the same loss")
+def test_a_model_that_refuses_few_rows_is_cut_into_parts_that_it_takes() -> None:
+    batch = torch.randn(8, 1_000, 8), torch.zeros(8)
+    for rows in (2, 4):
+        model = Needs(rows, Stages(*(32,) * 5))
+        least = refused(make(900_000, model=model), batch, f"room for {rows} rows at a time, all blocks")
+        step = make(least, model=model)
+        assert {min(step(batch).cut) for _ in range(3)} == {rows}
+        assert metered(step, lambda step=step: step(batch), batch) <= least
+
+
 # ---- losses over all rows
 
 

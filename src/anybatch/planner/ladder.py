@@ -23,6 +23,7 @@ from anybatch.planner.rung import FROZEN, Rung, Want, even, smallest
 Read = Callable[[Rung, tuple[int, ...]], None]  # runs micro-batches of a few rows, and puts all back
 
 _LOOKS = 3  # looks without a reading, before they are given up
+_FEW = 4  # rows that are read at most where fewer raise an error
 _TRIES = 3  # rungs that are read between two others
 _SLACK = 1.01  # factor on the smallest budget, because another reading may be a little larger
 _CLOSE = 1.02  # factor that a rung between two others leaves free of the room
@@ -131,6 +132,9 @@ class Ladder:
             return False
         before = len(rung.readings.law.readings)
         read(rung, (size, size))
+        while not rung.readings.law.readings and size < _FEW and 4 * size <= want.rows:
+            size *= 2  # a model may refuse fewer
+            read(rung, (size, size))
         return len(rung.readings.law.readings) > before
 
     def _read_loss(self, rung: Rung, want: Want, read: Read) -> bool:
@@ -190,7 +194,7 @@ class Ladder:
 
     def _refusal(self, want: Want) -> BudgetError:
         least = int(_SLACK * min(smallest(rung, want) for rung in self.rungs.values()))
-        size = want.size if want.only is None or want.only < want.rows else want.rows
+        size = int(min(max(want.size, self.plain.readings.law.least), want.rows))
         again = ", all blocks recomputed" if len(self.rungs) > 1 else ""
         why = f" The batch may not be cut: {self.refused.rstrip('.')}." if self.refused else ""
         return BudgetError(

@@ -63,11 +63,12 @@ class Rung:
     def sizes(self, want: Want) -> tuple[int, ...]:
         """Return the rows of each micro-batch; empty if not even the smallest is known to fit."""
         self._forget_old()
-        kept = self.fixed.get((want.rows, want.length)) if want.is_fixed else None
+        keeps = want.is_fixed and want.only is None
+        kept = self.fixed.get((want.rows, want.length)) if keeps else None
         if kept is not None:
             return kept
         found, grows = self._cuts.get(want) or self._cuts.setdefault(want, self._fitting(want))
-        if want.is_fixed and found:
+        if keeps and found:
             self.fixed[want.rows, want.length] = found
         is_settled = grows or self.is_random or want.only or want.is_add or want.is_fixed or not want.races
         if self.steps and found and not is_settled:

@@ -178,23 +178,28 @@ class Planning:
             want = self._want(task, batch, ladder, is_add=is_add)
         return ladder, *ladder.choose(want, read, lambda: self._blocks(task)), want
 
-    def _want(self, task: Task, batch: Batch, ladder: Ladder, *, is_add: bool = False) -> Want:
-        """Return the rows of a batch, what is held beside them, and the sizes that are allowed."""
+    def _want(
+        self, task: Task, batch: Batch, ladder: Ladder, *, rows: int | None = None, is_add: bool = False
+    ) -> Want:
+        """Return `rows` like those of a batch, what is held beside them, and the sizes that are allowed."""
+        rows = batch.rows if rows is None else rows
         norms = bool(task.network.batch_norms) and self.settings.batch_norm != "frozen"
         static = ladder.static_bytes(task, batch)
+        own = sum(one.nbytes for one in getattr(batch, "leaves", ()))
+        static += own * rows // max(1, batch.rows) - own
         if is_add:
             # Sums of the window and those of one `add`; compensated ones need memory to be added.
             static += ladder.plain.readings.gradients * (3 if self.settings.compensated else 2) // 2
         ladder.refused = ladder.refused or _why_uncut(task, self.settings)
         is_refused = bool(ladder.refused) and (is_add or self.micro_batch is None)  # else the guard refuses
-        is_whole = is_refused or batch.rows == 1
-        only = None if is_add and not is_whole else batch.rows if is_whole else self.micro_batch
+        is_whole = is_refused or rows == 1
+        only = None if is_add and not is_whole else rows if is_whole else self.micro_batch
         return Want(
-            rows=batch.rows,
+            rows=rows,
             length=length_of(batch),
             static=static,
-            only=None if only is None else min(only, batch.rows),
-            least=2 if norms and batch.rows > 1 else 1,
+            only=None if only is None else min(only, rows),
+            least=2 if norms and rows > 1 else 1,
             is_fixed=norms,
             is_add=is_add,
             races=not self._is_ordered,
@@ -300,7 +305,7 @@ class Planning:
         request = self._request(task, batch, rows)
         if self.budget is not None and memory is None and device is None:
             ladder = self.budget.ladder(task, self.settings, _kind(batch))
-            want = replace(self._want(task, batch, ladder), rows=rows)
+            want = self._want(task, batch, ladder, rows=rows)
             if found := ladder.known(want):  # what the step itself will do
                 rung, cut = found
                 like = _of_cut(rung.settings, cut)
