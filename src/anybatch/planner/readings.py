@@ -133,7 +133,7 @@ class MemoryReader(Reader):
         """
         self.readings, self.race, self.devices = readings, race, devices
         self._room, self._most, self._is_look, self._reads_update = room, most, is_look, reads_update
-        self._rows = self._first = rows
+        self._rows = rows
         self.is_blind = False  # no reading could begin
         self._index, self._has_read = 0, False
         self._open: _Open | None = None
@@ -170,16 +170,15 @@ class MemoryReader(Reader):
     def begin_first(self, rows: int) -> None:
         """Read the loss over all rows, unless that over so many was read."""
         if rows not in self.readings.first:
-            self._first = rows
-            self._open = _Open((0, 0), 0, 0, self._begun(), 0.0)
+            self._open = _Open((rows, 0), 0, 0, self._begun(), 0.0)
 
     def first_done(self) -> None:
         """Keep the peak of the loss over all rows, and what it leaves."""
         opened, self._open = self._open, None
         found = opened.reading.end() if opened and opened.reading else None
-        if found is not None:
+        if opened is not None and found is not None:
             left = found[2]  # the outputs' gradient; the outputs, as large, were there before
-            self.readings.first[self._first] = float(found[0] + left), 2.0 * left
+            self.readings.first[opened.size[0]] = float(found[0] + left), 2.0 * left
 
     def forward_done(self) -> None:
         """Mark the end of the forward: the graph is complete."""
