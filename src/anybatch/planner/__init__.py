@@ -1,4 +1,4 @@
-"""The fastest plan within a budget of bytes, or why there is none."""
+"""Budgets of bytes: a step cut by memory that was read, and plans of steps that were traced."""
 
 from anybatch.planner.budget import Budget as Budget, enforced as enforced, find_plan as find_plan
 from anybatch.planner.ladder import Ladder as Ladder, refuse_unread as refuse_unread

@@ -87,8 +87,8 @@ class Step:
         micro_batch: rows per micro-batch. A smaller batch is not split. None for the whole batch, or, with
             `memory`, for what fits.
         memory: budget in bytes: a number, "12GB", "2GiB", "80%" of the device, or "auto" for what is free.
-            The fastest plan that fits is chosen for each shape of rows. With `micro_batch`, that size is
-            checked against it. None for no budget.
+            Micro-batches are read, and the largest that fit are taken, or faster smaller ones. If not even
+            one row fits, blocks are recomputed. With `micro_batch`, that size has to fit. None for no budget.
         clip_norm: largest 2-norm of the gradient of the whole batch. None for no clipping.
         collate: builds the tensors of a micro-batch from a list of samples. With it, a batch is such a list.
         precision: "float32" to compute in the dtypes as they are, "bf16-mixed", "fp16-mixed", "bf16-true",
