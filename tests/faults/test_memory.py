@@ -52,12 +52,10 @@ def test_one_row_that_does_not_fit_is_an_error_and_nothing_is_changed() -> None:
     with (
         same_as_before(step),
         scarce_in_passes(set(range(10**4))) as memory,
-        pytest.raises(OutOfMemoryError, match="one row is the least") as caught,
+        pytest.raises(OutOfMemoryError, match="one row is the least"),
     ):
         at_once(step)
     assert memory.refused == 4  # 4, 2, 1, and 1 once more
-    caught.value.ledger = "parameters 1 GiB"
-    assert str(caught.value).endswith("\nparameters 1 GiB")
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from anybatch.core.errors import BudgetError
 from anybatch.engine.plan import Plan
 from anybatch.memory.ledger import Holding, Ledger, Moment
-from anybatch.planner.report import Option, PlanReport, single_rows
-from anybatch.recompute.blocks import find_blocks
-from tests.budgets import ConvNet, Net, Untraceable, adamw, carried_out, make, metered, request, rows_of
+from anybatch.planner.report import Option, PlanReport
+from tests.budgets import ConvNet, Net, adamw, make, rows_of
 
 LEDGER = Ledger(
     moments=(Moment(phase="forward", micro_batch=0, module="a", bytes=(1024, 0, 0, 1024, 0, 0, 0)),),
@@ -40,26 +38,6 @@ def test_json_holds_all_of_it() -> None:
     assert [(one["peak"], one["seconds"]) for one in told["options"]] == [(1500, 0.25), (1000, 0.5)]
     assert (told["peak"], told["budget"], told["seconds"]) == (2048, 4096, 0.125)
     assert (told["device"], told["notes"]) == ("cpu", ["first", "second"])
-
-
-@pytest.mark.parametrize("blocks", [(), (("blocks.1", "selective"),)])
-def test_single_rows_are_those_of_a_real_step(blocks: tuple[tuple[str, str], ...]) -> None:
-    step, batch = make(), rows_of(6, 5, 8)
-    asked = request(step, batch)
-    ledger = single_rows(asked.task, asked.batch, Plan(rows=0, micro_batch=0, blocks=blocks))
-    every = tuple((name, "recompute") for name in find_blocks(step.model))
-    plan = Plan(rows=6, micro_batch=1, blocks=blocks or every)
-    carried_out(step, plan, batch)
-    assert ledger is not None
-    assert ledger.peak == metered(step, lambda: carried_out(step, plan, batch), batch)
-
-
-def test_nobody_knows_of_what_cannot_be_traced() -> None:
-    asked = request(make(Untraceable), rows_of(4))
-    assert single_rows(asked.task, asked.batch, Plan(rows=0, micro_batch=0)) is None
-    words = make(lambda: nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten()), torch.optim.SGD)
-    asked = request(words, (torch.zeros(4, 1, dtype=torch.long), torch.zeros(4, dtype=torch.long)))
-    assert single_rows(asked.task, asked.batch, Plan(rows=0, micro_batch=0)) is None
 
 
 def plain(parameters: Any) -> Any:

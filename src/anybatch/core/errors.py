@@ -58,7 +58,6 @@ class BudgetError(PlanError):
 
     Attributes:
         smallest: the smallest sufficient budget in bytes; approximate if the message says so.
-        ledger: the bytes of that plan by owner (`anybatch.memory.ledger.Ledger`); None if unknown.
 
     Example:
         >>> import anybatch as ab, torch
@@ -70,10 +69,9 @@ class BudgetError(PlanError):
         True
     """
 
-    def __init__(self, message: str, *, smallest: int = 0, ledger: object = None) -> None:
+    def __init__(self, message: str, *, smallest: int = 0) -> None:
         super().__init__(message)
         self.smallest = smallest
-        self.ledger = ledger
 
 
 class OptimizerError(AnybatchError, ValueError):
@@ -82,14 +80,6 @@ class OptimizerError(AnybatchError, ValueError):
 
 class OutOfMemoryError(AnybatchError, MemoryError):
     """Memory ran out, and no exact way to use less was left."""
-
-    def __init__(self, message: str, ledger: object = None) -> None:
-        super().__init__(message)
-        self.ledger = ledger  # the bytes of the step by owner, or a text about them; None if unknown
-
-    def __str__(self) -> str:
-        message = super().__str__()
-        return message if self.ledger is None else f"{message}\n{self.ledger}"
 
 
 class RankError(AnybatchError, RuntimeError):

@@ -92,8 +92,8 @@ def _recover_memory(said: str, part: Part, before: Snapshot) -> None:
     if reason and first in part.tried.last:
         raise OutOfMemoryError(
             f"Expected a micro-batch of {rows} rows to fit into memory, got none left ({said}). It was tried "
-            f"again with caches freed, and {reason}. No update was made. Free memory, make rows smaller or "
-            "the model, or keep less: recompute, offload, a smaller optimizer state."
+            f"again with caches freed, and {reason}. No update was made. Free memory, make rows or the model "
+            "smaller, recompute, or offload: ab.plan tells what takes the memory."
         )
     must_restart = is_first_pass or part.has_accepted or not is_complete or part.ways.is_lockstep
     if reason:  # once more, with caches freed

@@ -3,6 +3,6 @@
 from anybatch.planner.budget import Budget as Budget, enforced as enforced, find_plan as find_plan
 from anybatch.planner.ladder import Ladder as Ladder, refuse_unread as refuse_unread
 from anybatch.planner.readings import MemoryReader as MemoryReader, length_of as length_of
-from anybatch.planner.report import PlanReport as PlanReport, single_rows as single_rows
+from anybatch.planner.report import PlanReport as PlanReport
 from anybatch.planner.request import Request as Request
 from anybatch.planner.rung import Rung as Rung, Want as Want

@@ -2,25 +2,20 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from anybatch.batchnorm import BatchNorm
 from anybatch.core import (
-    Batch,
     BudgetError,
-    PlanError,
     counted,
     format_bytes,
     format_seconds,
     html_table,
-    ran_out_of_memory,
 )
-from anybatch.engine import Plan, Task
+from anybatch.engine import Plan
 from anybatch.memory import Ledger
-from anybatch.planner.trace import trace
 from anybatch.precision import Precision
-from anybatch.recompute import find_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +25,6 @@ class Option:
     plan: Plan
     peak: int  # the most bytes alive at any moment
     seconds: float  # seconds of one update
-    ledger: Ledger | None = None  # the bytes by owner; None in a report's options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,30 +140,32 @@ _LITTLE = 0.01  # share of the peak; advice that frees less is left out
 _LONGEST = 300  # characters of the message
 
 
-def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_refused: str) -> BudgetError:
+def refusal(
+    least: Option, ledger: Ledger, budget: int, batch_norms: Sequence[BatchNorm], cut_refused: str
+) -> BudgetError:
     """Return the error that nothing fits; it names as many of the largest holders as there is room for."""
     told = (
         f"Expected a plan within {format_bytes(budget)}, got none. The smallest budget for "
         f"{counted(least.plan.rows, 'row')} is {format_bytes(least.peak)} ({least.peak} bytes), "
         f"{counted(least.plan.micro_batch, 'row')} at a time"
     )
-    ways = " ".join(_ways_out(least.ledger, batch_norms, cut_refused, least.plan.precision))
+    ways = " ".join(_ways_out(ledger, batch_norms, cut_refused, least.plan.precision))
     ways = ways or "Allow that much, or use a smaller model or smaller rows."
     held = [
         f"{format_bytes(one.bytes)} {one.owner} of {repr(one.module) if one.module else 'the model'}"
-        for one in (least.ledger.by_module[:4] if least.ledger else ())
+        for one in ledger.by_module[:4]
     ]
     while held and len(f"{told}; largest: {', '.join(held)}. {ways}") > _LONGEST:
         held.pop()
     told = f"{told}; largest: {', '.join(held)}" if held else told
-    return BudgetError(f"{told}. {ways}", smallest=least.peak, ledger=least.ledger)
+    return BudgetError(f"{told}. {ways}", smallest=least.peak)
 
 
 def _ways_out(
-    ledger: Ledger | None, batch_norms: Sequence[BatchNorm], cut_refused: str, precision: Precision
+    ledger: Ledger, batch_norms: Sequence[BatchNorm], cut_refused: str, precision: Precision
 ) -> list[str]:
     """Return changes that free bytes but change the result, so that they are the caller's choice."""
-    held, little = (ledger.at_peak, _LITTLE * ledger.peak) if ledger else ({}, 0.0)
+    held, little = ledger.at_peak, _LITTLE * ledger.peak
     ways: list[str] = []
     frees: list[str] = []
     if cut_refused:
@@ -186,16 +182,3 @@ def _ways_out(
     if half > little and not precision.is_short:
         frees.append(f'precision="bf16-mixed" frees up to {format_bytes(half)}')
     return [*ways, f"{'; '.join(frees)}."] if frees else ways
-
-
-def single_rows(task: Task, batch: Batch, settings: Plan) -> Ledger | None:
-    """Predict the bytes of a step of single rows, all blocks recomputed; None if it cannot be traced."""
-    every = tuple((name, "recompute") for name in find_blocks(task.model))
-    plan = replace(settings, rows=batch.rows, micro_batch=1, cut=(), blocks=settings.blocks or every)
-    try:
-        return trace(plan, task, batch).ledger
-    except Exception as error:
-        # Memory may run out here, too.
-        if isinstance(error, PlanError) or ran_out_of_memory(error):
-            return None
-        raise

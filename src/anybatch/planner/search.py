@@ -50,8 +50,8 @@ class _Search:
             found += [self._option(size, KEEP) for size in sizes[at + 1 : at + NEAR]]
         found = [option for option in found if option.peak <= self._limit] or [self._least()]
         if found[0].peak > self._limit:
-            least = replace(found[0], ledger=self._ledgers[found[0].plan])
-            raise refusal(least, self._limit, request.task.network.batch_norms, request.cut_refused)
+            ledger, batch_norms = self._ledgers[found[0].plan], request.task.network.batch_norms
+            raise refusal(found[0], ledger, self._limit, batch_norms, request.cut_refused)
         return self._report(found)
 
     def _largest(self) -> int:

@@ -17,7 +17,6 @@ from anybatch.core import (
     Callbacks,
     Collate,
     Functions,
-    OutOfMemoryError,
     PlanError,
     ReadOnlyError,
     StepReport,
@@ -51,7 +50,7 @@ from anybatch.parallel import (
     refuse_wrapped,
     unwrapped,
 )
-from anybatch.planner import PlanReport, single_rows
+from anybatch.planner import PlanReport
 from anybatch.precision import LossScale, Masters, Precision, PrecisionName, at_work, find_precision
 from anybatch.recompute import choose_blocks
 from anybatch.state import Effects
@@ -236,9 +235,6 @@ class Step:
                 if not self.planning.distrust(error.block, plan):  # it was asked for by name
                     raise
                 continue
-            except OutOfMemoryError as error:
-                error.ledger = error.ledger or single_rows(task, logical, self.planning.settings)
-                raise
             failed = rows.failed(plan, report)
             is_random = self.effects.draws or self.effects.draws_process
             self.planning.learn(logical, plan, failed=failed, is_random=is_random)
