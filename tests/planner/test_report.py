@@ -60,5 +60,4 @@ def test_a_refused_step_names_the_ways_out() -> None:
         )
         assert ("8-bit" in told, "bf16-mixed" in told) == (has_state, precision == "float32")
         assert "BatchNorm" not in told
-        assert refused.value.ledger.peak == least
         assert len(told) <= 300
