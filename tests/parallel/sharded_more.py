@@ -136,15 +136,6 @@ def refused(rank: int, size: int) -> dict[str, str]:
     def two(model: Any, micro: Any) -> Any:
         return {"one": tokens(model, micro), "two": ab.Total(model(micro[0]).square().sum(), len(micro[0]))}
 
-    def saved() -> object:
-        parts = shard(make())
-        window = ab.Step(parts, tokens, torch.optim.SGD(parts.parameters())).window()
-        window.add(batch)
-        try:
-            return window.state()
-        finally:
-            window.discard()
-
     parts = shard(make())
     cases: dict[str, Callable[[], object]] = {
         "local": stepped(strategy="local"),
@@ -163,7 +154,6 @@ def refused(rank: int, size: int) -> dict[str, str]:
         "hold": stepped(strategy=Shard(hold=rank == 0)),
         "terms": stepped(loss=two),
         "FSDP1": lambda: stepped(FullyShardedDataParallel(make(), device_id=torch.device("cpu")))(),
-        "state": saved,
         "check": lambda: ab.check(parts, tokens, batch),
         "plan": lambda: ab.plan(parts, tokens, torch.optim.SGD(parts.parameters()), batch, memory="1GB"),
         "flow": lambda: ab.gradient_flow(parts, tokens, batch),

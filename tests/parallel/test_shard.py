@@ -55,7 +55,6 @@ SAID = {
     "hold": "the same hold",
     "terms": "one term",
     "FSDP1": "by fully_shard(model)",
-    "state": "WindowError",
     "check": "before fully_shard",
     "plan": "before fully_shard",
     "flow": "before fully_shard",

@@ -1,6 +1,5 @@
 """The step itself: plan, task, gradients, the loop and the update. Read window.py first."""
 
-from anybatch.engine import window_state as window_state
 from anybatch.engine.gradients import (
     Apart as Apart,
     Gradient as Gradient,

@@ -208,12 +208,6 @@ class Apart:
         """Return the sums so far."""
         return self.banks
 
-    def restore(self, banks: Mapping[str, Gradient], errors: Mapping[str, Gradient]) -> None:
-        """Go on from sums that were saved."""
-        for name in self.banks:
-            self.banks[name].update(banks.get(name, {}))
-            self.errors[name].update(errors.get(name, {}))
-
     def take(self, other: "InPlace | Apart") -> None:
         """Merge the sums of one `add` into these. Their memory may become ours; no `.grad` is left."""
         other.close()

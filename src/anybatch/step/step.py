@@ -272,17 +272,10 @@ class Step:
             self.planning.guard.refuse_meetings(task)
         return report
 
-    def window(self, state: Mapping[str, Any] | None = None) -> Window:
+    def window(self) -> Window:
         """Open a window, for a loop that provides the micro-batches itself.
 
         The size of the whole batch is not known beforehand, so the gradient is divided at the end.
-
-        Args:
-            state: continue a window saved with `Window.state`. Restore the model, the optimizer and the
-                random state first. None for a new window.
-
-        Raises:
-            CheckpointError: the state is of another model, loss or precision. Nothing was changed.
 
         Example:
             >>> model = nn.Linear(3, 1)
@@ -305,7 +298,7 @@ class Step:
                 "step(batch), which cuts the batch into units for the workers."
             )
         try:
-            opened = vars(self)["open_window"] = Window(self, self._begun(), state)
+            opened = vars(self)["open_window"] = Window(self, self._begun())
         except BaseException as error:
             self.strategy.abandon(error)
             raise
