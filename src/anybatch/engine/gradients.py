@@ -135,7 +135,6 @@ class Apart:
         compensated: carry the rounding error of each addition along (Kahan 1965, "Further remarks on reducing
             truncation errors"); costs one more buffer per parameter.
         is_whole: hold the gradients of a micro-batch whatever their size.
-        tell: called with the gradients of each micro-batch before they are added.
     """
 
     def __init__(
@@ -147,12 +146,10 @@ class Apart:
         compensated: bool,
         is_looked_at: bool,
         is_whole: bool,
-        tell: Callable[[Mapping[str, Mapping[nn.Parameter, Tensor]]], object] | None = None,
     ) -> None:
         self._parameters, self._compensated = parameters, compensated
         self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in parameters}
         self.banks: dict[str, Gradient] = {name: {} for name in names}
-        self._tell = tell
         self.errors: dict[str, Gradient] = {name: {} for name in names}  # rounding errors carried along
         self._at, self._unscale, self._in_backward = names[0], 1.0, False
         self._waiting: dict[str, dict[nn.Parameter, Tensor]] = {}
@@ -199,8 +196,6 @@ class Apart:
             held = [one for bank in waiting.values() for one in bank.values()]
             if not self._look.are_finite([*held, *values]):
                 raise NonFinite("gradient")
-        if self._tell is not None:
-            self._tell(waiting)
         for name, bank in waiting.items():
             self._add(name, bank)
 
