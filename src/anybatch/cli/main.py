@@ -19,7 +19,7 @@ from anybatch.memory import CARDS
 from anybatch.parallel import RuleName, is_launched, rank, record
 from anybatch.precision import NAMED, NON_FINITE_POLICIES
 from anybatch.recipes import RECIPES
-from anybatch.train import learning_rate, to_json
+from anybatch.train import to_json
 
 _TARGET = "package.module:function that returns (model, loss, batch), or a recipe"
 _ROWS = "package.module:function that returns (model, loss, training rows, validation rows)"
@@ -137,8 +137,6 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     compiled = "compile the model with torch.compile, which takes a C++ compiler"
     add("--compile", action=argparse.BooleanOptionalAction, default=False, help=compiled)
     add("--non-finite", choices=NON_FINITE_POLICIES, default="raise", help=non_finite)
-    add("--lr-scale", choices=learning_rate.RULES, help="scale --lr from --base-batch-size to --batch-size")
-    add("--base-batch-size", type=int, default=128, help="the batch size that --lr was found for")
     add("--warm-up", type=int, default=0, help="updates over which the learning rate rises, 0 for none")
     add("--validation", type=float, default=0.0, help="fraction of training rows held out, from 0 to below 1")
     add("--patience", type=int, help="stop after so many epochs without a better validation accuracy")

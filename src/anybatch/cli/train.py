@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LinearLR
 
 from anybatch.batchnorm import find_batch_norms
 from anybatch.cli.target import find_training
@@ -44,7 +45,6 @@ from anybatch.train import (
     Trainer,
     accuracy,
     checkpoint,
-    learning_rate,
     load_newest,
     peak_bytes,
     to_json,
@@ -125,9 +125,8 @@ def recipe_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def _found(options: argparse.Namespace) -> Training:
     training = find_training(options.recipe, options.data, options.seed, recipe_options(options))
-    chosen = ("optimizer", "lr", "lr_scale")
     if training.optimizer is not None:
-        if given := [name for name in chosen if getattr(options, name) is not None]:
+        if given := [name for name in ("optimizer", "lr") if getattr(options, name) is not None]:
             raise PlanError(
                 f"Expected no options for the optimizer of {training.name}, which makes its own, got "
                 f"{', '.join(given)}. Leave them out."
@@ -264,7 +263,7 @@ def _prepare(options: argparse.Namespace, training: Training, device: torch.devi
         options=replace(
             training.options,
             non_finite=options.non_finite,
-            scheduler=[learning_rate.warm_up(optimizer, updates=options.warm_up)] if options.warm_up else [],
+            scheduler=[_warm_up(optimizer, options.warm_up)] if options.warm_up else [],
             strategy=servers or "auto",
         ),
     )
@@ -334,19 +333,19 @@ def _has_room(memory: str | None, model: torch.nn.Module, device: torch.device) 
 
 
 def _make_optimizer(options: argparse.Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
-    lr = options.lr
     if not [*model.parameters()]:
         raise PlanError(
             f"Expected a model with parameters, got {type(model).__name__} with none. Return the model to "
             "train."
         )
-    if options.lr_scale:
-        lr = learning_rate.scale(
-            lr, batch_size=options.batch_size, base_batch_size=options.base_batch_size, rule=options.lr_scale
-        )
     if options.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=lr, momentum=options.momentum)
-    return OPTIMIZERS[options.optimizer](model.parameters(), lr=lr)
+        return torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
+    return OPTIMIZERS[options.optimizer](model.parameters(), lr=options.lr)
+
+
+def _warm_up(optimizer: torch.optim.Optimizer, updates: int) -> LinearLR:
+    """Return a scheduler that makes update k at k / updates of the learning rate (Goyal et al. 2017)."""
+    return LinearLR(optimizer, start_factor=1 / updates, total_iters=updates - 1)
 
 
 def _on(device: torch.device, loss: Any) -> Any:
