@@ -16,11 +16,9 @@ from tests.parallel.test_server import batch, network
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"servers": 0}, "Expected servers of at least 1, got 0"),
-        ({"workers": 0}, "Expected workers of at least 1"),
-        ({"units": 1.5}, "Expected units of at least 1, got 1.5"),
-        ({"rule": "best"}, "Expected a rule"),
-        ({"staleness": 2}, "Expected a rule with steps=1 and staleness=2, got none"),
+        ({"servers": 0}, "Expected servers to be a whole number of at least 1, got 0"),
+        ({"workers": 0}, "Expected workers to be .* at least 1"),
+        ({"units": 1.5}, "Expected units to be .* at least 1, got 1.5"),
     ],
 )
 def test_bad_options(options: dict[str, Any], match: str) -> None:

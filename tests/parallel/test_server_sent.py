@@ -99,13 +99,12 @@ def test_bits_of_compressed_updates_depend_on_no_worker_and_no_end(place: tuple[
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("rule", [None, "accumulate"])
-def test_bytes_are_counted(rule: Any) -> None:
+def test_bytes_are_counted() -> None:
     made, parameters = layout(2, None)
     elements, pieces = sum(p.numel() for p in parameters), sum(map(len, made.pieces))
     pushes = 3 * UNITS
-    assert train(Inline(0), rule=rule)[1]["bytes pushed"] == pushes * 8 * elements
-    short = train(Inline(0), rule=rule, compression=Cast("fp16"))[1]
+    assert train(Inline(0))[1]["bytes pushed"] == pushes * 8 * elements
+    short = train(Inline(0), compression=Cast("fp16"))[1]
     assert short["bytes pushed"] == pushes * (2 * elements + 4 * pieces)
 
 
@@ -126,22 +125,6 @@ def test_what_overflows_in_fp16_is_refused_and_changes_nothing() -> None:
 def test_a_codec_with_a_state_is_refused_where_workers_wait_for_each_other() -> None:
     with pytest.raises(PlanError, match="without a state, got DeepGradientCompression: what waits"):
         ParameterServer(compression=DeepGradientCompression(warmup_updates=0))
-
-
-def test_the_codec_refuses_optimizers_of_workers() -> None:
-    codec = DeepGradientCompression(warmup_updates=0)
-    with pytest.raises(PlanError, match="without momentum, got Adam"):
-        train(Inline(0), optimizer=torch.optim.Adam, rule="accumulate", compression=codec)
-
-
-def test_a_worker_that_keeps_nothing_pushes_what_it_has_moved() -> None:
-    """So the bits are those without a codec: the same units, and each adds to the same parameters."""
-    codec = DeepGradientCompression(sparsity=0.0, momentum=0.0, warmup_updates=0)
-    found, counts, _ = train(Inline(5), rule="dynsgd", steps=2, compression=codec)
-    expected, dense, _ = train(Inline(5), rule="dynsgd", steps=2)
-    assert counts["bytes pushed"] > dense["bytes pushed"]
-    assert counts["largest staleness"] == dense["largest staleness"] > 0
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -190,11 +173,6 @@ def test_bytes_that_are_damaged_are_refused_with_a_reason(codec: Any) -> None:
         f"bytes that {codec.name} has not made",
     }
     assert shard.push(0, 0, part) == ""
-    before = shard.pull()[1].copy()
-    for one in others[: 3 + len(ends)]:
-        with pytest.raises(PlanError, match="Expected a push that fits, got"):
-            shard.apply(0, one, "accumulate", 1)
-    assert np.array_equal(shard.pull()[1], before)
 
 
 # ---- rows that workers read
@@ -218,12 +196,11 @@ class Reader:
 @pytest.mark.parametrize(
     "options", [{"micro_batch": 4}, {"memory": "2GiB"}, {"micro_batch": 4, "recompute": ["0"]}], ids=str
 )
-@pytest.mark.parametrize("rule", [None, "accumulate"])
-def test_collate_is_called_on_workers_alone(rule: Any, options: dict[str, Any]) -> None:
+def test_collate_is_called_on_workers_alone(options: dict[str, Any]) -> None:
     def parameters(rows: Any, **more: Any) -> list[Tensor]:
         model = network()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        server = ParameterServer(2, 2, cluster=Inline(0), rule=rule)
+        server = ParameterServer(2, 2, cluster=Inline(0))
         step = ab.Step(model, nn.CrossEntropyLoss(), sgd, **flat({**options, **more}, strategy=server))
         for _ in range(3):
             assert step(rows).rows == ROWS
@@ -275,17 +252,14 @@ def seen(model: nn.Module, micro: Any) -> ab.Total:
 @pytest.mark.parametrize(
     ("device", "expected"), [(None, "cpu"), ("meta", "meta"), (torch.device("meta"), "meta")]
 )
-@pytest.mark.parametrize("rule", [None, "accumulate"])
-def test_model_and_rows_are_on_the_device_of_the_worker(
-    device: Any, expected: str, rule: Any, monkeypatch: Any
-) -> None:
+def test_model_and_rows_are_on_the_device_of_the_worker(device: Any, expected: str, monkeypatch: Any) -> None:
     """The device without numbers is another one, too."""
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)  # as for CUDA, in place
     monkeypatch.setattr(fingerprint, "checksum", lambda value: 0)  # which needs numbers
     SEEN.clear()
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    server = ParameterServer(1, 1, cluster=Inline(0), device=device, rule=rule)
+    server = ParameterServer(1, 1, cluster=Inline(0), device=device)
     with pytest.raises(InterruptedError):
         ab.Step(model, seen, sgd, options=ab.Options(strategy=server))(batch())
     assert [*SEEN] == [{expected}]

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from importlib import metadata
-from typing import Any, get_args
+from typing import Any
 
 from anybatch.batchnorm import BATCH_NORM_CHOICES
 from anybatch.check import check, refuse_without_data
 from anybatch.cli import plan as plan_action, report as report_action, selftest, target, train as actions
 from anybatch.core import AnybatchError
 from anybatch.memory import CARDS
-from anybatch.parallel import RuleName, is_launched, rank, record
+from anybatch.parallel import is_launched, rank, record
 from anybatch.precision import NAMED, NON_FINITE_POLICIES
 from anybatch.recipes import RECIPES
 from anybatch.train import to_json
@@ -150,12 +150,6 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     add("--workers", type=int, help="with --servers: processes that compute gradients; if not given, 2")
     on = "with --servers: HOST:PORT of a Ray cluster; if not given, Ray is started on this machine"
     add("--cluster", metavar="ADDRESS", help=on)
-    rule = "with --servers: workers make updates of their own, and servers add them by this rule; the result "
-    add("--rule", choices=get_args(RuleName), help=f"{rule}is another one; if not given, the exact update")
-    local = "with --rule: updates that a worker makes by itself before it pushes; if not given, 1"
-    add("--local-steps", type=int, help=local)
-    ahead = "with --rule: parts of a batch that a worker may be ahead of the slowest; if not given, 0"
-    add("--staleness", type=int, help=ahead)
     add("--quiet", action="store_true", help="no progress bar and no line per epoch")
     _add_recipe_options(train)
     train.set_defaults(**(settings or {}))

@@ -56,7 +56,7 @@ _NOT_KEPT = ("command", "run", "resume", "out", "quiet", "json")
 _WHERE = ("device", "ranks", "servers", "workers", "cluster")
 # "data" may change, because the trainer compares the rows.
 _MAY_CHANGE = ("epochs", "data", "compile", "micro_batch", "memory", "keep", "save_minutes", *_WHERE)
-_OF_SERVERS = ("workers", "cluster", "rule", "local_steps", "staleness")
+_OF_SERVERS = ("workers", "cluster")
 
 #: Optimizers of `anybatch train`.
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
@@ -180,6 +180,8 @@ def read_settings(folder: str) -> dict[str, Any]:
         kept = dict(json.loads(path.read_bytes()))
         if any(isinstance(value, dict | list) for value in kept.values()):
             raise ValueError("other values")
+        if kept.get("rule") is not None:
+            raise ValueError("those of asynchronous workers, which an earlier version had")
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, TypeError) as error:
@@ -308,9 +310,6 @@ def _servers(options: argparse.Namespace) -> ParameterServer | None:
         workers,
         units=max(8, workers),
         cluster=options.cluster,
-        rule=options.rule,
-        steps=1 if options.local_steps is None else options.local_steps,
-        staleness=options.staleness or 0,
     )
 
 
@@ -380,8 +379,7 @@ def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
     best = f"stopped     {trainer.stopped}\n" if trainer.stopped else ""
     if trainer.best is not None:
         best += f"best        {out / BEST}  (validation {trainer.best_by} {trainer.best:.4f})\n"
-    told = {name: many for name, many in result.get("servers", {}).items() if many and name != "staleness"}
-    if told:
+    if told := {name: many for name, many in result.get("servers", {}).items() if many}:
         best += f"servers     {', '.join(f'{name} {many:,}' for name, many in told.items())}\n"
     return (
         f"{done}checkpoint  {result['checkpoint']}\n{best}"

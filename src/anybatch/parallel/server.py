@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from anybatch.core import OptimizerError, PlanError
 from anybatch.parallel.compression import Codec
-from anybatch.parallel.rules import RuleName, make_rule
 
 Array = np.ndarray[Any, np.dtype[Any]]
 State = list[dict[str, Any]]  # optimizer state of each piece
@@ -298,13 +297,7 @@ class ServerShard:
                 parameter.grad = None
             self.version += 1
             self._forget()
-        return self.snapshot()
-
-    def snapshot(self) -> tuple[Array, State]:
-        """Return the parameters and the optimizer state."""
         states: dict[Any, Any] = {p: s for one in self._optimizers if one for p, s in one.state.items()}
-        if not self._optimizers:
-            return self._flat.numpy(), self._given
         return self._flat.numpy(), [
             {
                 name: value.numpy() if _is_elementwise(name, value, parameter) else value
@@ -312,24 +305,6 @@ class ServerShard:
             }
             for parameter in self._parameters
         ]
-
-    def pull(self) -> tuple[int, Array]:
-        """Return the version and the parameters."""
-        return self.version, self._flat.numpy()
-
-    def apply(self, pulled: int, part: Array, rule: RuleName, steps: int) -> int:
-        """Add a worker's local updates since it pulled a version; return the pushes of others in between."""
-        staleness = self.version - pulled
-        try:
-            pushed = tensor_of(self._layout.decode(part, self._index, self._layout.dtype)).reshape(-1)
-        except ValueError as error:
-            raise PlanError(
-                f"Expected a push that fits, got {error}. Start workers and servers with the same model and "
-                "version of anybatch."
-            ) from None
-        make_rule(rule).apply(self._flat, pushed, staleness=staleness, steps=steps)
-        self.version += 1
-        return staleness
 
     def _made(self, options: Sequence[Sequence[Mapping[str, Any]]]) -> list[Optimizer]:
         if not self._optimizers:

@@ -33,8 +33,6 @@ class Folded:
     # the factor of each row of the sums in the loss; empty if they are divided already
     coefficients: dict[str, float] = field(default_factory=dict[str, float])
     used: frozenset[int] = frozenset()  # positions of the parameters that have a gradient
-    pulled: tuple[int, ...] = ()  # asynchronous: the version of each shard at the start of the unit
-    steps: int = 1  # local updates
     sent: tuple[int, ...] = ()  # bytes to each shard
 
 
@@ -81,9 +79,7 @@ def _told(method: Callable[..., Any]) -> Callable[..., Any]:
 class Worker:
     """A worker: computes rows with one version of the parameters. Its identity must equal the driver's."""
 
-    def __init__(
-        self, make: Callable[[Any], Any], layout: Layout, expected: Mapping[str, str], is_alone: bool
-    ) -> None:
+    def __init__(self, make: Callable[[Any], Any], layout: Layout, expected: Mapping[str, str]) -> None:
         self._layout = layout
         self._folded: Folded | None = None
         self._banks: list[list[Tensor | None]] = []
@@ -93,7 +89,7 @@ class Worker:
         # Raised at the first call: the driver does not wait for __init__.
         self._failed: Exception | None = None
         try:
-            self._step = make("local" if is_alone else _Unit())
+            self._step = make(_Unit())
             here = identity(self._step.task())
         except Exception as error:
             self._failed = error
@@ -174,36 +170,6 @@ class Worker:
         for bank, row in zip(terms, out, strict=True):
             self._layout.flat(bank, shard, self._layout.sum_dtype, row)
         return out
-
-    @_told
-    def run(self, seed: int, parts: Sequence[Any], options: Any, *pulled: Any) -> tuple[Any, ...]:
-        """Make a local update with each part of a unit; `pulled` alternates version and parameters of shards.
-
-        Return a `Folded`, and the change of each shard's parameters, as one term of sums.
-        """
-        task = self._task()
-        versions, values = pulled[::2], pulled[1::2]
-        self._layout.write(values, task.network.parameters)
-        for optimizer, groups in zip(task.optimizers, options, strict=True):
-            for group, given in zip(optimizer.param_groups, groups, strict=True):
-                group.update(given)
-        with _seeded(seed):
-            reports = [self._step(self._here(part, task)) for part in parts]
-        self._refuse_writes()
-        totals = [{name: one.weights[name] * one.terms[name] for name in one.weights} for one in reports]
-        folded = Folded(
-            weights=added([one.weights for one in reports]),
-            totals=added(totals),
-            rows=sum(report.rows for report in reports),
-            cut=tuple(size for report in reports for size in report.cut),
-            pulled=versions,
-            steps=max(1, sum(report.updated for report in reports)),
-        )
-        moved = [
-            (self._layout.flat(task.network.parameters, shard, self._layout.dtype) - before)[np.newaxis]
-            for shard, before in enumerate(values)
-        ]
-        return self._pushed(folded, moved)
 
     def _pushed(self, folded: Folded | None, parts: list[Array]) -> tuple[Any, ...]:
         assert folded is not None  # noqa: S101 - a fold without an error has made it
