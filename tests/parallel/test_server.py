@@ -262,6 +262,8 @@ def test_what_happens_in_each_step_adds_up() -> None:
     assert [one["pushes"] for one in told] == [16] * 3
     assert sum(one.get("workers replaced", 0) for one in told) == 1
     assert server.counts["pushes"] == 48
+    elements = sum(p.numel() for p in model.parameters())
+    assert server.counts["bytes pushed"] == sum(one["bytes pushed"] for one in told) == 24 * 8 * elements
     assert server.counts["workers replaced"] == 1
 
 

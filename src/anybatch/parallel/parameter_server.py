@@ -23,7 +23,6 @@ from anybatch.core import (
 )
 from anybatch.engine import Plan, Single, Task
 from anybatch.losses import WholeBatch
-from anybatch.parallel.compression import Codec
 from anybatch.parallel.fingerprint import contents
 from anybatch.parallel.scheduler import Cluster, Scheduler
 from anybatch.parallel.server import Layout, options_of
@@ -58,7 +57,6 @@ class ParameterServer(Single):
             arrive in time. The result depends on it as on the size of micro-batches.
         backup: compute a unit that takes three times the usual time, and at least half a second, on a second,
             idle worker as well.
-        compression: sends fewer bytes to servers, and changes the result: `Cast("bf16")`.
         device: device of workers: "cpu" or "cuda"; None for the device of the model. With "cuda" each worker
             has one GPU.
 
@@ -68,7 +66,7 @@ class ParameterServer(Single):
             step has its own counts.
 
     Raises:
-        PlanError: a number out of range, a compression with a state, too few GPUs, or Ray is not installed.
+        PlanError: a number out of range, too few GPUs, or Ray is not installed.
 
     Example:
         >>> ParameterServer(servers=1, workers=2)
@@ -86,16 +84,10 @@ class ParameterServer(Single):
         cluster: str | Cluster | None = None,
         units: int = 8,
         backup: bool = True,
-        compression: Codec | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         for name, value in (("servers", servers), ("workers", workers), ("units", units)):
             check_whole(name, value, least=1)
-        if compression is not None and compression.state():
-            raise PlanError(
-                f"Expected a compression without a state, got {type(compression).__name__}: what waits on a "
-                "worker would make the update depend on who computes which rows. Choose Cast."
-            )
         if workers > units:
             warnings.warn(
                 f"Expected at most as many workers as units, got workers={workers} and units={units}: some "
@@ -103,7 +95,7 @@ class ParameterServer(Single):
                 stacklevel=2,
             )
         self._device = None if device is None else torch.device(device).type
-        self.servers, self.workers, self._compression = servers, workers, compression
+        self.servers, self.workers = servers, workers
         self._where, self._units, self._backup = cluster, units, backup
         self.counts: Counter[str] = Counter()
         self._scheduler: Scheduler | None = None
@@ -267,14 +259,11 @@ class ParameterServer(Single):
         return self._scheduler
 
     def _started(self, task: Task, settings: Plan, remote: Callable[[str], Any]) -> Scheduler:
-        if self._compression is not None:
-            self._compression.check(task.optimizers)
         layout = Layout.of(
             task.network.parameters,
             task.optimizers,
             self.servers,
             settings.accumulation_dtype,
-            self._compression,
         )
         device = self._device or task.network.parameters[0].device.type
         if self._scheduler is not None:

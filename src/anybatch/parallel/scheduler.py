@@ -319,8 +319,7 @@ class Scheduler:
             if refused == NOT_FINITE:
                 raise NonFiniteLossError(
                     f"Expected finite gradients, got NaN or infinity from unit {unit}. No update was made. "
-                    "Look for bad data in its rows, too high a learning rate, or sums beyond 65,504 in "
-                    'Cast("fp16").'
+                    "Look for bad data in its rows, or too high a learning rate."
                 )
             raise RankError(
                 f"Expected a push that fits, got one that shard {index} refuses: {refused}. No update was "

@@ -83,7 +83,6 @@ class Worker:
         self._layout = layout
         self._folded: Folded | None = None
         self._banks: list[list[Tensor | None]] = []
-        self._codecs = [copy.deepcopy(layout.codec) for _ in layout.pieces]  # a residual belongs to a shard
         self._version = -1
         self._room: dict[int, Array] = {}  # sums by shard, reused: allocation takes longer than the copy
         # Raised at the first call: the driver does not wait for __init__.
@@ -134,7 +133,7 @@ class Worker:
     def fold(self, version: int, seed: int, rows: Any, *values: Array) -> tuple[Any, ...]:
         """Fold the rows of a unit; a repeated unit draws the same random numbers from `seed`.
 
-        Return a `Folded`, and the sums for each shard, `(terms, elements)`; with a codec `(terms, bytes)`.
+        Return a `Folded`, and the sums for each shard, `(terms, elements)`.
         """
         task = self._task()
         if version != self._version:
@@ -144,8 +143,10 @@ class Worker:
             self._step.fold(self._here(rows, task), self._take)
         self._refuse_writes()
         terms, folded = self._banks or [[None] * len(task.network.parameters)], self._folded
+        assert folded is not None  # noqa: S101 - a fold without an error has made it
         self._folded, self._banks = None, []
-        return self._pushed(folded, [self._sums(terms, shard) for shard in range(len(self._layout.pieces))])
+        parts = [self._sums(terms, shard) for shard in range(len(self._layout.pieces))]
+        return replace(folded, sent=tuple(part.nbytes for part in parts)), *parts
 
     def _take(self, sums: Sums) -> None:
         weights, _ = sums.read(sums.weigh())
@@ -170,13 +171,6 @@ class Worker:
         for bank, row in zip(terms, out, strict=True):
             self._layout.flat(bank, shard, self._layout.sum_dtype, row)
         return out
-
-    def _pushed(self, folded: Folded | None, parts: list[Array]) -> tuple[Any, ...]:
-        assert folded is not None  # noqa: S101 - a fold without an error has made it
-        for shard, codec in enumerate(self._codecs):
-            if codec is not None:
-                parts[shard] = self._layout.encode(codec, parts[shard], shard)
-        return replace(folded, sent=tuple(part.nbytes for part in parts)), *parts
 
 
 def identity(task: Task) -> dict[str, str]:
