@@ -29,7 +29,7 @@ def test_what_is_chosen_comes_back_from_json_and_is_counted() -> None:
 
 PRECISIONS = [
     *NAMED.values(),
-    Precision(store="float16", loss_scale=8.0, keep_float32=("norm", "*.router"), reduce="bfloat16"),
+    Precision(store="float16", loss_scale=8.0, keep_float32=("norm", "*.router")),
 ]
 
 
