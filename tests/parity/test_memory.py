@@ -159,7 +159,6 @@ WAYS: dict[str, Callable[[nn.Module, Optimizer, Any], Update]] = {
     "step": by_step,
     "clipped": lambda *given: by_step(*given, clip_norm=1.0),
     "float64": lambda *given: by_step(*given, accumulate=torch.float64),
-    "compensated": lambda *given: by_step(*given, compensated=True),
     "short": lambda *given: by_step(*given, precision="bf16-true"),
     "total": by_total,
     "terms": by_terms,

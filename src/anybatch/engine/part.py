@@ -198,7 +198,7 @@ class Part:
         if gradients is not None:
             gradients.begin()
         if reader is not None:
-            reader.begin(micro, 0 if gradients is None else _nbytes(gradients, self.ways.plan))
+            reader.begin(micro, 0 if gradients is None else _nbytes(gradients))
 
     def done(self) -> None:
         """Mark the current micro-batch as done: its rows are not run again."""
@@ -291,7 +291,7 @@ class Part:
         banks = [*division.coefficients]
         banks = banks if division.divisors is None else banks[:1]
         task = self.task
-        if self.is_guarded or ways.plan.compensated or len(banks) > 1 or not ways.can_add_in_place:
+        if self.is_guarded or len(banks) > 1 or not ways.can_add_in_place:
             gradients = sums.apart(
                 banks,
                 is_looked_at=self.is_guarded,
@@ -390,8 +390,6 @@ class Part:
         (self.reader or NO_READER).close()
 
 
-def _nbytes(gradients: InPlace | Apart, plan: Plan) -> int:
-    """Return the bytes of gradient sums and of their rounding errors."""
+def _nbytes(gradients: InPlace | Apart) -> int:
     held = [one for bank in gradients.banks.values() for one in bank.values()]
-    dense = sum(one.untyped_storage().nbytes() for one in held if one.layout is torch.strided)
-    return 2 * dense if plan.compensated else dense
+    return sum(one.untyped_storage().nbytes() for one in held if one.layout is torch.strided)

@@ -90,7 +90,6 @@ class Sums:
             self.task.network.parameters,
             dtype=self.plan.accumulation_dtype,
             names=names,
-            compensated=self.plan.compensated,
             is_looked_at=is_looked_at,
             is_whole=is_whole,
         )

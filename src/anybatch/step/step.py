@@ -94,8 +94,8 @@ class Step:
         precision: "float32" to compute in the dtypes as they are, "bf16-mixed", "fp16-mixed", "bf16-true",
             "fp16-true", "tf32", or an `ab.Precision`. The true ones convert the model's weights.
         callbacks: objects that look at steps (`ab.Callback`), and functions called with each `StepReport`.
-        options: `anybatch.Options`, for all else: recompute, scheduler, order, accumulate, compensated,
-            batch_norm, non_finite, check, strategy, clip_value.
+        options: `anybatch.Options`, for all else: recompute, scheduler, order, accumulate, batch_norm,
+            non_finite, check, strategy, clip_value.
 
     Attributes (read-only, except `micro_batch`):
         planning: chooses how batches are split, and remembers what did not fit.
