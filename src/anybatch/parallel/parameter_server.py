@@ -21,7 +21,7 @@ from anybatch.core import (
     TensorBatch,
     check_whole,
 )
-from anybatch.engine import Plan, Single, Task
+from anybatch.engine import Plan, Strategy, Task
 from anybatch.losses import WholeBatch
 from anybatch.parallel.fingerprint import contents
 from anybatch.parallel.scheduler import Cluster, Scheduler
@@ -30,7 +30,7 @@ from anybatch.parallel.worker import Folded, OutsideValues, added, fixed_of, ide
 from anybatch.state import rng
 
 
-class ParameterServer(Single):
+class ParameterServer(Strategy):
     """Servers that hold the parameters, and workers that compute the gradients; any number of each, exact.
 
     A batch is cut into units of rows. Each worker takes a unit, computes its gradient sums with the newest
@@ -55,8 +55,6 @@ class ParameterServer(Single):
         cluster: address of a Ray cluster, such as "10.0.0.1:6379". None starts Ray on this machine.
         units: number of parts of a batch, at least one per worker; with two or more the rows of the next unit
             arrive in time. The result depends on it as on the size of micro-batches.
-        backup: compute a unit that takes three times the usual time, and at least half a second, on a second,
-            idle worker as well.
         device: device of workers: "cpu" or "cuda"; None for the device of the model. With "cuda" each worker
             has one GPU.
 
@@ -83,7 +81,6 @@ class ParameterServer(Single):
         *,
         cluster: str | Cluster | None = None,
         units: int = 8,
-        backup: bool = True,
         device: str | torch.device | None = None,
     ) -> None:
         for name, value in (("servers", servers), ("workers", workers), ("units", units)):
@@ -96,7 +93,7 @@ class ParameterServer(Single):
             )
         self._device = None if device is None else torch.device(device).type
         self.servers, self.workers = servers, workers
-        self._where, self._units, self._backup = cluster, units, backup
+        self._where, self._units = cluster, units
         self.counts: Counter[str] = Counter()
         self._scheduler: Scheduler | None = None
         self._cluster: Cluster | None = None
@@ -285,7 +282,6 @@ class ParameterServer(Single):
                 layout,
                 identity(task),
                 workers=self.workers,
-                backup=self._backup,
             )
         except BaseException:
             self.stop()

@@ -88,9 +88,8 @@ class Scheduler:
         expected: Mapping[str, str],
         *,
         workers: int,
-        backup: bool = True,
     ) -> None:
-        self.cluster, self.layout, self._backup = cluster, layout, backup
+        self.cluster, self.layout = cluster, layout
         self._of_worker = cluster.put(make), cluster.put(layout), expected
         self._layout = self._of_worker[1]
         self.shards = [cluster.start(ServerShard, self._layout, index) for index in range(len(layout.pieces))]
@@ -203,7 +202,7 @@ class Scheduler:
             self._hand_out(
                 lambda unit: ("fold", self.version, rng.derive_seed(seed, unit), units[unit], *values)
             )
-            is_idle = self._backup and self._usual and len(self._held()) < len(self.workers)
+            is_idle = self._usual and len(self._held()) < len(self.workers)
             seconds = self._patience() if is_idle else None
             reference = self.cluster.wait([*self._leases, *pushes], seconds)
             if reference is None:  # time for a back-up
@@ -243,7 +242,7 @@ class Scheduler:
         return max(_LEAST, _SLOW * median(self._usual))
 
     def _late(self) -> int | None:
-        if self._backup and self._usual:
+        if self._usual:
             late = self.cluster.clock() - self._patience()
             held = [one for one in self._leases.values() if one.round == self._round]
             counts = Counter(one.unit for one in held)

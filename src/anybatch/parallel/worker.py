@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import AnybatchError, PlanError, tree
-from anybatch.engine import Gradient, Plan, Single, Sums, Task, finish
+from anybatch.engine import Gradient, Plan, Strategy, Sums, Task, finish
 from anybatch.parallel.fingerprint import fingerprint
 from anybatch.parallel.server import Array, Layout
 from anybatch.state import Reachable, rng
@@ -49,7 +49,7 @@ def _undivided(sums: Sums) -> tuple[list[Gradient], dict[str, float]]:
     return found, {name: float(division.coefficients[name]) for name in division.provisional}
 
 
-class _Unit(Single):
+class _Unit(Strategy):
     """A strategy for some rows of a batch whose weight is unknown here, so nothing is divided."""
 
     is_many = True
