@@ -142,7 +142,6 @@ def by_samples(samples: Any) -> tuple[Tensor, Tensor]:
         {"memory": "2GiB"},
         {"micro_batch": 4, "collate": by_samples},
         {"micro_batch": 4, "recompute": ["0"]},
-        {"micro_batch": 4, "accumulate": torch.float64},
         {"accumulate": torch.float64},
     ],
     ids=lambda options: [*options][-1],
