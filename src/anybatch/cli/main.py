@@ -190,7 +190,7 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     add("--recompute", help="all, selective, offload, or a pattern of module names; chosen if not given")
     add("--batch-norm", choices=BATCH_NORM_CHOICES, help="what a step does with BatchNorm")
     add("--precision", choices=tuple(NAMED), default="float32", metavar="NAME", help=_PRECISION)
-    add("--plot", metavar="FILE", help="draw memory over the step: .png, .svg, .pdf or .html")
+    add("--plot", metavar="FILE", help="draw memory over the step: .png, .svg or .pdf")
     about = "write the page of a run, or of several over one another: one file of HTML with charts"
     reported = commands.add_parser("report", help=about)
     reported.set_defaults(run=report_action.report)
