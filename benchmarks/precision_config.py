@@ -10,7 +10,7 @@ from benchmarks.thresholds import Verdict
 
 LIMITS = {
     "bf16 sums": 1e-3,  # relative, against float32
-    "compensated": 1e-7,  # relative, against float64
+    "float64 sums": 1e-7,  # relative, against float64
     "masters": 1e-3,  # of the way that 1,000 updates go
     "cost": 1.03,  # of a step
 }

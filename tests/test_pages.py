@@ -35,7 +35,7 @@ NEEDS = {
     "transformers": "from transformers import",
     "accelerate": "anybatch.homes",
     "matplotlib": "anybatch[plot]",
-    "tensorboard": "import TensorBoard",
+    "tensorboard": "import SummaryWriter",
     "wandb": "import wandb",
     "mlflow": "import mlflow",
     "trackio": "import trackio",

@@ -110,7 +110,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "`collate`": {"collate": collated},
     '`order="length"`': {"order": "length"},
     "`recompute`": {"recompute": ["layers.0"]},
-    "`compensated`": {"compensated": True},
     '`batch_norm="frozen"`': {"batch_norm": "frozen"},
     '`batch_norm="micro"`': {"batch_norm": "micro"},
     '`non_finite="drop"`': {"non_finite": "drop"},

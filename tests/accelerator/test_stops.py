@@ -81,7 +81,7 @@ ONCE = (0, 0, 1)
         (ONCE, {}),
         (ONCE, {"clip_norm": 0.1}),
         (ONCE, {"options": ab.Options(non_finite="skip")}),
-        (ONCE, {"options": ab.Options(compensated=True, clip_value=0.1)}),
+        (ONCE, {"options": ab.Options(clip_value=0.1)}),
         ((PARTS, 0, 1), {"options": ab.Options(non_finite="drop")}),
         ((PARTS, 0, 1), {"precision": "fp16-mixed"}),
         (ONCE, {"precision": "bf16-mixed"}),

@@ -111,6 +111,9 @@ def test_a_resumed_run_ends_like_an_undisturbed_one_and_is_evaluated(
     run(capsys, *arguments, "--epochs", 3, "--out", tmp_path / "whole")
     run(capsys, *arguments, "--epochs", 1, "--out", tmp_path / "parts")
     code, printed, _ = run(capsys, *arguments, "--epochs", 3, "--resume", tmp_path / "parts", "--json")
+    logged = [json.loads(line) for line in (tmp_path / "parts/log.jsonl").read_text().splitlines()]
+    rates = [one["learning_rate"] for one in logged if one["event"] == "step"]
+    assert rates == pytest.approx([rates[-1] / 3, rates[-1] * 2 / 3, *[rates[-1]] * 10])
     whole, parts = (checkpoint.load(tmp_path / name / "last.safetensors") for name in ("whole", "parts"))
     assert code == 0
     assert same(whole.model, parts.model)

@@ -42,7 +42,7 @@ def weights(x: Tensor) -> Mapping[str, Tensor | int]:
     return {"fit": (x > 0).sum(), "size": len(x), "seen": 1, "odd": 1, "none": (x > 9).sum()}
 
 
-@pytest.mark.parametrize("options", [{}, {"compensated": True}, {"accumulate": torch.float64}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"accumulate": torch.float64}], ids=str)
 @pytest.mark.parametrize("weight", [None, weights], ids=["late", "promised"])
 @pytest.mark.parametrize("micro_batch", [1, 3, 4, 10])
 def test_each_term_is_divided_by_its_own_weight(micro_batch: int, weight: Any, options: Any) -> None:

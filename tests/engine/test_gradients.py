@@ -19,7 +19,7 @@ Ways = InPlace | Apart
 
 
 def apart(parameters: Sequence[nn.Parameter], **options: Any) -> Apart:
-    plain = {"dtype": None, "compensated": False, "is_looked_at": False, "is_whole": True}
+    plain = {"dtype": None, "is_looked_at": False, "is_whole": True}
     return Apart(parameters, names=("loss",), **plain | options)
 
 
@@ -29,7 +29,6 @@ WAYS: dict[str, Callable[..., Ways]] = {
     "apart, one by one": lambda parameters: apart(parameters, is_whole=False),
     "apart, as a whole": apart,
     "looked at": lambda parameters: apart(parameters, is_looked_at=True),
-    "compensated": lambda parameters: apart(parameters, compensated=True),
 }
 
 
@@ -53,7 +52,7 @@ def test_complex_sums_have_the_digits_that_were_asked_for() -> None:
     assert found(gradients)[parameter].item() == 2.0**-30
 
 
-@pytest.mark.parametrize("mode", [{"compensated": True}, {"accumulate": torch.float64}], ids=str)
+@pytest.mark.parametrize("mode", [{}, {"accumulate": torch.float64}], ids=str)
 def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[str, Any]) -> None:
     model = nn.Linear(3, 2)
     batch = (torch.randn(4, 3), torch.randn(4, 2))

@@ -29,7 +29,7 @@ def test_what_is_chosen_comes_back_from_json_and_is_counted() -> None:
 
 PRECISIONS = [
     *NAMED.values(),
-    Precision(store="float16", loss_scale=8.0, keep_float32=("norm", "*.router"), reduce="bfloat16"),
+    Precision(store="float16", loss_scale=8.0, keep_float32=("norm", "*.router")),
 ]
 
 
@@ -40,7 +40,6 @@ def test_cut_and_json(rows: int, data: st.DataObject) -> None:
         micro_batch=data.draw(st.integers(1, rows)),
         clip_norm=data.draw(st.floats(min_value=0, exclude_min=True, allow_nan=False)),
         accumulate=data.draw(st.sampled_from(["auto", "float32", "float64", "bfloat16", "float16"])),
-        compensated=data.draw(st.booleans()),
         precision=data.draw(st.sampled_from(PRECISIONS)),
         non_finite=data.draw(st.sampled_from(["raise", "drop", "skip"])),
     )

@@ -170,7 +170,6 @@ ZOO: dict[str, dict[str, Any]] = {
     "tied": {},
     "frozen BatchNorm": {"batch_norm": "frozen"},
     "float64 sums": {"accumulate": torch.float64},
-    "compensated": {"compensated": True},
 }
 # Losses and ways to add up.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -180,7 +179,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "whole batch": {"loss": ab.WholeBatch(spread)},
     "model's own": {"loss": ab.ModelLoss(), "model": Head},
     "float64 sums": {"accumulate": torch.float64},
-    "compensated": {"loss": fit, "compensated": True},
     "collated": {"collate": collate},
     "clipped": {"clip_norm": 0.01},
     "sum": {"loss": nn.CrossEntropyLoss(reduction="sum")},

@@ -63,7 +63,7 @@ def assert_same_weights(step: Step, twin: Step) -> None:
 PLACES = [("step", at) for at in (0, 1, 2, 4, 6, 11)] + [("window", 5)]
 
 
-@pytest.mark.parametrize("options", [{}, {"compensated": True}, {"non_finite": "skip"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"accumulate": torch.float64}, {"non_finite": "skip"}], ids=str)
 @pytest.mark.parametrize("is_tied", [False, True], ids=["three", "tied"])
 @pytest.mark.parametrize(("way", "at"), PLACES)
 def test_memory_that_runs_out_in_a_replay_loses_nothing(

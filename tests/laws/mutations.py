@@ -191,18 +191,6 @@ gradients_found_dropped = _put(Snapshot, "gradients_found", lambda self: [])
 what_was_accepted_comes_again = _put(InPlace, "has_accepted", False)
 
 
-@_in_place_of(Apart, "_compensate")
-def kahan_with_the_wrong_sign(compensate: Any, sums: Apart, parameter: Any, value: Any, name: str) -> Any:
-    if parameter in sums.errors[name]:
-        sums.errors[name][parameter].neg_()
-    return compensate(sums, parameter, value, name)
-
-
-@_in_place_of(Apart, "_compensate")
-def kahan_without_compensation(right: Any, sums: Apart, parameter: Any, value: Any, name: str) -> Any:
-    return sums.banks[name][parameter] + value, torch.zeros_like(value)
-
-
 @_in_place_of(Apart, "take")
 def windows_merged_twice(take: Any, sums: Apart, other: Any) -> None:
     found = {p: p.grad for p in sums._parameters}

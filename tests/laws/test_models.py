@@ -124,7 +124,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "own": {},
-    "compensated": {"accumulate": torch.float64, "compensated": True},
+    "float64 sums": {"accumulate": torch.float64},
     "looked at": {"non_finite": "drop"},
 }
 

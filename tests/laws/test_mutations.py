@@ -68,10 +68,6 @@ def bfloat16_law() -> None:
     test_precision.test_a_thousand_micro_batches_add_up(test_precision.EQUAL, torch.bfloat16, {})
 
 
-def kahan_law() -> None:
-    test_precision.test_compensation_keeps_what_one_addition_rounds_away(True)
-
-
 def float16_law() -> None:
     test_precision.test_by_name(BY_NAME["mse-reduction=mean"], "fp16-mixed")
 
@@ -123,8 +119,6 @@ BREAKS: dict[str, list[Law]] = {
     "weights_of_rows_left_uncut": [cut_law(PER_ROW)],
     "weights_of_other_rows": [cut_law(PER_ROW)],
     "sums_in_the_parameters_dtype": [bfloat16_law],
-    "kahan_with_the_wrong_sign": [kahan_law],
-    "kahan_without_compensation": [kahan_law],
     "memory_left_shared": [model_law],
     "gradients_of_the_step_before_left_over": [cut_law(WEIGHTED, repeats=2)],
     "clip_per_micro_batch": [update_law],

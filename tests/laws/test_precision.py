@@ -19,7 +19,7 @@ from tests.laws.totals import TOTALS
 pytestmark = pytest.mark.filterwarnings(ADVICE)
 
 ROWS = 6
-EXACT = {"accumulate": torch.float64, "compensated": True}
+EXACT = {"accumulate": torch.float64}
 # In 8 or 11 bits a distance next to a kink falls on the wrong side, in torch's own whole batch too; and some
 # losses torch computes on the CPU only in wider dtypes.
 SMOOTH = "cross_entropy", "nll", "linear", "bce", "mse", "smooth_l1", "huber", "poisson", "gaussian", "kl_div"
@@ -88,10 +88,8 @@ LARGE_THEN_SMALL = torch.cat([torch.ones(1), torch.full((1023,), 2.0**-9)])
         (torch.float16, {}),
         (torch.float32, {}),
         (torch.float32, {"accumulate": torch.float64}),
-        (torch.float32, {"compensated": True}),
-        (torch.bfloat16, {"compensated": True}),
+        (torch.bfloat16, {"accumulate": torch.float64}),
         (torch.bfloat16, {"precision": "bf16-true"}),
-        (torch.bfloat16, {"accumulate": torch.bfloat16, "compensated": True}),
     ],
     ids=str,
 )
@@ -114,17 +112,17 @@ def test_bfloat16_sums_are_lost_only_when_asked_for(addends: Tensor) -> None:
     assert error > tolerance(torch.bfloat16, len(addends))
 
 
-@pytest.mark.parametrize("compensated", [False, True])
-def test_compensation_keeps_what_one_addition_rounds_away(compensated: bool) -> None:
-    """A thousand additions to 1, each a quarter of the last digit: without compensation all are lost."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_sums_keep_what_one_addition_rounds_away(dtype: torch.dtype) -> None:
+    """A thousand additions to 1, each a quarter of the last digit: in float32 all are lost."""
     addends = torch.cat([torch.ones(1), torch.full((1023,), 2.0**-25)])
     problem = slope(addends, dtype=torch.float32)
     expected = reference(problem).gradients
     for policy in ("raise", "drop"):  # nobody looks at each micro-batch, or somebody does
-        options = {"compensated": compensated, "non_finite": policy}
+        options = {"accumulate": dtype, "non_finite": policy}
         for _, gradients in (cut(problem, 1, **options), windowed(problem, [1] * len(addends), **options)):
             error = relative_error(gradients, expected)
-            assert (error <= torch.finfo(torch.float32).eps) == compensated
+            assert (error <= torch.finfo(torch.float32).eps) == (dtype == torch.float64)
 
 
 @pytest.mark.parametrize(("case", "name"), in_turn(["fp16-mixed", "fp16-true", "bf16-true", "bf16-mixed"]))

@@ -260,7 +260,6 @@ COMMANDS: Mistakes = {
     "train lenet5 --validation 1.5": ("got 1.5",),
     "train lenet5 --lr -1": ("--lr", "got -1"),
     "train lenet5 --warm-up -1": ("--warm-up", "got -1"),
-    "train lenet5 --lr-scale linear --base-batch-size 0": ("base_batch_size", "got 0"),
     "train lenet5 --resume nowhere": ("nowhere: expected the folder of a run", "Check the path"),
     f"train lenet5 --seed {'9' * 30}": ("--seed", "2**63"),
     "train lenet5 --device meta": ("got 'meta'", "cpu, cuda or auto"),

@@ -15,7 +15,7 @@ from anybatch.core import DataError
 from anybatch.observe import report_page
 from tests.observe.logs import NAMES, START, lines, step, write
 
-ALL = "loss terms metric-0 learning-rate gradient-norm noise callback-1 scale flow layer layer-zeros"
+ALL = "loss terms metric-0 learning-rate gradient-norm callback-0 scale flow layer layer-zeros"
 EMPTY = ("input", "meta", "link", "rect", "br")
 
 
@@ -83,17 +83,15 @@ def test_same_log_same_page_and_no_name_becomes_code(tmp_path: Path) -> None:
 
 
 def test_what_servers_did_is_told(tmp_path: Path) -> None:
-    """Per step in the log; sums and means on the page. Mutation: a mean of the updates' means."""
-    counts = {"pushes": 2, "staleness": 4, "largest staleness": 3, "bytes pushed": 1 << 20}
-    steps = [step(1, counts=counts), step(2, counts={**counts, "pushes": 6, "staleness": 0}), step(3)]
+    """Per step in the log; sums on the page."""
+    counts = {"pushes": 2, "bytes pushed": 1 << 20}
+    steps = [step(1, counts=counts), step(2, counts={**counts, "pushes": 6}), step(3)]
     steps[1]["counts"] |= {"workers replaced": 2, "bytes pushed": 3 << 20}
     page = read(write(tmp_path, [START, *steps]))
-    stale = page.data["charts"]["staleness"]["series"]
-    assert [one["y"] for one in stale] == [[2, 0, None], [3, 3, None]]
     assert page.data["charts"]["pushed"]["unit"] == "bytes"
     assert {"name": "workers replaced", "x": [2]} in page.data["events"]
     told = page.text.partition("Servers and workers")[2].partition("Events")[0].strip()
-    assert told == "pushes8mean staleness0.5largest staleness3bytes pushed4.0 MiBworkers replaced2"
+    assert told == "pushes8bytes pushed4.0 MiBworkers replaced2"
     assert "Servers" not in read(write(tmp_path, [START, step(1)])).text
 
 
@@ -173,7 +171,11 @@ def test_a_run_that_went_on_has_each_update_once(tmp_path: Path) -> None:
         ),
         ([START | {"command": "x", "machine": 3, "done_updates": None}, step(1)], "", "1 of 40"),
         ([START, step(1, observed={})], "", "1 of 40"),
-        ([START, step(1, counts={"pushes": 0, "staleness": None, "bytes <": 1e300, "x": -1e300})], "", "<"),
+        (
+            [START, step(1, counts={"pushes": 0, "units repeated": None, "bytes <": 1e300, "x": -1e300})],
+            "",
+            "<",
+        ),
         (
             [START, step(1), {"event": "stop"}],
             "",

@@ -40,7 +40,6 @@ METHODS: dict[type, list[Callable[..., Any]]] = {  # not their names, so that a 
         ServerShard.seal,
         ServerShard.commit,
         ServerShard._made,
-        ServerShard.snapshot,
     ],
     Scheduler: [Scheduler.fold, Scheduler.seal, Scheduler.commit],
     ParameterServer: [ParameterServer._updated],  # the driver's model has the parameters

@@ -101,11 +101,6 @@ class Watcher(ab.Callback):
         self.norms += [float(one.norm()) for one in gradients.values()]
 
 
-class MicroWatcher(ab.Callback):
-    def micro_gradients(self, micro: Any, gradients: Any, scale: float) -> None:
-        raise AssertionError
-
-
 def refused(rank: int, size: int) -> dict[str, str]:
     """What every rank is told."""
     batch = share(rows(8), [4, 4], rank)
@@ -136,15 +131,6 @@ def refused(rank: int, size: int) -> dict[str, str]:
     def two(model: Any, micro: Any) -> Any:
         return {"one": tokens(model, micro), "two": ab.Total(model(micro[0]).square().sum(), len(micro[0]))}
 
-    def saved() -> object:
-        parts = shard(make())
-        window = ab.Step(parts, tokens, torch.optim.SGD(parts.parameters())).window()
-        window.add(batch)
-        try:
-            return window.state()
-        finally:
-            window.discard()
-
     parts = shard(make())
     cases: dict[str, Callable[[], object]] = {
         "local": stepped(strategy="local"),
@@ -158,12 +144,10 @@ def refused(rank: int, size: int) -> dict[str, str]:
         "bf16-true": stepped(precision="bf16-true"),
         "drop": stepped(non_finite="drop"),
         "memory": stepped(memory="1GB"),
-        "micro_gradients": stepped(callbacks=[MicroWatcher()]),
         "callbacks": stepped(callbacks=[Watcher([])] if rank else []),
         "hold": stepped(strategy=Shard(hold=rank == 0)),
         "terms": stepped(loss=two),
         "FSDP1": lambda: stepped(FullyShardedDataParallel(make(), device_id=torch.device("cpu")))(),
-        "state": saved,
         "check": lambda: ab.check(parts, tokens, batch),
         "plan": lambda: ab.plan(parts, tokens, torch.optim.SGD(parts.parameters()), batch, memory="1GB"),
         "flow": lambda: ab.gradient_flow(parts, tokens, batch),

@@ -35,13 +35,13 @@ def test_any_split_over_four_ranks_is_the_whole_batch(four: Ranks) -> None:
     "options",
     [
         {"clip_norm": 0.1},
-        {"accumulate": torch.float64, "compensated": True, "clip_value": 0.01},
+        {"accumulate": torch.float64, "clip_value": 0.01},
         {"non_finite": "drop", "micro_batch": 2},
         {"dtype": torch.float32, "precision": "bf16-true", "micro_batch": 2},
         {"dtype": torch.float32, "precision": "fp16-mixed", "micro_batch": 2},
         {"memory": "80%"},
     ],
-    ids=["clipped", "compensated", "drop", "bf16", "fp16", "budget"],
+    ids=["clipped", "clamped", "drop", "bf16", "fp16", "budget"],
 )
 def test_parameters_are_equal_to_the_bit_and_those_of_one_process(
     two: Ranks, options: dict[str, Any], sizes: list[int]

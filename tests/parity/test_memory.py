@@ -12,14 +12,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from anybatch import Options, Step, Total
+from anybatch import Options, Step, Terms, Total
 from anybatch.losses.whole_batch import WholeBatch
 from anybatch.memory.meter import Meter
-from tests.halves import TERMS
 from tests.options import flat
 from tests.toys import Transformer
 
 ROWS, FEW, MANY = 4, 4, 32  # rows of a micro-batch; numbers of micro-batches
+
+
+def terms(model: nn.Module, micro: Any) -> dict[str, Total]:
+    """Two terms with divisors of their own, so that each has a bank of gradients."""
+    x, y = micro
+    scores = model(x)
+    return {
+        "fit": Total(F.cross_entropy(scores, y, reduction="sum"), (y != -100).sum()),
+        "size": Total(scores.float().square().sum(), scores.numel()),
+    }
+
+
 Batch = tuple[Tensor, Tensor]
 Update = Callable[[Batch], object]
 
@@ -136,7 +147,7 @@ def by_total(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
 
 
 def by_terms(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
-    return by_step(model, optimizer, TERMS)
+    return by_step(model, optimizer, Terms(terms, coefficients={"size": 0.5}))
 
 
 def by_samples(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
@@ -148,7 +159,6 @@ WAYS: dict[str, Callable[[nn.Module, Optimizer, Any], Update]] = {
     "step": by_step,
     "clipped": lambda *given: by_step(*given, clip_norm=1.0),
     "float64": lambda *given: by_step(*given, accumulate=torch.float64),
-    "compensated": lambda *given: by_step(*given, compensated=True),
     "short": lambda *given: by_step(*given, precision="bf16-true"),
     "total": by_total,
     "terms": by_terms,

@@ -35,8 +35,9 @@ def resumed(step: Step, memory: int) -> Step:
     other = make(memory=memory)
     other.model.load_state_dict(step.model.state_dict())
     other.optimizers[0].load_state_dict(step.optimizers[0].state_dict())
-    old = {"memory": memory, "shape": []}  # as older checkpoints have it
-    budget_of(other).load([old, *json.loads(json.dumps(budget_of(step).state()))])
+    # As older checkpoints have them.
+    old = {"memory": memory, "shape": []}, {"memory": memory, "rungs": [], "bytes": 0, "settings": '{"a": 0}'}
+    budget_of(other).load([*old, *json.loads(json.dumps(budget_of(step).state()))])
     return other
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,29 +11,24 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core.errors import PlanError
-from anybatch.precision.policy import find_precision
 from anybatch.step import dry_run
-from anybatch.testing import relative_error
 from tests.options import flat
 from tests.snapshots import same, same_as_before
 
-FLOAT32 = find_precision("float32")
-
 
 class Seen(ab.Callback):
-    """Calls a function with each gradient of each micro-batch."""
+    """Calls a function with each gradient."""
 
     def __init__(self, see: Callable[[Tensor], object]) -> None:
         self.see = see
 
-    def micro_gradients(self, micro: Any, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
-        for several in gradients.values():
-            for gradient in several:
-                self.see(gradient.detach())
+    def gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        for gradient in gradients.values():
+            self.see(gradient.detach())
 
 
-def show(step: ab.Step, batch: Any, see: Callable[[Tensor], object], **options: Any) -> None:
-    dry_run.show(step, batch, Seen(see), **{"scale": 1.0} | options)
+def show(step: ab.Step, batch: Any, see: Callable[[Tensor], object]) -> None:
+    dry_run.show(step, batch, Seen(see))
 
 
 class Busy(nn.Module):
@@ -72,10 +67,10 @@ def test_nothing_is_changed(precision: str, micro_batch: int | None) -> None:
         parameter.grad = torch.ones_like(parameter)
     own = copy.deepcopy([*batch, model.generator.get_state(), vars(step.effects)])
     with same_as_before(step):
-        show(step, batch, seen.append, precision=step.precision, scale=4.0)
+        show(step, batch, seen.append)
     with same_as_before(step), pytest.raises(ZeroDivisionError):
-        show(step, batch, lambda seen: 1 // 0, precision=FLOAT32)
-    assert len(seen) == (3 if micro_batch else 1) * 6
+        show(step, batch, lambda seen: 1 // 0)
+    assert len(seen) == 6
     assert same(own, [*batch, model.generator.get_state(), vars(step.effects)])
 
 
@@ -89,7 +84,7 @@ def test_an_open_window_goes_on(precision: str) -> None:
         window = step.window()
         window.add(tuple(part[:4] for part in batch))
         if is_watched:
-            show(step, batch, lambda seen: None, precision=step.precision, scale=8.0)
+            show(step, batch, lambda seen: None)
         window.add(tuple(part[4:] for part in batch))
         window.close()
         return [p.detach().clone() for p in step.model.parameters()]
@@ -119,30 +114,21 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_what_is_shown_adds_up_to_the_gradient(loss: object) -> None:
+def test_the_gradient_of_the_step_is_shown(loss: object) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     batch = rows_of(5, dtype=torch.float64)
     step = make(model, loss, micro_batch=2)
     seen: list[Tensor] = []
-    show(step, batch, lambda g: seen.append(g.clone()), precision=FLOAT32, scale=2.0**10)
-    parameters = list(model.parameters())
-    assert len(seen) == 3 * len(parameters)
-    sums = [sum(g for g in seen if g.shape == p.shape) / 2**10 for p in parameters]
+    show(step, batch, lambda gradient: seen.append(gradient.clone()))
 
-    recorded: list[Any] = []
+    parameters, recorded = list(model.parameters()), list[Any]()
     step.optimizers[0].register_step_pre_hook(lambda *_: recorded.extend(p.grad.clone() for p in parameters))
     step(batch)
-    for total, gradient in zip(sums, recorded, strict=True):
-        assert relative_error(total, gradient) < 1e-12
-    late: list[Tensor] = []  # weights that only a forward knows: term by term
-    show(make(model, two_terms, micro_batch=2), batch, late.append, precision=FLOAT32)
-    assert len(late) == 2 * 3 * len(parameters)
+    assert same(seen, recorded)
 
 
-def test_a_cut_where_rows_meet_and_another_scale_are_refused() -> None:
-    step = make(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
-    show(step, rows_of(4), lambda seen: None, precision=FLOAT32)
+def test_a_cut_where_rows_meet_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    show(make(model), rows_of(4), lambda seen: None)
     with pytest.raises(PlanError, match="BatchNorm"):
-        show(step, rows_of(4), lambda seen: None, precision=FLOAT32, micro_batch=2)
-    with pytest.raises(PlanError, match="power of two"):
-        show(step, rows_of(4), print, precision=FLOAT32, scale=3.0)
+        show(make(model, micro_batch=2), rows_of(4), lambda seen: None)

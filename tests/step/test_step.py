@@ -60,8 +60,8 @@ def test_batches_of_every_form_are_exact_in_every_cut(batch: Any, micro_batch: i
 
 
 def test_plan_says_how_a_batch_will_be_cut() -> None:
-    step = make_step(micro_batch=4, clip_norm=2.0, accumulate=torch.float64, compensated=True)
-    settings = {"clip_norm": 2.0, "accumulate": "float64", "compensated": True, "batch_norm": "micro"}
+    step = make_step(micro_batch=4, clip_norm=2.0, accumulate=torch.float64)
+    settings = {"clip_norm": 2.0, "accumulate": "float64", "batch_norm": "micro"}
     assert step.plan(100) == Plan(rows=100, micro_batch=4, **settings)
     for rows, count in ((3, 1), (4, 1), (10, 3)):
         assert step(make_batch(rows=rows)).micro_batches == step.plan(rows).micro_batches == count

@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from anybatch.core.errors import CheckpointError
 from anybatch.state import rng
 from anybatch.train.checkpoint import load, restore, save
-from anybatch.train.learning_rate import warm_up
 from tests.device import needs_cpu
 from tests.snapshots import same
 
@@ -160,10 +159,12 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda update: 0.9**update),
     "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, milestones=[3, 3, 7], gamma=0.5),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [warm_up(o, updates=3), lr_scheduler.MultiStepLR(o, [2, 4])], milestones=[3]
+        o,
+        [lr_scheduler.LinearLR(o, 1 / 3, total_iters=2), lr_scheduler.MultiStepLR(o, [2, 4])],
+        milestones=[3],
     ),
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [warm_up(o, updates=8), lr_scheduler.ExponentialLR(o, 0.9)]
+        [lr_scheduler.LinearLR(o, 1 / 8, total_iters=7), lr_scheduler.ExponentialLR(o, 0.9)]
     ),
 }
 Parts = tuple[nn.Module, list[Optimizer], list[LRScheduler]]

@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from importlib import metadata
-from typing import Any, get_args
+from typing import Any
 
 from anybatch.batchnorm import BATCH_NORM_CHOICES
 from anybatch.check import check, refuse_without_data
 from anybatch.cli import plan as plan_action, report as report_action, selftest, target, train as actions
 from anybatch.core import AnybatchError
 from anybatch.memory import CARDS
-from anybatch.parallel import RuleName, is_launched, rank, record
+from anybatch.parallel import is_launched, rank, record
 from anybatch.precision import NAMED, NON_FINITE_POLICIES
 from anybatch.recipes import RECIPES
-from anybatch.train import learning_rate, to_json
+from anybatch.train import to_json
 
 _TARGET = "package.module:function that returns (model, loss, batch), or a recipe"
 _ROWS = "package.module:function that returns (model, loss, training rows, validation rows)"
@@ -137,8 +137,6 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     compiled = "compile the model with torch.compile, which takes a C++ compiler"
     add("--compile", action=argparse.BooleanOptionalAction, default=False, help=compiled)
     add("--non-finite", choices=NON_FINITE_POLICIES, default="raise", help=non_finite)
-    add("--lr-scale", choices=learning_rate.RULES, help="scale --lr from --base-batch-size to --batch-size")
-    add("--base-batch-size", type=int, default=128, help="the batch size that --lr was found for")
     add("--warm-up", type=int, default=0, help="updates over which the learning rate rises, 0 for none")
     add("--validation", type=float, default=0.0, help="fraction of training rows held out, from 0 to below 1")
     add("--patience", type=int, help="stop after so many epochs without a better validation accuracy")
@@ -152,12 +150,6 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     add("--workers", type=int, help="with --servers: processes that compute gradients; if not given, 2")
     on = "with --servers: HOST:PORT of a Ray cluster; if not given, Ray is started on this machine"
     add("--cluster", metavar="ADDRESS", help=on)
-    rule = "with --servers: workers make updates of their own, and servers add them by this rule; the result "
-    add("--rule", choices=get_args(RuleName), help=f"{rule}is another one; if not given, the exact update")
-    local = "with --rule: updates that a worker makes by itself before it pushes; if not given, 1"
-    add("--local-steps", type=int, help=local)
-    ahead = "with --rule: parts of a batch that a worker may be ahead of the slowest; if not given, 0"
-    add("--staleness", type=int, help=ahead)
     add("--quiet", action="store_true", help="no progress bar and no line per epoch")
     _add_recipe_options(train)
     train.set_defaults(**(settings or {}))
@@ -198,7 +190,7 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     add("--recompute", help="all, selective, offload, or a pattern of module names; chosen if not given")
     add("--batch-norm", choices=BATCH_NORM_CHOICES, help="what a step does with BatchNorm")
     add("--precision", choices=tuple(NAMED), default="float32", metavar="NAME", help=_PRECISION)
-    add("--plot", metavar="FILE", help="draw memory over the step: .png, .svg, .pdf or .html")
+    add("--plot", metavar="FILE", help="draw memory over the step: .png, .svg or .pdf")
     about = "write the page of a run, or of several over one another: one file of HTML with charts"
     reported = commands.add_parser("report", help=about)
     reported.set_defaults(run=report_action.report)

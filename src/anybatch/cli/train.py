@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LinearLR
 
 from anybatch.batchnorm import find_batch_norms
 from anybatch.cli.target import find_training
@@ -44,7 +45,6 @@ from anybatch.train import (
     Trainer,
     accuracy,
     checkpoint,
-    learning_rate,
     load_newest,
     peak_bytes,
     to_json,
@@ -56,7 +56,7 @@ _NOT_KEPT = ("command", "run", "resume", "out", "quiet", "json")
 _WHERE = ("device", "ranks", "servers", "workers", "cluster")
 # "data" may change, because the trainer compares the rows.
 _MAY_CHANGE = ("epochs", "data", "compile", "micro_batch", "memory", "keep", "save_minutes", *_WHERE)
-_OF_SERVERS = ("workers", "cluster", "rule", "local_steps", "staleness")
+_OF_SERVERS = ("workers", "cluster")
 
 #: Optimizers of `anybatch train`.
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
@@ -125,9 +125,8 @@ def recipe_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def _found(options: argparse.Namespace) -> Training:
     training = find_training(options.recipe, options.data, options.seed, recipe_options(options))
-    chosen = ("optimizer", "lr", "lr_scale")
     if training.optimizer is not None:
-        if given := [name for name in chosen if getattr(options, name) is not None]:
+        if given := [name for name in ("optimizer", "lr") if getattr(options, name) is not None]:
             raise PlanError(
                 f"Expected no options for the optimizer of {training.name}, which makes its own, got "
                 f"{', '.join(given)}. Leave them out."
@@ -181,6 +180,8 @@ def read_settings(folder: str) -> dict[str, Any]:
         kept = dict(json.loads(path.read_bytes()))
         if any(isinstance(value, dict | list) for value in kept.values()):
             raise ValueError("other values")
+        if kept.get("rule") is not None:
+            raise ValueError("those of asynchronous workers, which an earlier version had")
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, TypeError) as error:
@@ -264,7 +265,7 @@ def _prepare(options: argparse.Namespace, training: Training, device: torch.devi
         options=replace(
             training.options,
             non_finite=options.non_finite,
-            scheduler=[learning_rate.warm_up(optimizer, updates=options.warm_up)] if options.warm_up else [],
+            scheduler=[_warm_up(optimizer, options.warm_up)] if options.warm_up else [],
             strategy=servers or "auto",
         ),
     )
@@ -309,9 +310,6 @@ def _servers(options: argparse.Namespace) -> ParameterServer | None:
         workers,
         units=max(8, workers),
         cluster=options.cluster,
-        rule=options.rule,
-        steps=1 if options.local_steps is None else options.local_steps,
-        staleness=options.staleness or 0,
     )
 
 
@@ -334,19 +332,19 @@ def _has_room(memory: str | None, model: torch.nn.Module, device: torch.device) 
 
 
 def _make_optimizer(options: argparse.Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
-    lr = options.lr
     if not [*model.parameters()]:
         raise PlanError(
             f"Expected a model with parameters, got {type(model).__name__} with none. Return the model to "
             "train."
         )
-    if options.lr_scale:
-        lr = learning_rate.scale(
-            lr, batch_size=options.batch_size, base_batch_size=options.base_batch_size, rule=options.lr_scale
-        )
     if options.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=lr, momentum=options.momentum)
-    return OPTIMIZERS[options.optimizer](model.parameters(), lr=lr)
+        return torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
+    return OPTIMIZERS[options.optimizer](model.parameters(), lr=options.lr)
+
+
+def _warm_up(optimizer: torch.optim.Optimizer, updates: int) -> LinearLR:
+    """Return a scheduler that makes update k at k / updates of the learning rate (Goyal et al. 2017)."""
+    return LinearLR(optimizer, start_factor=1 / updates, total_iters=updates - 1)
 
 
 def _on(device: torch.device, loss: Any) -> Any:
@@ -381,8 +379,7 @@ def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
     best = f"stopped     {trainer.stopped}\n" if trainer.stopped else ""
     if trainer.best is not None:
         best += f"best        {out / BEST}  (validation {trainer.best_by} {trainer.best:.4f})\n"
-    told = {name: many for name, many in result.get("servers", {}).items() if many and name != "staleness"}
-    if told:
+    if told := {name: many for name, many in result.get("servers", {}).items() if many}:
         best += f"servers     {', '.join(f'{name} {many:,}' for name, many in told.items())}\n"
     return (
         f"{done}checkpoint  {result['checkpoint']}\n{best}"

@@ -46,7 +46,7 @@ class StepReport:
             there was none.
         dropped: rows of micro-batches that were left out, because they were not finite.
         scale: the loss scale after the step.
-        counts: events of parameter servers in this step: pushes and their staleness, units repeated, workers
+        counts: events of parameter servers in this step: pushes and their bytes, units repeated, workers
             and servers replaced.
         update: number of updates of this `Step` so far, this one included.
         learning_rate: learning rate of the first parameter group of the first optimizer, in this update.

@@ -1,6 +1,5 @@
 """The step itself: plan, task, gradients, the loop and the update. Read window.py first."""
 
-from anybatch.engine import window_state as window_state
 from anybatch.engine.gradients import (
     Apart as Apart,
     Gradient as Gradient,
@@ -11,7 +10,7 @@ from anybatch.engine.gradients import (
 from anybatch.engine.part import Part as Part
 from anybatch.engine.plan import FLOAT32 as FLOAT32, Plan as Plan, check_micro_batch as check_micro_batch
 from anybatch.engine.recover import Restart as Restart
-from anybatch.engine.strategy import Agreed as Agreed, Single as Single, Strategy as Strategy
+from anybatch.engine.strategy import Agreed as Agreed, Strategy as Strategy
 from anybatch.engine.sums import Sums as Sums
 from anybatch.engine.task import (
     Progress as Progress,

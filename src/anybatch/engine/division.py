@@ -72,27 +72,6 @@ class Division:
             for name, provisional in self.provisional.items()
         }
 
-    def plain(self) -> dict[str, Any]:
-        """Return plain values, for a checkpoint."""
-        return {
-            "coefficients": {name: float(value) for name, value in self.coefficients.items()},
-            "provisional": dict(self.provisional),
-            "divisors": None if self.divisors is None else to_host(self.divisors),
-            "is_counted": self.is_counted,
-            "is_divided": self.is_divided,
-        }
-
-    @staticmethod
-    def of(plain: Mapping[str, Any]) -> "Division":
-        """Return the division that `plain` has written."""
-        return Division(
-            coefficients=dict(plain["coefficients"]),
-            divisors=plain["divisors"],
-            provisional=dict(plain["provisional"]),
-            is_counted=bool(plain["is_counted"]),
-            is_divided=bool(plain["is_divided"]),
-        )
-
 
 UNDECIDED = Division(coefficients={}, divisors=None, provisional={}, is_counted=False, is_divided=False)
 

@@ -122,7 +122,7 @@ class InPlace:
 
 
 class Apart:
-    """Sums beside `.grad`: of another dtype, compensated, one per term, or looked at before they grow.
+    """Sums beside `.grad`: of another dtype, one per term, or looked at before they grow.
 
     The gradients of a micro-batch are held until its backward is over, looked at where that is asked for, and
     then added as a whole. Where they are larger than a bucket they are added bucket by bucket as autograd
@@ -132,10 +132,7 @@ class Apart:
     Args:
         dtype: of the sums; None for float32 or the parameter's if wider.
         names: of the banks; one where all terms share a divisor.
-        compensated: carry the rounding error of each addition along (Kahan 1965, "Further remarks on reducing
-            truncation errors"); costs one more buffer per parameter.
         is_whole: hold the gradients of a micro-batch whatever their size.
-        tell: called with the gradients of each micro-batch before they are added.
     """
 
     def __init__(
@@ -144,16 +141,12 @@ class Apart:
         *,
         dtype: torch.dtype | None,
         names: Sequence[str],
-        compensated: bool,
         is_looked_at: bool,
         is_whole: bool,
-        tell: Callable[[Mapping[str, Mapping[nn.Parameter, Tensor]]], object] | None = None,
     ) -> None:
-        self._parameters, self._compensated = parameters, compensated
+        self._parameters = parameters
         self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in parameters}
         self.banks: dict[str, Gradient] = {name: {} for name in names}
-        self._tell = tell
-        self.errors: dict[str, Gradient] = {name: {} for name in names}  # rounding errors carried along
         self._at, self._unscale, self._in_backward = names[0], 1.0, False
         self._waiting: dict[str, dict[nn.Parameter, Tensor]] = {}
         self._look = Look() if is_looked_at else None
@@ -199,8 +192,6 @@ class Apart:
             held = [one for bank in waiting.values() for one in bank.values()]
             if not self._look.are_finite([*held, *values]):
                 raise NonFinite("gradient")
-        if self._tell is not None:
-            self._tell(waiting)
         for name, bank in waiting.items():
             self._add(name, bank)
 
@@ -208,18 +199,12 @@ class Apart:
         """Return the sums so far."""
         return self.banks
 
-    def restore(self, banks: Mapping[str, Gradient], errors: Mapping[str, Gradient]) -> None:
-        """Go on from sums that were saved."""
-        for name in self.banks:
-            self.banks[name].update(banks.get(name, {}))
-            self.errors[name].update(errors.get(name, {}))
-
     def take(self, other: "InPlace | Apart") -> None:
         """Merge the sums of one `add` into these. Their memory may become ours; no `.grad` is left."""
         other.close()
         self._unscale, is_in_place, bank = 1.0, isinstance(other, InPlace), self.banks[self._at]
         gradients = [*map(_gradient_of, self._parameters)] if is_in_place else []
-        if self._compensated or not (gradients and _add_together(bank, self._parameters, gradients, 1.0)):
+        if not (gradients and _add_together(bank, self._parameters, gradients, 1.0)):
             for name, found in other.banks.items():
                 self._add(name if name in self.banks else self._at, found)
         for parameter in self._parameters if is_in_place else ():
@@ -264,18 +249,12 @@ class Apart:
 
     def _add(self, name: str, bank: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients at once; first comes what takes memory, so that a failure changes nothing."""
-        sums, errors = self.banks[name], self.errors[name]
-        if not self._compensated and _add_together(sums, bank, [*bank.values()], self._unscale):
+        sums = self.banks[name]
+        if _add_together(sums, bank, [*bank.values()], self._unscale):
             self.has_accepted = True
             return
         fresh = {p: self._first(p, g) for p, g in bank.items() if p not in sums}
         later = [(p, g.resolve_conj()) for p, g in bank.items() if p in sums]
-        if self._compensated:
-            exact = {p: self._compensate(p, g, name) for p, g in later if not g.is_sparse}
-            later = [(p, g) for p, g in later if g.is_sparse]
-            self.has_accepted = True
-            sums.update({p: total for p, (total, _) in exact.items()})
-            errors.update({p: error for p, (_, error) in exact.items()})
         self.has_accepted = self.has_accepted or bool(fresh or later)
         plain = [(p, g) for p, g in later if _is_plain(sums[p]) and _is_plain(g) and g.dtype == sums[p].dtype]
         if plain:
@@ -295,14 +274,6 @@ class Apart:
         wide = torch.promote_types(gradient.dtype, dtype)  # without its scale it may fit the sums only so
         value = gradient.to(wide, copy=True)
         return (value if self._unscale == 1.0 else value.mul_(self._unscale)).to(dtype)
-
-    def _compensate(self, parameter: nn.Parameter, gradient: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        total, error = self.banks[name][parameter], self.errors[name].get(parameter)
-        value = gradient.to(torch.promote_types(gradient.dtype, total.dtype))
-        value = (value if self._unscale == 1.0 else value * self._unscale).to(total.dtype)
-        value = value if error is None else value - error
-        new = total + value
-        return new, (new - total).sub_(value)
 
 
 def _add_together(

@@ -7,13 +7,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anybatch.core import (
     AnybatchError,
     Batch,
     Cut,
-    Functions,
     LossError,
     Micro,
     NonFinite,
@@ -199,7 +198,7 @@ class Part:
         if gradients is not None:
             gradients.begin()
         if reader is not None:
-            reader.begin(micro, 0 if gradients is None else _nbytes(gradients, self.ways.plan))
+            reader.begin(micro, 0 if gradients is None else _nbytes(gradients))
 
     def done(self) -> None:
         """Mark the current micro-batch as done: its rows are not run again."""
@@ -292,26 +291,15 @@ class Part:
         banks = [*division.coefficients]
         banks = banks if division.divisors is None else banks[:1]
         task = self.task
-        due = task.callbacks.due()
-        if self.is_guarded or ways.plan.compensated or due or len(banks) > 1 or not ways.can_add_in_place:
+        if self.is_guarded or len(banks) > 1 or not ways.can_add_in_place:
             gradients = sums.apart(
                 banks,
                 is_looked_at=self.is_guarded,
-                is_whole=bool(due) or ways.holds_whole or ways.plan.non_finite == "drop",
-                tell=partial(self._tell, due) if due else None,
+                is_whole=ways.holds_whole or ways.plan.non_finite == "drop",
             )
         else:
             gradients = InPlace(task.network.parameters, banks[0])
         sums.gradients, sums.division = gradients, division  # last: weights take memory, which may run out
-
-    def _tell(self, due: Functions, held: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> None:
-        names, shown = self.task.names(), dict[str, list[Tensor]]()
-        for bank in held.values():
-            for parameter, gradient in bank.items():
-                shown.setdefault(names[parameter], []).append(gradient)
-        if self._micro is not None:
-            micro = self._micro._replace(indices=self.batch.callers(self._micro.indices))
-            call(due, micro, shown, self.task.scale.value)
 
     def backward(self, terms: Evaluated) -> None:
         """Accumulate the gradient of a micro-batch, and count its sums and weights.
@@ -402,8 +390,6 @@ class Part:
         (self.reader or NO_READER).close()
 
 
-def _nbytes(gradients: InPlace | Apart, plan: Plan) -> int:
-    """Return the bytes of gradient sums and of their rounding errors."""
+def _nbytes(gradients: InPlace | Apart) -> int:
     held = [one for bank in gradients.banks.values() for one in bank.values()]
-    dense = sum(one.untyped_storage().nbytes() for one in held if one.layout is torch.strided)
-    return 2 * dense if plan.compensated else dense
+    return sum(one.untyped_storage().nbytes() for one in held if one.layout is torch.strided)

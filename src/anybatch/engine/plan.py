@@ -27,7 +27,6 @@ class Plan:
         clip_norm: largest 2-norm of the gradient, infinity for no clipping.
         clip_value: largest absolute value of its entries, infinity for no clipping; not with `clip_norm`.
         accumulate: dtype of gradient sums, as in "float32"; "auto" for float32 or the parameter's if wider.
-        compensated: Kahan summation of gradients.
         batch_norm: statistics of BatchNorm in training mode: "micro" for those of each micro-batch, "frozen"
             for the running ones; None where nothing was chosen, so a batch whose rows meet there is not cut.
         cut: rows of each micro-batch where they differ, as after memory ran out; empty where each has
@@ -54,7 +53,6 @@ class Plan:
         micro_batch  4, 4, 2 rows
         clip_norm    none
         accumulate   auto
-        compensated  no
         blocks       all kept
         foreach      as set
         precision    float32
@@ -65,7 +63,6 @@ class Plan:
     micro_batch: int
     clip_norm: float = math.inf
     accumulate: str = "auto"
-    compensated: bool = False
     batch_norm: BatchNormChoice | None = None
     cut: tuple[int, ...] = ()
     blocks: tuple[tuple[str, str], ...] = ()
@@ -161,7 +158,6 @@ class Plan:
             # A row would read as if somebody had chosen.
             **({} if math.isinf(self.clip_value) else {"clip_value": str(self.clip_value)}),
             "accumulate": self.accumulate,
-            "compensated": "yes" if self.compensated else "no",
             **({} if self.batch_norm is None else {"batch_norm": self.batch_norm}),
             "blocks": self._blocks_in_words(),
             "foreach": "as set" if self.foreach is None else "yes" if self.foreach else "no",

@@ -1,7 +1,7 @@
-"""Strategy: how the sums of several processes become one; `Single` is one process."""
+"""Strategy: how the sums of several processes become one; by itself that of one process."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,8 +18,10 @@ class Agreed(NamedTuple):
     dropped: int
 
 
-class Strategy(Protocol):
-    """The work of several processes on one batch. All call each method in one order.
+class Strategy:
+    """The work of several processes on one batch; this one is a single process, which adds nothing up.
+
+    All processes call each method in one order. Others override what they do otherwise.
 
     Attributes:
         is_many: other processes hold rows of the same batch.
@@ -29,18 +31,15 @@ class Strategy(Protocol):
         is_held: gradients are added up over processes after the last micro-batch of this step only.
     """
 
-    is_many: bool
-    takes_windows: bool
-    is_lockstep: bool
-    is_held: bool
+    is_many = False
+    takes_windows = True
+    is_lockstep = is_held = False
 
     def ready(self, model: nn.Module) -> None:
         """Bring the parameters of a model into the form between steps, before the parts are gathered."""
-        ...
 
     def begin(self, task: Any, settings: Any) -> None:
         """Begin a step or a window of a `Task`, with a `Plan` without rows; refuse what cannot be done."""
-        ...
 
     def carry_out(
         self, task: Any, batch: Any, settings: Any, remote: Callable[[str], Any]
@@ -53,98 +52,38 @@ class Strategy(Protocol):
             settings: a `Plan` without rows.
             remote: makes the maker of a step like this one, for a device of this type in another process.
         """
-        ...
 
     def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
         """Return the rows of all processes, and how many come before those of this one; once per step."""
-        ...
-
-    def open(self, part: Any) -> None:
-        """Agree on the number of micro-batches, before the first of a `Part`."""
-        ...
-
-    def next(self) -> None:
-        """Note that a micro-batch begins: its rows are there."""
-        ...
-
-    def missing(self, part: Any) -> Iterable[Any]:
-        """Yield the rows of micro-batches of weight 0 that other processes need, after the last one here."""
-        ...
-
-    def meet(self, task: Any, parts: int) -> None:
-        """Raise unless each process runs one micro-batch (`parts`): rows of all meet in a layer."""
-        ...
-
-    def undo(self, said: str, kind: type[Exception]) -> None:
-        """Raise `kind` if other processes wait in the micro-batch that is to run again, for this reason."""
-        ...
-
-    def close(self, sums: Any) -> Mapping[str, Number]:
-        """Return the weight of each term over all processes, after the last micro-batch of these `Sums`."""
-        ...
-
-    def reduce(self, gradients: Gradient) -> Gradient:
-        """Return the gradients summed over all processes; after `close`."""
-        ...
-
-    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
-        """Return the 2-norm of all entries of the gradient, a scalar."""
-        ...
-
-    def abandon(self, error: BaseException) -> None:
-        """Tell the others, once, that this process has failed. Does nothing between `close` and `reduce`."""
-        ...
-
-
-class Single:
-    """The strategy of one process: nothing is added up."""
-
-    is_many = False
-    takes_windows = True
-    is_lockstep = is_held = False
-
-    def ready(self, model: nn.Module) -> None:
-        """Do nothing; parameters have one form."""
-
-    def begin(self, task: Any, settings: Any) -> None:
-        """Begin; no other process waits."""
-
-    def carry_out(
-        self, task: Any, batch: Any, settings: Any, remote: Callable[[str], Any]
-    ) -> StepReport | None:
-        """Leave the step to the caller."""
-
-    def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-        """Return the same values."""
         return [*values], 0
 
     def open(self, part: Any) -> None:
-        """Do nothing; no other process runs micro-batches along."""
+        """Agree on the number of micro-batches, before the first of a `Part`."""
 
     def next(self) -> None:
-        """Do nothing; no other process runs micro-batches along."""
+        """Note that a micro-batch begins: its rows are there."""
 
     def missing(self, part: Any) -> Iterable[Any]:
-        """Return nothing; no other process waits."""
+        """Yield the rows of micro-batches of weight 0 that other processes need, after the last one here."""
         return ()
 
     def meet(self, task: Any, parts: int) -> None:
-        """Do nothing; no other process has rows."""
+        """Raise unless each process runs one micro-batch (`parts`): rows of all meet in a layer."""
 
     def undo(self, said: str, kind: type[Exception]) -> None:
-        """Do nothing; no other process waits."""
+        """Raise `kind` if other processes wait in the micro-batch that is to run again, for this reason."""
 
     def close(self, sums: Any) -> Mapping[str, Number]:
-        """Return the weights of this process."""
+        """Return the weight of each term over all processes, after the last micro-batch of these `Sums`."""
         return sums.weigh()
 
     def reduce(self, gradients: Gradient) -> Gradient:
-        """Return the same gradients."""
+        """Return the gradients summed over all processes; after `close`."""
         return gradients
 
     def norm(self, gradients: Iterable[Tensor]) -> Tensor:
-        """Return the 2-norm of all entries."""
+        """Return the 2-norm of all entries of the gradient, a scalar."""
         return norm_of(gradients)
 
     def abandon(self, error: BaseException) -> None:
-        """Do nothing; no other process waits."""
+        """Tell the others, once, that this process has failed. Does nothing between `close` and `reduce`."""

@@ -35,7 +35,7 @@ from anybatch.core import (
 from anybatch.engine.gradients import is_own_hook
 from anybatch.engine.network import Network
 from anybatch.engine.plan import Plan
-from anybatch.engine.strategy import Single, Strategy
+from anybatch.engine.strategy import Strategy
 from anybatch.engine.update import check_optimizers, check_schedulers, learning_rate_of, owned
 from anybatch.losses import Loss, SummedLoss, WholeBatch, check_loss, module_of, resolve, summed_loss
 from anybatch.precision import LossScale, Masters, Precision, Working
@@ -122,7 +122,7 @@ class Task:
     # the float32 weights of parameters that are stored short
     masters: Masters = field(default_factory=Masters)
     scale: LossScale = field(default_factory=lambda: LossScale(Precision()))
-    strategy: Strategy = field(default_factory=Single)
+    strategy: Strategy = field(default_factory=Strategy)
     progress: Progress = field(default_factory=Progress)  # what the step counts
     callbacks: Callbacks = field(default_factory=Callbacks)
     reader: Reader | None = None
@@ -136,7 +136,7 @@ class Task:
     def alone(self) -> "Task":
         """Return the same, for this process only: other ranks take no part."""
         loss = replace(self.loss, gather=None) if isinstance(self.loss, WholeBatch) else self.loss
-        return replace(self, strategy=Single(), loss=loss) if self.strategy.is_many else self
+        return replace(self, strategy=Strategy(), loss=loss) if self.strategy.is_many else self
 
     def learning_rate(self) -> float:
         """Return that of the first group of parameters; NaN if it is not a number."""

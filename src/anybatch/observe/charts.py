@@ -21,7 +21,6 @@ MARK_RULE = (
     "exploding, without any gradient unused."
 )
 
-_OF_PUSHES = ("pushes", "staleness", "largest staleness")
 _SERVED = ("pushes refused", "workers replaced", "servers replaced")  # rare events of servers
 
 Chart = dict[str, Any]  # id, title, unit, log, label, series; for JSON
@@ -61,9 +60,6 @@ def charts(run: RunLog) -> list[Chart]:
         _chart("gradient-norm", "Gradient norm, before clipping", [*_curve(values, grad_norm="2-norm")]),
         *_observed(run),
         _chart("throughput", "Throughput", [*_curve(speed, seconds, rows="training")], "rows/s"),
-        _chart(
-            "staleness", "Staleness of pushes", [*_curve(_staleness(run), mean="mean", largest="largest")]
-        ),
         _chart("pushed", "Bytes pushed to servers", [*_curve(values, **pushed)], "bytes"),
         _chart("micro-batch", "Rows of a micro-batch", [*_curve(full, micro_batch="the largest")], "rows"),
         _chart("micro-batches", "Micro-batches of an update", [*_curve(full, micro_batches="number")]),
@@ -112,34 +108,20 @@ def _observed(run: RunLog) -> Iterable[Chart]:
     groups: dict[str, list[Chart]] = {}
     for name, series in run.values.items():
         _, callback, key = [*name.split(".", 2), "", ""][:3]
-        # The parts of the noise scale have another order of magnitude.
-        if name.startswith("observed.") and (callback != "noise" or key == "scale"):
+        if name.startswith("observed."):
             found = _sparse(key.replace("_", " "), np.array(run.steps, np.float64), series)
             groups.setdefault(callback, []).extend(found)
     for index, (callback, series) in enumerate(groups.items()):
-        title = "Gradient noise scale" if callback == "noise" else f"Callback {callback}"
-        place = "noise" if callback == "noise" else f"callback-{index}"
-        yield _chart(place, title, series[:MOST_SERIES])
+        yield _chart(f"callback-{index}", f"Callback {callback}", series[:MOST_SERIES])
 
 
-def _staleness(run: RunLog) -> dict[str, Numbers]:
-    none = np.full(len(run.steps), math.nan)
-    pushes, stale, largest = (run.values.get(f"counts.{name}", none) for name in _OF_PUSHES)
-    with np.errstate(all="ignore"):
-        return {"mean": stale / pushes, "largest": largest}
-
-
-def served(run: RunLog) -> dict[str, int | float | str]:
+def served(run: RunLog) -> dict[str, int | str]:
     """Return the totals of parameter servers over all updates."""
-    told: dict[str, int | float | str] = {}
-    columns = {name[7:]: one for name, one in run.values.items() if name.startswith("counts.")}
-    for name, one in columns.items():
-        total = np.nanmax(one, initial=0) if name == _OF_PUSHES[2] else np.nansum(one)
-        if name == "staleness" and told.get("pushes"):
-            told["mean staleness"] = total / np.nansum(columns["pushes"])
-        else:
-            told[name] = format_bytes(total) if name.startswith("bytes") else int(total)
-    return told
+    columns = {name[7:]: np.nansum(one) for name, one in run.values.items() if name.startswith("counts.")}
+    return {
+        name: format_bytes(total) if name.startswith("bytes") else int(total)
+        for name, total in columns.items()
+    }
 
 
 def _full(run: RunLog) -> Mapping[str, Numbers]:

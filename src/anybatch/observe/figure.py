@@ -1,13 +1,11 @@
 """Pictures written to files; the ending of the name chooses the format."""
 
-import html
-import io
 from pathlib import Path
 from typing import Any
 
 from anybatch.core import PlanError
 
-FORMATS = (".png", ".svg", ".html", ".pdf")
+FORMATS = (".png", ".svg", ".pdf")
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -36,18 +34,7 @@ def checked(path: str | Path) -> Path:
     return path
 
 
-def save(figure: Any, path: Path, *, title: str, text: str) -> Path:
-    """Write a figure to a path from `checked`; an HTML page also has a title, and a text below the
-    picture."""
-    if path.suffix.lower() != ".html":
-        figure.savefig(path, dpi=150)
-        return path
-    picture = io.StringIO()
-    figure.savefig(picture, format="svg")
-    svg = picture.getvalue()
-    path.write_text(
-        f'<!DOCTYPE html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
-        f"{svg[svg.index('<svg') :]}\n<pre>{html.escape(text)}</pre>\n</html>\n",
-        encoding="utf-8",
-    )
+def save(figure: Any, path: Path) -> Path:
+    """Write a figure to a path from `checked`."""
+    figure.savefig(path, dpi=150)
     return path

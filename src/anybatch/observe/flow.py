@@ -135,7 +135,7 @@ class GradientFlow(Callback):
         """Draw the last record, and below it all of `history`.
 
         Args:
-            path: file of the picture, ending in .png, .svg, .pdf or .html.
+            path: file of the picture, ending in .png, .svg or .pdf.
             title: title of the picture.
 
         Returns:
@@ -235,7 +235,7 @@ def gradient_flow(
         model: the model, as for `anybatch.Step`, in the mode to observe (usually training).
         loss: the loss, as for `anybatch.Step`.
         batch: the batch, as for `anybatch.Step`.
-        path: file of the picture, ending in .png, .svg, .pdf or .html. None for no picture.
+        path: file of the picture, ending in .png, .svg or .pdf. None for no picture.
         micro_batch: rows of a micro-batch. None for all rows, or, with `memory`, for a planned number.
         memory: budget in bytes, as for `anybatch.Step`.
         collate: function from samples to tensors, as for `anybatch.Step`.

@@ -20,7 +20,7 @@ def draw(records: Flow | Sequence[Flow], path: str | Path, *, title: str = "grad
 
     Args:
         records: the records, oldest first.
-        path: file of the picture, ending in .png, .svg, .pdf or .html. A page also has a table of figures.
+        path: file of the picture, ending in .png, .svg or .pdf.
         title: title of the picture.
 
     Raises:
@@ -49,7 +49,7 @@ def draw(records: Flow | Sequence[Flow], path: str | Path, *, title: str = "grad
     _name_layers(panels[-1], last)
     entries = panels[0].get_legend_handles_labels()
     figure.legend(*entries, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
-    return save(figure, path, title=title, text=str(last))
+    return save(figure, path)
 
 
 def _line(panel: Any, values: Figures, **look: Any) -> None:

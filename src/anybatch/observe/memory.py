@@ -24,7 +24,7 @@ def plot(ledger: Ledger, path: str | Path, *, budget: int | None = None, title: 
 
     Args:
         ledger: a predicted or measured ledger.
-        path: file of the picture, ending in .png, .svg, .pdf or .html.
+        path: file of the picture, ending in .png, .svg or .pdf.
         budget: bytes at which to draw a line.
         title: title of the picture; by default the source and device of the ledger.
 
@@ -33,7 +33,7 @@ def plot(ledger: Ledger, path: str | Path, *, budget: int | None = None, title: 
     """
     path = checked(path)
     title = title or f"{ledger.source} memory of one step, {ledger.device}"
-    return save(_draw(ledger, budget, title), path, title="memory of one step", text=str(ledger))
+    return save(_draw(ledger, budget, title), path)
 
 
 def _draw(ledger: Ledger, budget: int | None, title: str) -> Any:

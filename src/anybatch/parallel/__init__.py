@@ -17,7 +17,6 @@ from anybatch.parallel.group import (
 from anybatch.parallel.launch import is_launched as is_launched, launch as launch, record as record
 from anybatch.parallel.parameter_server import ParameterServer as ParameterServer
 from anybatch.parallel.replicate import Replicate as Replicate
-from anybatch.parallel.rules import Rule as Rule, RuleName as RuleName, make_rule as make_rule
 from anybatch.parallel.shard import Shard as Shard
 from anybatch.parallel.wrappers import (
     StrategyName as StrategyName,

@@ -1,7 +1,7 @@
 """Gradient compression: codecs that turn a rank's gradient into bytes, and all bytes into the sum.
 
 The sum is *changed*: it is rounded, or most of it comes updates later. A codec is used only on request. It
-sends nothing itself: ranks gather the bytes, or a parameter server receives them.
+sends nothing itself: ranks gather the bytes.
 
 Format: the number of values of each trained parameter as an int32, -1 for one without a gradient; then for
 each parameter the positions of its values, int32, unless all elements are sent, and the values.
@@ -9,7 +9,7 @@ each parameter the positions of its values, int32, unless all elements are sent,
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -27,35 +27,49 @@ _Values = tuple[Tensor | None, Tensor]  # positions (None for all elements) and 
 _STAGES = 4  # stages of the warm-up: 75 %, 93.75 %, 98.4 % and 99.6 %
 
 
-class Codec(Protocol):
-    """A codec: this rank's share of the divided gradient as bytes, and the bytes of all ranks as the sum."""
+class Codec:
+    """A codec: this rank's share of the divided gradient as bytes, and the bytes of all ranks as the sum.
+
+    By itself it has no state; codecs with a state override `state`, `load` and `undo`.
+    """
 
     name: str  # "fp16", "bf16" or "dgc"
-    sent: int  # bytes of the last `encode`
+    sent: int = 0  # bytes of the last `encode`
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raise PlanError for optimizers and parameters that this codec does not support."""
+        """Raise PlanError for complex parameters, and for more elements than an int32 can count."""
+        for parameter in owned(optimizers):
+            if parameter.is_complex() or parameter.numel() > _MOST_ELEMENTS:
+                raise PlanError(
+                    f"Expected real parameters of at most {_MOST_ELEMENTS:,} elements, got one of "
+                    f"{parameter.dtype} and shape {tuple(parameter.shape)}. Train without compression."
+                )
 
     def encode(self, gradients: Tensors, like: Tensors) -> Tensor:
         """Return uint8 bytes, `(sent,)`, of finite gradients by name; `like` has all parameters."""
-        ...
+        raise NotImplementedError
 
     def decode(self, payloads: Sequence[Tensor], like: Tensors) -> dict[str, Tensor]:
         """Return the sum by name, in float32 or float64; payloads are added in order."""
-        ...
+        return _sum(payloads, like, _WIRE.get(self.name))
 
     def state(self) -> dict[str, Any]:
         """Return this rank's state for checkpoints."""
-        ...
+        return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load the output of `state`. Raise CheckpointError if it is of another codec."""
+        if state.keys() != self.state().keys():
+            raise CheckpointError(
+                f"Expected the state of this codec, with {sorted(self.state())}, got one with "
+                f"{sorted(state)}. Use the compression that the checkpoint was written with."
+            )
 
     def undo(self) -> None:
         """Restore the state before the last `encode`: its update was not made. Repeated calls do nothing."""
 
 
-class Cast:
+class Cast(Codec):
     """Gradients sent in 16 bits, `"fp16"` or `"bf16"`: half the bytes of float32, no state.
 
     The arithmetic is that of torch's `fp16_compress_hook` and `bf16_compress_hook`, but `decode` adds in
@@ -68,34 +82,14 @@ class Cast:
         if name not in get_args(CastName):
             raise PlanError(f"Expected one of {get_args(CastName)}, got {name!r}. Take one of these.")
         self.name: str = name
-        self.sent = 0
-
-    def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raise PlanError for complex parameters, and for more elements than an int32 can count."""
-        _check(optimizers)
 
     def encode(self, gradients: Tensors, like: Tensors) -> Tensor:
         """Return this rank's gradients in 16 bits."""
         flat = {name: _flat(gradients, name, one) for name, one in like.items() if name in gradients}
         return _send(self, {name: (None, one.to(_WIRE[self.name])) for name, one in flat.items()}, like)
 
-    def decode(self, payloads: Sequence[Tensor], like: Tensors) -> dict[str, Tensor]:
-        """Return the sum over all ranks, in their order."""
-        return _sum(payloads, like, _WIRE[self.name])
 
-    def state(self) -> dict[str, Any]:
-        """Return an empty state."""
-        return {}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if the state is of another codec."""
-        _check_state(state, self.state())
-
-    def undo(self) -> None:
-        """Do nothing: there is no state."""
-
-
-class DeepGradientCompression:
+class DeepGradientCompression(Codec):
     """The largest elements are sent; the others are added up on their rank until they are large.
 
     For each parameter a rank keeps a velocity u and a residual v. From its gradient g it computes
@@ -150,7 +144,7 @@ class DeepGradientCompression:
                 f"Expected clip_norm above 0 and the number of ranks with it, got {clip_norm!r} and "
                 f"ranks={ranks!r}. Each rank clips to clip_norm / sqrt(ranks)."
             )
-        self.name, self.sent = "dgc", 0
+        self.name: str = "dgc"
         self.sparsity, self.warmup_updates, self.masking = sparsity, warmup_updates, masking
         self.momentum = momentum
         self._limit = math.inf if clip_norm is None or ranks is None else clip_norm * ranks**-0.5
@@ -158,7 +152,7 @@ class DeepGradientCompression:
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise PlanError for parameters that `Cast` refuses, betas, and momentum beside the codec's."""
-        _check(optimizers)
+        super().check(optimizers)
         for optimizer, group in ((one, group) for one in optimizers for group in one.param_groups):
             refused = ("betas", "momentum", "nesterov") if self.momentum else ("betas",)
             if own := {name: group[name] for name in refused if group.get(name)}:
@@ -203,10 +197,6 @@ class DeepGradientCompression:
         self._state = new
         return payload
 
-    def decode(self, payloads: Sequence[Tensor], like: Tensors) -> dict[str, Tensor]:
-        """Return the sum over all ranks, in their order."""
-        return _sum(payloads, like, None)
-
     def state(self) -> dict[str, Any]:
         """Return the number of updates, u and v; each tensor flat, by parameter name."""
         updates, velocity, residual = self._state
@@ -214,7 +204,7 @@ class DeepGradientCompression:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load the output of `state`. Raise CheckpointError if it is of another codec."""
-        _check_state(state, self.state())
+        super().load(state)
         held = (dict(state[name]) for name in ("velocity", "residual"))
         self._state = self._before = _Waiting(state["updates"], *held)
 
@@ -274,20 +264,3 @@ def _take(payload: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tens
     if end > len(payload):
         raise ValueError(f"{end} bytes are said to come, and {len(payload)} are there")
     return payload[:end].clone().view(dtype), payload[end:]  # a copy, as a view must be aligned
-
-
-def _check(optimizers: Sequence[Optimizer]) -> None:
-    for parameter in owned(optimizers):
-        if parameter.is_complex() or parameter.numel() > _MOST_ELEMENTS:
-            raise PlanError(
-                f"Expected real parameters of at most {_MOST_ELEMENTS:,} elements, got one of "
-                f"{parameter.dtype} and shape {tuple(parameter.shape)}. Train without compression."
-            )
-
-
-def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    if state.keys() != own.keys():
-        raise CheckpointError(
-            f"Expected the state of this codec, with {sorted(own)}, got one with {sorted(state)}. Use the "
-            "compression that the checkpoint was written with."
-        )

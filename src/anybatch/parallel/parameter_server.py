@@ -12,19 +12,25 @@ from typing import Any
 
 import torch
 
-from anybatch.core import Batch, NonFiniteLossError, PlanError, SampleBatch, StepReport, TensorBatch
-from anybatch.engine import Plan, Single, Task
+from anybatch.core import (
+    Batch,
+    NonFiniteLossError,
+    PlanError,
+    SampleBatch,
+    StepReport,
+    TensorBatch,
+    check_whole,
+)
+from anybatch.engine import Plan, Strategy, Task
 from anybatch.losses import WholeBatch
-from anybatch.parallel.compression import Codec
 from anybatch.parallel.fingerprint import contents
-from anybatch.parallel.rules import RuleName, make_rule
 from anybatch.parallel.scheduler import Cluster, Scheduler
 from anybatch.parallel.server import Layout, options_of
 from anybatch.parallel.worker import Folded, OutsideValues, added, fixed_of, identity, settings_of
 from anybatch.state import rng
 
 
-class ParameterServer(Single):
+class ParameterServer(Strategy):
     """Servers that hold the parameters, and workers that compute the gradients; any number of each, exact.
 
     A batch is cut into units of rows. Each worker takes a unit, computes its gradient sums with the newest
@@ -35,10 +41,10 @@ class ParameterServer(Single):
     sums since.
 
     The driver, which is this process, has the model and the optimizer as usual: parameters are new after each
-    step, and `optimizer.state_dict()` fetches its state (with a rule it stays on the workers). So schedulers,
-    checkpoints and resuming work as without servers. Workers receive what changes between steps: parameters,
-    buffers, and modes, numbers and strings of modules. If the loss or the model reads another number, such as
-    a global, and it changes, the step is refused.
+    step, and `optimizer.state_dict()` fetches its state. So schedulers, checkpoints and resuming work as
+    without servers. Workers receive what changes between steps: parameters, buffers, and modes, numbers and
+    strings of modules. If the loss or the model reads another number, such as a global, and it changes, the
+    step is refused.
 
     Servers and workers are Ray actors; Ray starts at the first step. It needs the extra `anybatch[server]`.
     Everyone who reaches Ray's ports and has its token can run code.
@@ -49,26 +55,16 @@ class ParameterServer(Single):
         cluster: address of a Ray cluster, such as "10.0.0.1:6379". None starts Ray on this machine.
         units: number of parts of a batch, at least one per worker; with two or more the rows of the next unit
             arrive in time. The result depends on it as on the size of micro-batches.
-        backup: compute a unit that takes three times the usual time, and at least half a second, on a second,
-            idle worker as well.
-        rule: None for the exact update. Otherwise workers make local updates with the optimizer and do not
-            wait for each other, and servers add the differences: "accumulate", "normalize" or "dynsgd"
-            (`anybatch.parallel.make_rule`). This changes the result.
-        steps: with a rule, local updates per unit before a push.
-        staleness: with a rule, units that a worker may be ahead of the slowest.
-        compression: sends fewer bytes to servers, and changes the result: `Cast("bf16")`, or with a rule also
-            `DeepGradientCompression(...)`, which keeps a part of each push on its worker.
         device: device of workers: "cpu" or "cuda"; None for the device of the model. With "cuda" each worker
             has one GPU.
 
     Attributes:
-        counts: totals so far: pushes to each server, bytes pushed, pushes refused, staleness of all pushes,
-            units given to a second worker (back-ups) and done twice (units repeated), workers and servers
-            replaced. The report of a step has its own counts.
+        counts: totals so far: pushes to each server, bytes pushed, pushes refused, units given to a second
+            worker (back-ups) and done twice (units repeated), workers and servers replaced. The report of a
+            step has its own counts.
 
     Raises:
-        PlanError: a number out of range, an unknown rule, a compression with a state without a rule, too few
-            GPUs, or Ray is not installed.
+        PlanError: a number out of range, too few GPUs, or Ray is not installed.
 
     Example:
         >>> ParameterServer(servers=1, workers=2)
@@ -85,34 +81,10 @@ class ParameterServer(Single):
         *,
         cluster: str | Cluster | None = None,
         units: int = 8,
-        backup: bool = True,
-        rule: RuleName | None = None,
-        steps: int = 1,
-        staleness: int = 0,
-        compression: Codec | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        for name, value, least in (
-            ("servers", servers, 1),
-            ("workers", workers, 1),
-            ("units", units, 1),
-            ("steps", steps, 1),
-            ("staleness", staleness, 0),
-        ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise PlanError(f"Expected {name} of at least {least}, got {value!r}. Pass a whole number.")
-        if rule is not None:
-            make_rule(rule)
-        elif steps > 1 or staleness:
-            raise PlanError(
-                f"Expected a rule with steps={steps} and staleness={staleness}, got none. Without one "
-                'workers wait for each other: choose one, such as rule="normalize", or leave both out.'
-            )
-        if rule is None and compression is not None and compression.state():
-            raise PlanError(
-                f"Expected a compression without a state, got {type(compression).__name__}: what waits on a "
-                "worker would make the update depend on who computes which rows. Choose Cast, or a rule."
-            )
+        for name, value in (("servers", servers), ("workers", workers), ("units", units)):
+            check_whole(name, value, least=1)
         if workers > units:
             warnings.warn(
                 f"Expected at most as many workers as units, got workers={workers} and units={units}: some "
@@ -120,10 +92,8 @@ class ParameterServer(Single):
                 stacklevel=2,
             )
         self._device = None if device is None else torch.device(device).type
-        self.servers, self.workers, self._compression = servers, workers, compression
-        self._where, self._units, self._backup = cluster, units, backup
-        self._rule: RuleName | None = rule
-        self._steps, self._staleness = steps, staleness
+        self.servers, self.workers = servers, workers
+        self._where, self._units = cluster, units
         self.counts: Counter[str] = Counter()
         self._scheduler: Scheduler | None = None
         self._cluster: Cluster | None = None
@@ -153,8 +123,6 @@ class ParameterServer(Single):
                 "the rows of all workers meet. Start one process per GPU with torchrun instead."
             )
         odd = {
-            "clip_norm=, which takes the gradient of the whole batch": self._rule is not None
-            and not math.isinf(settings.clip_norm),
             "clip_value=, which clamps entries of the whole batch's gradient": not math.isinf(
                 settings.clip_value
             ),
@@ -193,10 +161,7 @@ class ParameterServer(Single):
         found: Counter[str] = Counter()
         if self._scheduler is not None:
             found, self._scheduler.counts = self._scheduler.counts, found
-        largest = (self.counts | found)["largest staleness"]
         self.counts = self.counts + found  # a new object: callers may keep the old one
-        if largest:
-            self.counts["largest staleness"] = largest
         return found
 
     def _carry_out(
@@ -210,18 +175,8 @@ class ParameterServer(Single):
         sizes = _ranges(batch.rows, self._units)
         options, learning_rate = options_of(task.optimizers), task.learning_rate()
         try:
-            if self._rule is None:
-                folded = scheduler.fold([_rows(batch, one) for one in sizes], seed)
-                weights, norm, values = self._synchronous(scheduler, folded, settings, options)
-            else:
-                parts = [
-                    [_rows(batch, part) for part in _ranges(len(one), self._steps, one.start)]
-                    for one in sizes
-                ]
-                folded, values = scheduler.run(
-                    parts, seed, rule=self._rule, staleness=self._staleness, options=options
-                )
-                weights, norm = added([one.weights for one in folded]), math.nan
+            folded = scheduler.fold([_rows(batch, one) for one in sizes], seed)
+            weights, norm, values = self._commit(scheduler, folded, settings, options)
         except NonFiniteLossError as error:
             if scheduler.failed is None:
                 raise
@@ -238,7 +193,7 @@ class ParameterServer(Single):
         report = _report(folded, weights, norm, task, began, updated=updated)
         return replace(report, learning_rate=learning_rate)  # before the schedulers' step
 
-    def _synchronous(
+    def _commit(
         self, scheduler: Scheduler, folded: Sequence[Folded], settings: Plan, options: Any
     ) -> tuple[dict[str, float], float, list[Any]]:
         add = max if folded[0].is_shared else fsum
@@ -301,14 +256,11 @@ class ParameterServer(Single):
         return self._scheduler
 
     def _started(self, task: Task, settings: Plan, remote: Callable[[str], Any]) -> Scheduler:
-        if self._compression is not None:
-            self._compression.check(task.optimizers)
         layout = Layout.of(
             task.network.parameters,
             task.optimizers,
             self.servers,
             settings.accumulation_dtype,
-            self._compression,
         )
         device = self._device or task.network.parameters[0].device.type
         if self._scheduler is not None:
@@ -330,8 +282,6 @@ class ParameterServer(Single):
                 layout,
                 identity(task),
                 workers=self.workers,
-                backup=self._backup,
-                is_alone=self._rule is not None,
             )
         except BaseException:
             self.stop()
@@ -353,7 +303,7 @@ class ParameterServer(Single):
     def bring_state(self, *_: object) -> None:
         """Copy the optimizer state from the servers into this process's optimizers."""
         scheduler = self._scheduler
-        if scheduler is not None and self._is_loaded and self._rule is None:
+        if scheduler is not None and self._is_loaded:
             states = [scheduler.cluster.get(state) for _, state in scheduler.snapshots]
             joined = scheduler.layout.join(states, self._parameters)
             for optimizer in self._optimizers:
@@ -412,9 +362,9 @@ def _cluster(where: str | Cluster | None, gpus: int) -> Cluster:
     return RayCluster(where, gpus)
 
 
-def _ranges(rows: int, parts: int, start: int = 0) -> list[range]:
+def _ranges(rows: int, parts: int) -> list[range]:
     parts = min(parts, rows)
-    stops = [start + rows * index // parts for index in range(parts + 1)]
+    stops = [rows * index // parts for index in range(parts + 1)]
     return [range(*pair) for pair in pairwise(stops)]
 
 

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.batchnorm import names_of_batch_norms
 from anybatch.core import LossError, NonFiniteLossError, PlanError, RankError, all_finite, local
-from anybatch.engine import Agreed, Gradient, Plan, Progress, Single, Sums, Task, accumulation_dtype
+from anybatch.engine import Agreed, Gradient, Plan, Progress, Strategy, Sums, Task, accumulation_dtype
 from anybatch.parallel.compression import Codec
 from anybatch.parallel.fingerprint import Drift, fingerprint, refuse_differences, refuse_drift
 from anybatch.parallel.group import Group, all_gather_rows, answered, exchange, rank, ranks, sending_device
@@ -22,7 +22,7 @@ _SAID = 600  # characters of an error sent to other ranks; they fit a message at
 _BUCKET = 8 << 20  # bytes of gradients sent together; a larger gradient is sent alone, without a copy
 
 
-class Replicate(Single):
+class Replicate(Strategy):
     """Exact data parallelism: each rank passes its own rows, and their union is the logical batch.
 
     Every rank holds the whole model. The gradient of each rank's rows is divided by the weight (rows, tokens)

@@ -2,12 +2,10 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 from anybatch.core import NonFiniteLossError, RankError
-from anybatch.parallel.rules import RuleName
 from anybatch.parallel.server import COUNTED, NOT_FINITE, Array, Layout, ServerShard
 from anybatch.parallel.worker import Folded, Worker
 from anybatch.state import rng
@@ -90,21 +88,18 @@ class Scheduler:
         expected: Mapping[str, str],
         *,
         workers: int,
-        backup: bool = True,
-        is_alone: bool = False,
     ) -> None:
-        self.cluster, self.layout, self._backup = cluster, layout, backup
-        self._of_worker = cluster.put(make), cluster.put(layout), expected, is_alone
+        self.cluster, self.layout = cluster, layout
+        self._of_worker = cluster.put(make), cluster.put(layout), expected
         self._layout = self._of_worker[1]
         self.shards = [cluster.start(ServerShard, self._layout, index) for index in range(len(layout.pieces))]
-        self.clocks: dict[Any, int] = {}  # finished units of each worker
+        self.workers: list[Any] = []
         self._leases: dict[Any, Lease] = {}  # by the reference to a `Folded`
         self.version = 0  # updates since the parameters were loaded
         self._round = self._revived = 0
         self.snapshots: list[tuple[Any, ...]] = []  # parameters and state of each shard at this version
         self._is_torn = False
-        self._accepted: list[list[tuple[Any, ...]]] = []  # pushes to each shard since the snapshots
-        self.counts: Counter[str] = Counter()  # pushes, bytes, staleness, repeated units, replacements
+        self.counts: Counter[str] = Counter()  # pushes, bytes, repeated units, replacements
         self._usual: deque[float] = deque(maxlen=16)  # seconds of the last units
         self._last: dict[Any, float] = {}  # time at which each worker finished its last unit
         self._fixed: tuple[Any, ...] = ()
@@ -116,26 +111,26 @@ class Scheduler:
     def add_worker(self) -> None:
         """Add a worker, at any time."""
         worker = self.cluster.start(Worker, *self._of_worker)
-        self.clocks[worker] = min(self.clocks.values(), default=0)
+        self.workers.append(worker)
         if self._fixed:
             self.cluster.call(worker, "fix", *self._fixed)
 
     def fix(self, settings: Sequence[Mapping[str, Any]], tensors: Sequence[Any]) -> None:
         """Send all workers the state that is not trained, before their next unit."""
         self._fixed = settings, *tensors
-        for worker in self.clocks:
+        for worker in self.workers:
             self.cluster.call(worker, "fix", *self._fixed)
 
     def end(self) -> None:
         """End servers and workers."""
-        for process in (*self.clocks, *self.shards):
+        for process in (*self.workers, *self.shards):
             self.cluster.kill(process)
 
     def remove_worker(self) -> None:
         """Remove a worker, at any time; its units go to others."""
-        worker = min(self.clocks, key=self._held().__getitem__)
+        worker = min(self.workers, key=self._held().__getitem__)
         self.cluster.kill(worker)
-        del self.clocks[worker]  # otherwise all would wait for it
+        self.workers.remove(worker)
 
     def _held(self) -> Counter[Any]:
         return Counter(one.worker for one in self._leases.values())
@@ -156,13 +151,13 @@ class Scheduler:
         """Reset every shard to the snapshots."""
         for index in range(len(self.shards)):
             self._load(index)
-        self._is_torn, self._accepted = False, [[] for _ in self.shards]
+        self._is_torn = False
 
     def _load(self, index: int) -> Any:
         return self.cluster.call(self.shards[index], "load", self.version, *self.snapshots[index])[0]
 
     def _revive(self, index: int, done: Sequence[tuple[Any, ...]]) -> None:
-        """Replace a server that ended: load the snapshot, and repeat the pushes accepted since."""
+        """Replace a server that ended: load the snapshot, and repeat the calls done since."""
         self.counts["servers replaced"] += 1
         self._revived += 1
         if self._revived > _REVIVED:
@@ -179,21 +174,20 @@ class Scheduler:
         for call in done:
             self.cluster.call(self.shards[index], *call)
 
-    def _ask(
-        self, index: int, done: Sequence[tuple[Any, ...]], *call: Any, returns: int = 1, asked: Any = None
+    def _answered(
+        self, index: int, done: Sequence[tuple[Any, ...]], call: tuple[Any, ...], references: list[Any]
     ) -> list[Any]:
-        """Call a shard until it answers; return references. `asked` are those of a first call."""
-        references = asked or self.cluster.call(self.shards[index], *call, returns=returns)
+        """Return references to the results of a call of a shard, repeated until it answers."""
         while True:
             try:
                 self.cluster.get(references[0])
             except Ended:
                 self._revive(index, done)
-                references = self.cluster.call(self.shards[index], *call, returns=returns)
+                references = self.cluster.call(self.shards[index], *call, returns=len(references))
             else:
                 return references
 
-    # ---- synchronous
+    # ---- an update
 
     def fold(self, units: Sequence[Any], seed: int) -> list[Folded]:
         """Have each unit folded once, and its sums pushed to every shard."""
@@ -208,7 +202,7 @@ class Scheduler:
             self._hand_out(
                 lambda unit: ("fold", self.version, rng.derive_seed(seed, unit), units[unit], *values)
             )
-            is_idle = self._backup and self._usual and len(self._held()) < len(self.clocks)
+            is_idle = self._usual and len(self._held()) < len(self.workers)
             seconds = self._patience() if is_idle else None
             reference = self.cluster.wait([*self._leases, *pushes], seconds)
             if reference is None:  # time for a back-up
@@ -229,16 +223,15 @@ class Scheduler:
         self._done: dict[int, tuple[Folded, list[Any]]] = {}
         self._tries: Counter[int] = Counter()
 
-    def _hand_out(self, call: Callable[[int], tuple[Any, ...]], bound: int | None = None) -> None:
-        """Give units to workers; with a bound, one each, to workers at most so far ahead of the slowest."""
-        slowest = min(self.clocks.values())
-        for queued in range(_QUEUED if bound is None else 1):
+    def _hand_out(self, call: Callable[[int], tuple[Any, ...]]) -> None:
+        """Give units to workers."""
+        for queued in range(_QUEUED):
             held = self._held()
-            for worker, clock in self.clocks.items():
-                if held[worker] > queued or (bound is not None and clock - slowest > bound):
+            for worker in self.workers:
+                if held[worker] > queued:
                     continue
                 unit = self._todo.popleft() if self._todo else None
-                if unit is None and not held[worker] and bound is None:
+                if unit is None and not held[worker]:
                     unit = self._late()
                 if unit is None:
                     return
@@ -249,7 +242,7 @@ class Scheduler:
         return max(_LEAST, _SLOW * median(self._usual))
 
     def _late(self) -> int | None:
-        if self._backup and self._usual:
+        if self._usual:
             late = self.cluster.clock() - self._patience()
             held = [one for one in self._leases.values() if one.round == self._round]
             counts = Counter(one.unit for one in held)
@@ -265,18 +258,16 @@ class Scheduler:
         try:
             folded = self.cluster.get(reference)
         except (Ended, Lost) as error:
-            if lease.worker in self.clocks:
+            if lease.worker in self.workers:
                 self.counts["workers replaced"] += 1
                 self.cluster.kill(lease.worker)
-                del self.clocks[lease.worker]
+                self.workers.remove(lease.worker)
                 self.add_worker()
             if is_current:
                 self._again(lease.unit, str(error))
             return None
         except BaseException as error:
             folded = error
-        if lease.worker in self.clocks:
-            self.clocks[lease.worker] += 1
         if isinstance(folded, BaseException):
             if not is_current:
                 return None
@@ -306,12 +297,9 @@ class Scheduler:
 
     def _push(self, index: int, unit: int) -> Any:
         folded, parts = self._done[unit]
-        self._count_push(folded, index)
-        return self.cluster.call(self.shards[index], "push", self.version, unit, parts[index])[0]
-
-    def _count_push(self, folded: Folded, index: int) -> None:
         self.counts["pushes"] += 1
         self.counts["bytes pushed"] += folded.sent[index]
+        return self.cluster.call(self.shards[index], "push", self.version, unit, parts[index])[0]
 
     def _pushed(self, reference: Any, pushes: dict[Any, tuple[int, int]]) -> dict[Any, tuple[int, int]]:
         index, unit = pushes.pop(reference)
@@ -330,8 +318,7 @@ class Scheduler:
             if refused == NOT_FINITE:
                 raise NonFiniteLossError(
                     f"Expected finite gradients, got NaN or infinity from unit {unit}. No update was made. "
-                    "Look for bad data in its rows, too high a learning rate, or sums beyond 65,504 in "
-                    'Cast("fp16").'
+                    "Look for bad data in its rows, or too high a learning rate."
                 )
             raise RankError(
                 f"Expected a push that fits, got one that shard {index} refuses: {refused}. No update was "
@@ -364,48 +351,5 @@ class Scheduler:
             done = [
                 ("push", self.version, unit, parts[index]) for unit, (_, parts) in sorted(self._done.items())
             ]
-            found.append(tuple(self._ask(index, done, *call, returns=returns, asked=one)))
+            found.append(tuple(self._answered(index, done, call, one)))
         return [self.cluster.get(one[0]) for one in found], found
-
-    # ---- asynchronous
-
-    def run(
-        self, units: Sequence[Sequence[Any]], seed: int, *, rule: RuleName, staleness: int, options: Any
-    ) -> tuple[list[Folded], list[Array]]:
-        """Run each worker: pull, make a local update with every part of a unit, and push the difference."""
-        if self._is_torn:
-            self.reload()
-        self._begin(len(units))
-        self._is_torn = True  # until there are new snapshots
-        self._accepted = [[] for _ in self.shards]
-        while len(self._done) < len(units):
-            self._hand_out(
-                lambda unit: (
-                    "run",
-                    rng.derive_seed(seed, unit),
-                    units[unit],
-                    options,
-                    *chain.from_iterable(
-                        self._ask(i, self._accepted[i], "pull", returns=2) for i in range(len(self.shards))
-                    ),
-                ),
-                staleness,
-            )
-            lease = self._returned(self.cluster.wait([*self._leases]))
-            if lease is None:
-                continue
-            folded = self._done[lease.unit][0]
-            for index, part in enumerate(lease.parts):
-                self._count_push(folded, index)
-                call = "apply", folded.pulled[index], part, rule, folded.steps
-                stale = self.cluster.get(self._ask(index, self._accepted[index], *call)[0])
-                self._accepted[index].append(call)
-                self.counts["staleness"] += stale
-                self.counts["largest staleness"] = max(self.counts["largest staleness"], stale)
-        self.snapshots = [
-            tuple(self._ask(i, self._accepted[i], "snapshot", returns=2)) for i in range(len(self.shards))
-        ]
-        values = [self.cluster.get(one) for one, _ in self.snapshots]
-        self.version += len(units)  # like every shard
-        self._is_torn, self._accepted = False, [[] for _ in self.shards]
-        return [self._done[unit][0] for unit in range(len(units))], values

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch.core import OptimizerError, PlanError
-from anybatch.parallel.compression import Codec
-from anybatch.parallel.rules import RuleName, make_rule
 
 Array = np.ndarray[Any, np.dtype[Any]]
 State = list[dict[str, Any]]  # optimizer state of each piece
@@ -37,7 +35,6 @@ class Piece:
     at: int  # its first element in the shard
     optimizer: int
     group: int
-    is_matrix: bool  # the parameter has more than one dimension
 
     @property
     def there(self) -> slice:
@@ -54,7 +51,6 @@ class Layout:
     dtype: str  # dtype of the parameters; a name of NumPy
     sum_dtype: str  # dtype of the gradient sums
     optimizers: tuple[type[Optimizer], ...]
-    codec: Codec | None = None  # encodes pushes; None sends them unchanged
 
     @staticmethod
     def of(
@@ -62,7 +58,6 @@ class Layout:
         optimizers: Sequence[Optimizer],
         servers: int,
         accumulate: torch.dtype | None,
-        codec: Codec | None = None,
     ) -> "Layout":
         """Cut the parameters into shards; raise if dtypes differ or an optimizer is not elementwise."""
         for one in optimizers:
@@ -101,7 +96,6 @@ class Layout:
             dtype=str(dtype).removeprefix("torch."),
             sum_dtype=str(wide).removeprefix("torch."),
             optimizers=tuple(type(one) for one in optimizers),
-            codec=codec,
         )
 
     def flat(
@@ -119,36 +113,6 @@ class Layout:
                 there = value.detach().to_dense().reshape(-1)[piece.start : piece.stop]
                 whole[piece.there].copy_(there)
         return out
-
-    def encode(self, codec: Codec, rows: Array, shard: int) -> Array:
-        """Return elements of a shard, `(rows, elements)`, as bytes."""
-        like = self._like(shard, str(rows.dtype))
-        names = dict(zip(like, self.pieces[shard], strict=True))
-        parts = [{name: row[piece.there] for name, piece in names.items()} for row in torch.from_numpy(rows)]
-        return np.stack([codec.encode(part, like).numpy() for part in parts])
-
-    def decode(self, rows: Array, shard: int, dtype: str) -> Array:
-        """Invert `encode`; without a codec return the input. Raise ValueError for other bytes."""
-        if self.codec is None:
-            return rows
-        if rows.dtype != np.uint8 or rows.ndim != 2:
-            raise ValueError(f"{rows.dtype} of shape {rows.shape}, where bytes are expected")
-        like, found = self._like(shard, dtype), np.zeros((len(rows), np.diff(self.bounds)[shard]), dtype)
-        try:
-            for row, values in zip(rows, found, strict=True):
-                decoded = self.codec.decode([tensor_of(row)], like)
-                for name, piece in zip(like, self.pieces[shard], strict=True):
-                    if name in decoded:
-                        values[piece.there] = decoded[name].reshape(-1).numpy()
-        except (IndexError, RuntimeError, ValueError) as error:
-            raise ValueError(f"bytes that {self.codec.name} has not made ({error})") from None
-        return found
-
-    def _like(self, shard: int, dtype: str) -> dict[str, Tensor]:
-        """Return the pieces of a shard as parameters for a codec, which may send vectors whole."""
-        one = torch.empty((), dtype=getattr(torch, dtype))
-        sizes = [(piece.is_matrix, piece.stop - piece.start) for piece in self.pieces[shard]]
-        return {str(i): one.expand((1, n) if matrix else (n,)) for i, (matrix, n) in enumerate(sizes)}
 
     def write(self, parts: Sequence[Array], parameters: Sequence[Tensor]) -> None:
         """Write the elements of all shards into the parameters."""
@@ -231,13 +195,9 @@ class ServerShard:
             self._forget()
 
     def push(self, version: int, unit: int, part: Array) -> str:
-        """Count the gradient sums of a unit, `(terms, elements)` or codec bytes; return why it is refused."""
+        """Count the gradient sums of a unit, `(terms, elements)`; return why it is refused."""
         if version != self.version:
             return f"version {version} of the parameters, where {self.version} is the newest"
-        try:
-            part = self._layout.decode(part, self._index, self._layout.sum_dtype)
-        except ValueError as error:
-            return str(error)
         if part.ndim != 2 or part.shape[1] != self._size or str(part.dtype) != self._layout.sum_dtype:
             return (
                 f"{part.dtype} of shape {part.shape}, where {self._layout.sum_dtype} of shape "
@@ -298,13 +258,7 @@ class ServerShard:
                 parameter.grad = None
             self.version += 1
             self._forget()
-        return self.snapshot()
-
-    def snapshot(self) -> tuple[Array, State]:
-        """Return the parameters and the optimizer state."""
         states: dict[Any, Any] = {p: s for one in self._optimizers if one for p, s in one.state.items()}
-        if not self._optimizers:
-            return self._flat.numpy(), self._given
         return self._flat.numpy(), [
             {
                 name: value.numpy() if _is_elementwise(name, value, parameter) else value
@@ -312,24 +266,6 @@ class ServerShard:
             }
             for parameter in self._parameters
         ]
-
-    def pull(self) -> tuple[int, Array]:
-        """Return the version and the parameters."""
-        return self.version, self._flat.numpy()
-
-    def apply(self, pulled: int, part: Array, rule: RuleName, steps: int) -> int:
-        """Add a worker's local updates since it pulled a version; return the pushes of others in between."""
-        staleness = self.version - pulled
-        try:
-            pushed = tensor_of(self._layout.decode(part, self._index, self._layout.dtype)).reshape(-1)
-        except ValueError as error:
-            raise PlanError(
-                f"Expected a push that fits, got {error}. Start workers and servers with the same model and "
-                "version of anybatch."
-            ) from None
-        make_rule(rule).apply(self._flat, pushed, staleness=staleness, steps=steps)
-        self.version += 1
-        return staleness
 
     def _made(self, options: Sequence[Sequence[Mapping[str, Any]]]) -> list[Optimizer]:
         if not self._optimizers:
@@ -378,7 +314,7 @@ def _pieces(
         begin, end = max(first, start), min(last, stop)
         if begin < end:
             there = index, begin - first, end - first, begin - start
-            pieces.append(Piece(*there, *place[parameter], parameter.ndim > 1))
+            pieces.append(Piece(*there, *place[parameter]))
         first = last
     return tuple(pieces)
 

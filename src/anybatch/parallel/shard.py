@@ -187,7 +187,6 @@ class Shard(Replicate):
             f"precision={str(settings.precision)!r}": settings.precision.loss_scale is not None,
             'non_finite="drop"': settings.non_finite == "drop",
             "SyncBatchNorm in training mode": task.is_synced(settings),
-            "a callback with micro_gradients": bool(task.callbacks.of_micro_gradients),
             "trained parameters of the loss": any(
                 not hasattr(p, "device_mesh") for p in task.network.parameters
             ),
@@ -200,14 +199,12 @@ class Shard(Replicate):
         super().begin(task, settings)
         dtypes = self._dtypes
         is_wide = all(torch.promote_types(one, torch.float32) == one for one in dtypes)
-        can_wait = is_wide and not settings.compensated
-        if self.hold and not can_wait:
+        if self.hold and not is_wide:
             raise PlanError(
-                "Expected gradients of at least float32, and no compensated=True, to hold them, got "
-                f"{sorted(map(str, dtypes))} and compensated={settings.compensated}: FSDP adds them up. Say "
-                "MixedPrecisionPolicy(reduce_dtype=torch.float32), or leave hold=True out."
+                f"Expected gradients of at least float32 to hold them, got {sorted(map(str, dtypes))}: FSDP "
+                "adds them up. Say MixedPrecisionPolicy(reduce_dtype=torch.float32), or leave hold=True out."
             )
-        self._can_wait, self.is_held = can_wait, self.hold and self._order is not None
+        self._can_wait, self.is_held = is_wide, self.hold and self._order is not None
         self._shown = bool(task.callbacks.gradients)
         task.progress.unchecked = (
             "ranks wait for each other in a sharded model: run ab.check before fully_shard"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import AnybatchError, PlanError, tree
-from anybatch.engine import Gradient, Plan, Single, Sums, Task, finish
+from anybatch.engine import Gradient, Plan, Strategy, Sums, Task, finish
 from anybatch.parallel.fingerprint import fingerprint
 from anybatch.parallel.server import Array, Layout
 from anybatch.state import Reachable, rng
@@ -33,8 +33,6 @@ class Folded:
     # the factor of each row of the sums in the loss; empty if they are divided already
     coefficients: dict[str, float] = field(default_factory=dict[str, float])
     used: frozenset[int] = frozenset()  # positions of the parameters that have a gradient
-    pulled: tuple[int, ...] = ()  # asynchronous: the version of each shard at the start of the unit
-    steps: int = 1  # local updates
     sent: tuple[int, ...] = ()  # bytes to each shard
 
 
@@ -51,7 +49,7 @@ def _undivided(sums: Sums) -> tuple[list[Gradient], dict[str, float]]:
     return found, {name: float(division.coefficients[name]) for name in division.provisional}
 
 
-class _Unit(Single):
+class _Unit(Strategy):
     """A strategy for some rows of a batch whose weight is unknown here, so nothing is divided."""
 
     is_many = True
@@ -81,19 +79,16 @@ def _told(method: Callable[..., Any]) -> Callable[..., Any]:
 class Worker:
     """A worker: computes rows with one version of the parameters. Its identity must equal the driver's."""
 
-    def __init__(
-        self, make: Callable[[Any], Any], layout: Layout, expected: Mapping[str, str], is_alone: bool
-    ) -> None:
+    def __init__(self, make: Callable[[Any], Any], layout: Layout, expected: Mapping[str, str]) -> None:
         self._layout = layout
         self._folded: Folded | None = None
         self._banks: list[list[Tensor | None]] = []
-        self._codecs = [copy.deepcopy(layout.codec) for _ in layout.pieces]  # a residual belongs to a shard
         self._version = -1
         self._room: dict[int, Array] = {}  # sums by shard, reused: allocation takes longer than the copy
         # Raised at the first call: the driver does not wait for __init__.
         self._failed: Exception | None = None
         try:
-            self._step = make("local" if is_alone else _Unit())
+            self._step = make(_Unit())
             here = identity(self._step.task())
         except Exception as error:
             self._failed = error
@@ -138,7 +133,7 @@ class Worker:
     def fold(self, version: int, seed: int, rows: Any, *values: Array) -> tuple[Any, ...]:
         """Fold the rows of a unit; a repeated unit draws the same random numbers from `seed`.
 
-        Return a `Folded`, and the sums for each shard, `(terms, elements)`; with a codec `(terms, bytes)`.
+        Return a `Folded`, and the sums for each shard, `(terms, elements)`.
         """
         task = self._task()
         if version != self._version:
@@ -148,8 +143,10 @@ class Worker:
             self._step.fold(self._here(rows, task), self._take)
         self._refuse_writes()
         terms, folded = self._banks or [[None] * len(task.network.parameters)], self._folded
+        assert folded is not None  # noqa: S101 - a fold without an error has made it
         self._folded, self._banks = None, []
-        return self._pushed(folded, [self._sums(terms, shard) for shard in range(len(self._layout.pieces))])
+        parts = [self._sums(terms, shard) for shard in range(len(self._layout.pieces))]
+        return replace(folded, sent=tuple(part.nbytes for part in parts)), *parts
 
     def _take(self, sums: Sums) -> None:
         weights, _ = sums.read(sums.weigh())
@@ -174,43 +171,6 @@ class Worker:
         for bank, row in zip(terms, out, strict=True):
             self._layout.flat(bank, shard, self._layout.sum_dtype, row)
         return out
-
-    @_told
-    def run(self, seed: int, parts: Sequence[Any], options: Any, *pulled: Any) -> tuple[Any, ...]:
-        """Make a local update with each part of a unit; `pulled` alternates version and parameters of shards.
-
-        Return a `Folded`, and the change of each shard's parameters, as one term of sums.
-        """
-        task = self._task()
-        versions, values = pulled[::2], pulled[1::2]
-        self._layout.write(values, task.network.parameters)
-        for optimizer, groups in zip(task.optimizers, options, strict=True):
-            for group, given in zip(optimizer.param_groups, groups, strict=True):
-                group.update(given)
-        with _seeded(seed):
-            reports = [self._step(self._here(part, task)) for part in parts]
-        self._refuse_writes()
-        totals = [{name: one.weights[name] * one.terms[name] for name in one.weights} for one in reports]
-        folded = Folded(
-            weights=added([one.weights for one in reports]),
-            totals=added(totals),
-            rows=sum(report.rows for report in reports),
-            cut=tuple(size for report in reports for size in report.cut),
-            pulled=versions,
-            steps=max(1, sum(report.updated for report in reports)),
-        )
-        moved = [
-            (self._layout.flat(task.network.parameters, shard, self._layout.dtype) - before)[np.newaxis]
-            for shard, before in enumerate(values)
-        ]
-        return self._pushed(folded, moved)
-
-    def _pushed(self, folded: Folded | None, parts: list[Array]) -> tuple[Any, ...]:
-        assert folded is not None  # noqa: S101 - a fold without an error has made it
-        for shard, codec in enumerate(self._codecs):
-            if codec is not None:
-                parts[shard] = self._layout.encode(codec, parts[shard], shard)
-        return replace(folded, sent=tuple(part.nbytes for part in parts)), *parts
 
 
 def identity(task: Task) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Literal, cast, get_args
 from torch import nn
 
 from anybatch.core import PlanError, torch_private as private
-from anybatch.engine import Single, Strategy
+from anybatch.engine import Strategy
 from anybatch.parallel.group import Group, ranks, start_under_torchrun
 from anybatch.parallel.replicate import Replicate
 from anybatch.parallel.shard import Shard
@@ -49,9 +49,9 @@ def choose_strategy(
             "update of its own in each process."
         )
     if strategy == "local":
-        return Single()
+        return Strategy()
     start_under_torchrun()
-    return Replicate(group=group) if ranks(group) > 1 or strategy == "replicate" else Single()
+    return Replicate(group=group) if ranks(group) > 1 or strategy == "replicate" else Strategy()
 
 
 def unwrapped(model: nn.Module, strategy: object) -> nn.Module:

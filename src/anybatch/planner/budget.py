@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +65,9 @@ class Budget:
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
         """Load the output of `state`; readings of another budget, or of older versions, are left out."""
         for one in state:
-            if one["memory"] == self.memory and "rungs" in one:
+            if one["memory"] != self.memory or "rungs" not in one:
+                continue
+            with suppress(PlanError):  # settings of an older version
                 ladder = Ladder(int(one["bytes"]), Plan.from_json(one["settings"]))
                 ladder.load(one["rungs"])
                 ladder.refused = str(one["refused"])

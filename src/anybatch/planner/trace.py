@@ -36,10 +36,9 @@ _ONE_AT_A_TIME = threading.RLock()
 
 def run_sizes(plan: Plan, loss: Loss, model: nn.Module) -> tuple[int, ...]:
     """Return the rows of the micro-batches to run: of many alike the first, a middle one and the last."""
-    needed = 4 if plan.compensated else 3
-    if plan.cut or plan.micro_batches <= needed or not is_one_pass(loss, model):
+    if plan.cut or plan.micro_batches <= 3 or not is_one_pass(loss, model):
         return plan.sizes
-    return (*plan.sizes[: needed - 1], plan.sizes[-1])
+    return (*plan.sizes[:2], plan.sizes[-1])
 
 
 def is_one_pass(loss: Loss, model: nn.Module) -> bool:

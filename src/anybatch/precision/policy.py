@@ -1,4 +1,4 @@
-"""Precision: dtypes to store, compute, accumulate and reduce in, and the loss scale."""
+"""Precision: dtypes to store, compute and accumulate in, and the loss scale."""
 
 import dataclasses
 import math
@@ -32,7 +32,6 @@ class Precision:
             "tf32" for float32 with a shorter mantissa on GPUs that have it; None for the dtype of the
             weights.
         accumulate: dtype of gradient sums; None for float32, or the weight's if that is wider.
-        reduce: dtype in which ranks exchange sums; None for the dtype of the sums.
         keep_float32: modules that stay in float32 with all their parts: patterns of names as in `fnmatch`, or
             names of classes. BatchNorm always stays. With 16-bit weights so do InstanceNorm with running
             statistics (updates too small for 16 bits), and rotary embeddings (buffers named `inv_freq`, and
@@ -55,7 +54,6 @@ class Precision:
     store: Short | None = None
     compute: Short | Literal["float32", "tf32"] | None = None
     accumulate: str | None = None
-    reduce: str | None = None
     keep_float32: tuple[str, ...] = ()
     loss_scale: float | Literal["dynamic"] | None = None
 
@@ -64,10 +62,11 @@ class Precision:
         for name, value, known in (("store", self.store, _SHORT), ("compute", self.compute, _COMPUTE)):
             if value is not None and value not in known:
                 raise PlanError(f"Expected {name} to be one of {known} or None, got {value!r}. Name one.")
-        for name, value in (("accumulate", self.accumulate), ("reduce", self.reduce)):
-            dtype = None if value is None else getattr(torch, str(value), None)
-            if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise PlanError(f'Expected {name} to name a floating dtype, got {value!r}. Write "float32".')
+        dtype = getattr(torch, str(self.accumulate), None)
+        if self.accumulate is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise PlanError(
+                f'Expected accumulate to name a floating dtype, got {self.accumulate!r}. Write "float32".'
+            )
         _check_scale(self.loss_scale)
         if self.store is not None and self.compute not in (None, self.store):
             raise PlanError(

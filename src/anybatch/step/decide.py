@@ -188,8 +188,7 @@ class Planning:
         own = sum(one.nbytes for one in getattr(batch, "leaves", ()))
         static += own * rows // max(1, batch.rows) - own
         if is_add:
-            # Sums of the window and those of one `add`; compensated ones need memory to be added.
-            static += ladder.plain.readings.gradients * (3 if self.settings.compensated else 2) // 2
+            static += ladder.plain.readings.gradients  # sums of the window beside those of one `add`
         ladder.refused = ladder.refused or _why_uncut(task, self.settings)
         is_refused = bool(ladder.refused) and (is_add or self.micro_batch is None)  # else the guard refuses
         is_whole = is_refused or rows == 1

@@ -38,7 +38,6 @@ class Options:
             `anybatch.step.ByLength(keep=...)` names columns that are not trimmed. None for the order in which
             they come.
         accumulate: dtype of the gradient sums. None for float32, or the parameter's dtype if wider.
-        compensated: use Kahan summation for the gradients. Takes one more buffer per parameter.
         batch_norm: BatchNorm in training mode. None refuses to split the batch. "micro" uses the statistics
             of each micro-batch, so that the result depends on the split. "frozen" uses the running statistics
             and does not update them, split or not.
@@ -66,7 +65,6 @@ class Options:
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None
     order: Order | None = None
     accumulate: torch.dtype | None = None
-    compensated: bool = False
     batch_norm: BatchNormChoice | None = None
     non_finite: NonFinitePolicy = "raise"
     check: bool = True
@@ -88,7 +86,6 @@ class Options:
             clip_norm=math.inf if clip_norm is None else clip_norm,
             clip_value=math.inf if self.clip_value is None else self.clip_value,
             accumulate=(dtype or "auto").removeprefix("torch."),
-            compensated=self.compensated,
             batch_norm=self.batch_norm,
             blocks=blocks,
             precision=precision,
@@ -112,6 +109,7 @@ _FOREIGN = {
     **dict.fromkeys(("amp", "use_amp", "autocast", "mixed_precision", "fp16", "bf16"), _MIXED),
     "listeners": "Write callbacks=[...]: functions called with each StepReport, or objects.",
     "observers": "Write callbacks=[...], with methods of ab.Callback such as gradients(gradients).",
+    "compensated": "Write options=ab.Options(accumulate=torch.float64): as exact, in as much memory.",
     "clip_grad_value": "Write options=ab.Options(clip_value=...).",
     "gradient_checkpointing": 'Write options=ab.Options(recompute="all").',
     "lr_scheduler": "Write options=ab.Options(scheduler=...).",

@@ -93,8 +93,8 @@ class Step:
         precision: "float32" to compute in the dtypes as they are, "bf16-mixed", "fp16-mixed", "bf16-true",
             "fp16-true", "tf32", or an `ab.Precision`. The true ones convert the model's weights.
         callbacks: objects that look at steps (`ab.Callback`), and functions called with each `StepReport`.
-        options: `anybatch.Options`, for all else: recompute, scheduler, order, accumulate, compensated,
-            batch_norm, non_finite, check, strategy, clip_value.
+        options: `anybatch.Options`, for all else: recompute, scheduler, order, accumulate, batch_norm,
+            non_finite, check, strategy, clip_value.
 
     Attributes (read-only, except `micro_batch`):
         planning: chooses how batches are split, and remembers what did not fit.
@@ -268,17 +268,10 @@ class Step:
             self.planning.guard.refuse_meetings(task)
         return report
 
-    def window(self, state: Mapping[str, Any] | None = None) -> Window:
+    def window(self) -> Window:
         """Open a window, for a loop that provides the micro-batches itself.
 
         The size of the whole batch is not known beforehand, so the gradient is divided at the end.
-
-        Args:
-            state: continue a window saved with `Window.state`. Restore the model, the optimizer and the
-                random state first. None for a new window.
-
-        Raises:
-            CheckpointError: the state is of another model, loss or precision. Nothing was changed.
 
         Example:
             >>> model = nn.Linear(3, 1)
@@ -301,7 +294,7 @@ class Step:
                 "step(batch), which cuts the batch into units for the workers."
             )
         try:
-            opened = vars(self)["open_window"] = Window(self, self._begun(), state)
+            opened = vars(self)["open_window"] = Window(self, self._begun())
         except BaseException as error:
             self.strategy.abandon(error)
             raise

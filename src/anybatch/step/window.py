@@ -1,6 +1,6 @@
 """Window: one exact update from micro-batches that the caller provides."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import repeat
 from operator import attrgetter, is_not
 from time import perf_counter
@@ -29,9 +29,7 @@ from anybatch.engine import (
     clear,
     context,
     no_room_for_update,
-    window_state,
 )
-from anybatch.losses import LossLike
 from anybatch.step.decide import Planning
 
 
@@ -40,7 +38,6 @@ class Opener(Protocol):
 
     collate: Collate | None
     planning: Planning
-    loss: LossLike
 
     def end(self, window: Accumulation) -> StepReport:
         """Update, or hand the gradient over."""
@@ -69,7 +66,7 @@ class Window(Accumulation):
 
     __slots__ = ("_report", "_seconds", "_step", "_trained")
 
-    def __init__(self, step: Opener, task: Task, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, step: Opener, task: Task) -> None:
         with task.loss.along(OpenBatch(), (), task.model, lambda: None) as share:
             pass  # refused is a loss that needs the whole batch
         super().__init__(task, step.planning.settings)
@@ -77,9 +74,6 @@ class Window(Accumulation):
         self._trained = [*map(_is_trained, task.network.everyone)]
         self._report: StepReport | None = None
         self._seconds = 0.0
-        if state is not None:
-            self._rows, is_skipped = window_state.restore(state, self._sums, step.loss)
-            self._skipped = self.not_finite() if is_skipped else None
         task.progress.unchecked = ""
         task.strategy.begin(task, self._settings)  # refuses gradients on several ranks, so before they go
         clear(task.network.parameters)
@@ -162,35 +156,6 @@ class Window(Accumulation):
         if plan.is_cut or self._rows:
             guard.look(task, batch, plan, plan.micro_batch)
         return plan, running
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of an open window, to continue it in another process with `Step.window(state)`.
-
-        It holds copies on the CPU of the gradient sums, their counts and weights, and the loss scale. It does
-        not hold the model, the optimizer or the random state: save them with
-        `anybatch.train.checkpoint.save`, and this state as its `progress`.
-
-        Raises:
-            WindowError: the window is not open.
-
-        Example:
-            >>> import torch
-            >>> from torch import nn
-            >>> from anybatch import Step
-            >>> model = nn.Linear(2, 1)
-            >>> step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-            >>> window = step.window()
-            >>> window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
-            >>> state = window.state()
-            >>> window.discard()
-            >>> again = step.window(state)
-            >>> again.add((torch.zeros(2, 2), torch.zeros(2, 1)))
-            >>> again.close().cut
-            (3, 2)
-        """
-        self._expect("open", "be saved")
-        is_skipped = self._skipped is not None
-        return window_state.write(self._sums, self._step.loss, rows=self._rows, is_skipped=is_skipped)
 
     def update(self) -> StepReport:
         """Divide and clip the gradient, and step optimizers and schedulers.

@@ -1,6 +1,6 @@
-"""The training loop: data, metrics, learning rate, callbacks, checkpoints, logs and the trainer."""
+"""The training loop: data, metrics, callbacks, checkpoints, logs and the trainer."""
 
-from anybatch.train import checkpoint as checkpoint, learning_rate as learning_rate
+from anybatch.train import checkpoint as checkpoint
 from anybatch.train.callbacks import (
     EMA as EMA,
     EarlyStopping as EarlyStopping,

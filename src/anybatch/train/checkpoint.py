@@ -63,8 +63,7 @@ def save(
         optimizers: optimizers, in the order for `restore`.
         schedulers: schedulers, in the order for `restore`.
         masters: the float32 master weights (`Step.masters`), saved instead of the 16-bit weights.
-        progress: nested numbers, strings, tuples, lists, dicts and tensors of the caller, such as the state
-            of an open window (`Window.state`).
+        progress: nested numbers, strings, tuples, lists, dicts and tensors of the caller.
         random: the random state, from `anybatch.state.rng.capture_process`.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anybatch.core import BatchError, PlanError, RankError, TensorBatch, WindowError, numpy_random, tree
+from anybatch.core import BatchError, PlanError, RankError, TensorBatch, numpy_random, tree
 from anybatch.parallel import all_gather_rows, exchange, rank, ranks
 from anybatch.state import rng
 from anybatch.step import Step
@@ -76,14 +76,6 @@ class Share:
             if isinstance(error, RankError):
                 interruption.obey()
             raise
-
-    def refuse(self, window: object) -> None:
-        """Raise WindowError for an open window of several ranks, which cannot be saved."""
-        if window is not None and self.is_many:
-            raise WindowError(
-                f"Expected no open window to save on {self.ranks} ranks, got one, of which rank 0 has only "
-                "its own rows. Close or discard it first."
-            )
 
     def meet(self, place: str, **values: Any) -> list[dict[str, Any]]:
         """Wait for all ranks at a named place; return their values. Raises RankError if one is elsewhere."""

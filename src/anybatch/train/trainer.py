@@ -233,17 +233,18 @@ class Trainer:
             checkpoint.export(self.step.masters.state_dict(self.step.model), path)
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint atomically, including an open window of the step; only rank 0 writes.
+        """Write a checkpoint atomically; only rank 0 writes.
 
         Args:
             path: the file; its folder must exist.
 
         Raises:
-            CheckpointError, WindowError: the file cannot be written; a window is open on several ranks.
+            CheckpointError: the file cannot be written.
+            WindowError: the step has an open window.
         """
         if self._share.rank:
             return
-        self._share.refuse(self.step.open_window)
+        _refuse_window(self.step, "save")
         progress = _progress(self) | {
             "batch": self._batch,
             "digest": self.train.digest() if 0 < self._batch == self.train.loaded else "",
@@ -259,9 +260,8 @@ class Trainer:
     def resume(self, path: str | Path) -> None:
         """Load a checkpoint: weights, optimizer, scheduler, random state and position in the epoch.
 
-        The log in `out` has each update once: `fit` drops those after the checkpoint. A window that was open
-        is open again (`step.open_window`). Callbacks with a state are matched by class and
-        order; a warning names those without a match.
+        The log in `out` has each update once: `fit` drops those after the checkpoint. Callbacks with a state
+        are matched by class and order; a warning names those without a match.
 
         Args:
             path: a checkpoint, or the folder of a run. In a folder, `last.safetensors` is loaded or, if it is
@@ -272,16 +272,17 @@ class Trainer:
                 changed.
             WindowError: the step has an open window.
         """
-        if self.step.open_window is not None:
-            raise WindowError(
-                "Expected a step without an open window to resume, got one with "
-                f"{self.step.open_window.rows} rows in it. Close or discard it first."
-            )
+        _refuse_window(self.step, "resume")
         found = load_newest(Path(path))
         path = found.path
-        check_run(path, found.progress.get("run", {}), identity(self))
-        checkpoint.restore(found, **_parts(self.step))
         then = found.progress
+        if then.get("window") is not None:
+            raise CheckpointError(
+                f"{path}: expected a checkpoint between two updates, got one with an open window, as earlier "
+                "versions wrote them. Use another checkpoint."
+            )
+        check_run(path, then.get("run", {}), identity(self))
+        checkpoint.restore(found, **_parts(self.step))
         self.epoch, self._batch, self.updates = then["epoch"], then["batch"], then["updates"]
         self.seconds, self.best = then["seconds"], then["best"]
         steps = self.epoch * (self.train.per_epoch(self.batch_size) or 0) + self._batch
@@ -292,8 +293,6 @@ class Trainer:
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
             self.step.planning.budget.load(then.get("plans", ()))
         load_states(path, [*self.callbacks, *self.step.callbacks], then.get("callbacks", ()))
-        if then.get("window") is not None:
-            self.step.window(then["window"])
         rng.restore_process(found.random)
         homes = (path.parent.resolve(), path.resolve().parent)  # the path may be a symlink or its target
         self._is_ours = self.out is not None and self.out.resolve() in homes
@@ -436,7 +435,6 @@ def _report(
 
 
 def _progress(trainer: Trainer) -> dict[str, Any]:
-    window = trainer.step.open_window
     return {
         "epoch": trainer.epoch,
         "steps": trainer.steps,
@@ -447,7 +445,6 @@ def _progress(trainer: Trainer) -> dict[str, Any]:
         "run": identity(trainer),
         "config": trainer.config,
         "plans": [] if trainer.step.planning.budget is None else trainer.step.planning.budget.state(),
-        "window": None if window is None else window.state(),
         "callbacks": states([*trainer.callbacks, *trainer.step.callbacks]),
     }
 
@@ -460,6 +457,14 @@ def _parts(step: Step) -> dict[str, Any]:
         "schedulers": step.schedulers,
         "masters": step.masters,
     }
+
+
+def _refuse_window(step: Step, wish: str) -> None:
+    if step.open_window is not None:
+        raise WindowError(
+            f"Expected a step without an open window to {wish}, got one with {step.open_window.rows} rows in "
+            "it. Close or discard it first."
+        )
 
 
 def _checked(step: object) -> Step:
