@@ -22,6 +22,9 @@ WIDTH, ROWS = 512, 96  # tensors of 32 rows are large enough to wait in host mem
 class Watching(ab.Callback):
     """Asks for all that a step can show."""
 
+    def micro_gradients(self, micro: Any, gradients: Mapping[str, Any], scale: float) -> None:
+        pass
+
     def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         self.norms = [float(one.norm()) for one in gradients.values()]
 

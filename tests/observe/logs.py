@@ -34,7 +34,8 @@ def step(number: int, **more: Any) -> dict[str, Any]:
     record |= {"terms": {"a": slow, "b": 0.5}, "grad_norm": slow, "updated": True, "cut": [[16, 4]]}
     record |= {"learning_rate": 0.1 / slow, "seconds": 0.5 * number, "memory": 1 << 20, "scale": 1024.0}
     flow |= {"layers": NAMES, "classes": ["Linear"] * 5} if number == 1 else {}
-    return record | {"observed": {"flow": flow, "mine": {"x": number}}} | more
+    noise = {"scale": 100.0 * slow, "rows": 1}
+    return record | {"observed": {"flow": flow, "noise": noise, "mine": {"x": number}}} | more
 
 
 def lines(updates: int) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core.errors import NonFiniteLossError, PlanError
+from anybatch.observe import GradientNoise
 from anybatch.observe.flow_figures import Flow, find_marks
 from anybatch.observe.flow_picture import draw
 from tests.device import needs_sparse
@@ -140,7 +141,7 @@ def test_parameters_are_the_same_to_the_bit_with_and_without_callbacks(
 ) -> None:
     def train(*, is_watched: bool) -> list[Tensor]:
         model = make_net(dtype)
-        callbacks = [ab.GradientFlow(model, every=2)] if is_watched else []
+        callbacks = [ab.GradientFlow(model, every=2), GradientNoise(every=2)] if is_watched else []
         step = make_step(model, micro_batch=cut, callbacks=callbacks)
         for _ in range(5):
             step(rows_of(7, dtype))

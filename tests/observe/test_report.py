@@ -15,7 +15,7 @@ from anybatch.core import DataError
 from anybatch.observe import report_page
 from tests.observe.logs import NAMES, START, lines, step, write
 
-ALL = "loss terms metric-0 learning-rate gradient-norm callback-0 scale flow layer layer-zeros"
+ALL = "loss terms metric-0 learning-rate gradient-norm noise callback-1 scale flow layer layer-zeros"
 EMPTY = ("input", "meta", "link", "rect", "br")
 
 

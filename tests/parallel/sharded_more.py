@@ -101,6 +101,11 @@ class Watcher(ab.Callback):
         self.norms += [float(one.norm()) for one in gradients.values()]
 
 
+class MicroWatcher(ab.Callback):
+    def micro_gradients(self, micro: Any, gradients: Any, scale: float) -> None:
+        raise AssertionError
+
+
 def refused(rank: int, size: int) -> dict[str, str]:
     """What every rank is told."""
     batch = share(rows(8), [4, 4], rank)
@@ -144,6 +149,7 @@ def refused(rank: int, size: int) -> dict[str, str]:
         "bf16-true": stepped(precision="bf16-true"),
         "drop": stepped(non_finite="drop"),
         "memory": stepped(memory="1GB"),
+        "micro_gradients": stepped(callbacks=[MicroWatcher()]),
         "callbacks": stepped(callbacks=[Watcher([])] if rank else []),
         "hold": stepped(strategy=Shard(hold=rank == 0)),
         "terms": stepped(loss=two),

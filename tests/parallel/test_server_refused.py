@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
+from anybatch.observe import GradientNoise
 from anybatch.parallel import ParameterServer
 from tests.options import flat
 from tests.parallel.inline import Inline
@@ -40,10 +41,7 @@ def test_workers_that_have_nothing_to_do_are_told_of() -> None:
         ({"non_finite": "skip"}, "non_finite='skip'"),
         ({"clip_value": 1.0}, "got clip_value=, .* Leave it out"),
         ({"precision": "fp16-mixed"}, "a loss scale"),
-        (
-            {"callbacks": [ab.GradientFlow(network())]},
-            "got callbacks of gradients .* only workers have. Leave it out",
-        ),
+        ({"callbacks": [GradientNoise()]}, "got callbacks of gradients .* only workers have. Leave it out"),
         (
             {"model": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()},
             r"BatchNorm .*Pass Options\(batch",

@@ -50,6 +50,7 @@ SAID = {
     "bf16-true": "bf16-true",
     "drop": "drop",
     "memory": "memory=",
+    "micro_gradients": "micro_gradients",
     "callbacks": "callbacks",
     "hold": "the same hold",
     "terms": "one term",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import anybatch as ab
+from anybatch.core import Micro
 from anybatch.core.errors import AnybatchError, BatchError, LossError, NonFiniteLossError, WindowError
 from anybatch.losses import find_paddings
 from anybatch.step import ByLength
@@ -153,9 +154,22 @@ def test_samples_are_ordered_before_they_are_collated(keys: str | None) -> None:
     assert len(report.cut) < ROWS // 2
 
 
-def test_errors_speak_of_the_callers_rows() -> None:
-    model = Tagger().double()
+class Told(ab.Callback):
+    def __init__(self) -> None:
+        self.rows: dict[int, Tensor] = {}
+
+    def micro_gradients(self, micro: Micro, gradients: Any, scale: float) -> None:
+        self.rows.update(zip(micro.indices, micro.rows[0], strict=True))
+
+
+def test_callbacks_and_errors_speak_of_the_callers_rows() -> None:
+    told, model = Told(), Tagger().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: Any = {"order": "length", "micro_batch": 2, "callbacks": [told]}
+    ab.Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options))(WORDS_AND_TAGS)
+    assert told.rows.keys() == set(range(ROWS))
+    for row, x in told.rows.items():
+        assert x.equal(WORDS_AND_TAGS[0][row, : len(x)])
 
     def loss(model: nn.Module, micro: Any) -> ab.Total:
         bad = torch.where((micro[0] != 0).sum(1) == 9, torch.nan, 1.0)

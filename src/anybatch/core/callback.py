@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from anybatch.core.batch import Micro
 from anybatch.core.errors import PlanError
 from anybatch.core.oom import mark_final, note_update
 from anybatch.core.report import EpochReport, MicroBatchDone, MicroBatchRedone, RunInfo, StepReport
@@ -30,6 +31,7 @@ class Callback:
 
     Attributes:
         name: name of its records in a log; empty to leave them out.
+        is_due: False if the next step need not call `micro_gradients`, which makes that step cheaper.
         on_every_rank: False for a trainer's callback that only prints or writes: then rank 0 alone calls it.
 
     Example:
@@ -39,12 +41,23 @@ class Callback:
     """
 
     name = ""
+    is_due = True
     on_every_rank = True
 
     # ---- a step
 
     def begin(self, done: int) -> None:
         """Handle the start of micro-batches, first or again: of those shown so far only `done` count."""
+
+    def micro_gradients(self, micro: Micro, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
+        """Handle what a micro-batch adds to the gradients. It costs memory for its gradients.
+
+        Args:
+            micro: the rows.
+            gradients: by name of the parameter, in the dtype in which they arrive; several where terms are
+                divided one by one.
+            scale: the loss scale, and provisional divisors, that they are multiplied by.
+        """
 
     def micro_batch(self, event: MicroBatchDone) -> None:
         """Handle a micro-batch whose gradient is in the sum."""
@@ -161,9 +174,7 @@ def _fault(one: object) -> str:
                 f"{one!r} with a method {name!r}, which is never called. Call it {near[0]!r}, or begin its "
                 "name with an underscore if it is another method."
             )
-        # The way of other libraries, and of earlier versions.
-        is_foreign = name.startswith("on_") or name == "micro_gradients"
-        if is_foreign and callable(getattr(one, name, None)):
+        if name.startswith("on_") and callable(getattr(one, name, None)):  # the way of other libraries
             return (
                 f"{one!r} with a method {name!r}, which is never called. Call it by one of "
                 f"{', '.join(_NOTHING)}, or begin its name with an underscore if it is another method."
@@ -207,17 +218,27 @@ class Callbacks:
     gradients: Functions = ()
     parameters: Functions = ()
     update: Functions = ()
+    of_micro_gradients: tuple[object, ...] = ()  # the callbacks with this method
 
     @staticmethod
     def of(callbacks: Sequence[object]) -> "Callbacks":
         """Bind the methods of these callbacks."""
         names = "begin", "micro_batch", "redone", "gradients", "parameters", "update"
-        return Callbacks(**{name: bound(callbacks, name) for name in names})
+        shown = tuple([one for one in callbacks if bound([one], "micro_gradients")])
+        return Callbacks(**{name: bound(callbacks, name) for name in names}, of_micro_gradients=shown)
 
     @property
     def are_inside(self) -> bool:
         """True if any callback looks at more than the report of a step."""
-        return any((self.micro_batch, self.redone, self.gradients, self.parameters))
+        inside = self.micro_batch, self.redone, self.gradients, self.parameters, self.of_micro_gradients
+        return any(inside)
+
+    def due(self) -> Functions:
+        """Return the functions that the gradients of a micro-batch are due to."""
+        found = self.of_micro_gradients
+        return (
+            bound([one for one in found if getattr(one, "is_due", True)], "micro_gradients") if found else ()
+        )
 
     def tell(self, report: StepReport) -> None:
         """Tell the end of a step; an error after the update says that it was made."""

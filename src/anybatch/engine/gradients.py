@@ -133,6 +133,7 @@ class Apart:
         dtype: of the sums; None for float32 or the parameter's if wider.
         names: of the banks; one where all terms share a divisor.
         is_whole: hold the gradients of a micro-batch whatever their size.
+        tell: called with the gradients of each micro-batch before they are added.
     """
 
     def __init__(
@@ -143,10 +144,12 @@ class Apart:
         names: Sequence[str],
         is_looked_at: bool,
         is_whole: bool,
+        tell: Callable[[Mapping[str, Mapping[nn.Parameter, Tensor]]], object] | None = None,
     ) -> None:
         self._parameters = parameters
         self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in parameters}
         self.banks: dict[str, Gradient] = {name: {} for name in names}
+        self._tell = tell
         self._at, self._unscale, self._in_backward = names[0], 1.0, False
         self._waiting: dict[str, dict[nn.Parameter, Tensor]] = {}
         self._look = Look() if is_looked_at else None
@@ -192,6 +195,8 @@ class Apart:
             held = [one for bank in waiting.values() for one in bank.values()]
             if not self._look.are_finite([*held, *values]):
                 raise NonFinite("gradient")
+        if self._tell is not None:
+            self._tell(waiting)
         for name, bank in waiting.items():
             self._add(name, bank)
 

@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.core import (
     AnybatchError,
     Batch,
     Cut,
+    Functions,
     LossError,
     Micro,
     NonFinite,
@@ -291,15 +292,26 @@ class Part:
         banks = [*division.coefficients]
         banks = banks if division.divisors is None else banks[:1]
         task = self.task
-        if self.is_guarded or len(banks) > 1 or not ways.can_add_in_place:
+        due = task.callbacks.due()
+        if self.is_guarded or due or len(banks) > 1 or not ways.can_add_in_place:
             gradients = sums.apart(
                 banks,
                 is_looked_at=self.is_guarded,
-                is_whole=ways.holds_whole or ways.plan.non_finite == "drop",
+                is_whole=bool(due) or ways.holds_whole or ways.plan.non_finite == "drop",
+                tell=partial(self._tell, due) if due else None,
             )
         else:
             gradients = InPlace(task.network.parameters, banks[0])
         sums.gradients, sums.division = gradients, division  # last: weights take memory, which may run out
+
+    def _tell(self, due: Functions, held: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> None:
+        names, shown = self.task.names(), dict[str, list[Tensor]]()
+        for bank in held.values():
+            for parameter, gradient in bank.items():
+                shown.setdefault(names[parameter], []).append(gradient)
+        if self._micro is not None:
+            micro = self._micro._replace(indices=self.batch.callers(self._micro.indices))
+            call(due, micro, shown, self.task.scale.value)
 
     def backward(self, terms: Evaluated) -> None:
         """Accumulate the gradient of a micro-batch, and count its sums and weights.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -84,7 +84,9 @@ class Sums:
         self.dropped += other.dropped
         self.has_flowed = self.has_flowed or other.has_flowed
 
-    def apart(self, names: Sequence[str], *, is_looked_at: bool = False, is_whole: bool = True) -> Apart:
+    def apart(
+        self, names: Sequence[str], *, is_looked_at: bool = False, is_whole: bool = True, tell: Any = None
+    ) -> Apart:
         """Make gradient sums of this plan that are held beside `.grad`."""
         return Apart(
             self.task.network.parameters,
@@ -92,6 +94,7 @@ class Sums:
             names=names,
             is_looked_at=is_looked_at,
             is_whole=is_whole,
+            tell=tell,
         )
 
     def weigh(self) -> dict[str, Number]:

@@ -108,11 +108,14 @@ def _observed(run: RunLog) -> Iterable[Chart]:
     groups: dict[str, list[Chart]] = {}
     for name, series in run.values.items():
         _, callback, key = [*name.split(".", 2), "", ""][:3]
-        if name.startswith("observed."):
+        # The parts of the noise scale have another order of magnitude.
+        if name.startswith("observed.") and (callback != "noise" or key == "scale"):
             found = _sparse(key.replace("_", " "), np.array(run.steps, np.float64), series)
             groups.setdefault(callback, []).extend(found)
     for index, (callback, series) in enumerate(groups.items()):
-        yield _chart(f"callback-{index}", f"Callback {callback}", series[:MOST_SERIES])
+        title = "Gradient noise scale" if callback == "noise" else f"Callback {callback}"
+        place = "noise" if callback == "noise" else f"callback-{index}"
+        yield _chart(place, title, series[:MOST_SERIES])
 
 
 def served(run: RunLog) -> dict[str, int | str]:

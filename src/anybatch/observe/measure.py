@@ -13,7 +13,7 @@ Table = Mapping[str, Sequence[float]]  # numbers by name
 def sizes_of(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return sum of absolute values, 2-norm, largest absolute value and nonzero count of each, shape (4,)."""
     found: dict[str, Tensor] = {}
-    for names, values, wide in _by_device({name: _dense(value) for name, value in gradients.items()}):
+    for names, values, wide in _by_device({name: dense(value) for name, value in gradients.items()}):
         sums = private.foreach_norm(values, 1, dtype=wide)
         norms = private.foreach_norm(values, 2, dtype=wide)
         largest = [_largest(value).to(wide) for value in values]
@@ -26,7 +26,7 @@ def sizes_of(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def norms_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the 2-norm of each tensor, of shape (1,), on its device."""
     found: dict[str, Tensor] = {}
-    for names, values, wide in _by_device({name: _dense(value) for name, value in tensors.items()}):
+    for names, values, wide in _by_device({name: dense(value) for name, value in tensors.items()}):
         found |= zip(names, torch.stack(private.foreach_norm(values, 2, dtype=wide)).view(-1, 1), strict=True)
     return found
 
@@ -38,7 +38,7 @@ def _by_device(tensors: Mapping[str, Tensor]) -> Iterable[tuple[list[str], list[
         yield names, [tensors[name] for name in names], wide
 
 
-def _dense(gradient: Tensor) -> Tensor:
+def dense(gradient: Tensor) -> Tensor:
     """Return a gradient as a dense real tensor; of a sparse COO tensor only its values."""
     gradient = gradient.detach()
     if gradient.is_sparse:

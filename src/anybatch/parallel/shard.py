@@ -187,6 +187,7 @@ class Shard(Replicate):
             f"precision={str(settings.precision)!r}": settings.precision.loss_scale is not None,
             'non_finite="drop"': settings.non_finite == "drop",
             "SyncBatchNorm in training mode": task.is_synced(settings),
+            "a callback with micro_gradients": bool(task.callbacks.of_micro_gradients),
             "trained parameters of the loss": any(
                 not hasattr(p, "device_mesh") for p in task.network.parameters
             ),

@@ -1,0 +1,149 @@
+"""Gradient noise: the estimate equals a slow one, is unbiased, and forgets what was undone."""
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.core.errors import PlanError
+from anybatch.observe import GradientNoise
+from tests.observe.test_flow import runs_out
+from tests.options import flat
+
+
+def rows_of(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    both = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return both[:, :3], both[:, 3:]
+
+
+def make(noise: GradientNoise, loss: object = None, **options: Any) -> ab.Step:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = nn.MSELoss() if loss is None else loss
+    return ab.Step(model, loss, optimizer, callbacks=[noise], **flat(options, check=False))
+
+
+def slow(model: nn.Module, batch: tuple[Tensor, Tensor], cut: list[int]) -> tuple[float, float]:
+    """Noise and signal by the equations of the paper, solved by least squares: gradients part by part."""
+
+    def gradient(start: int, stop: int) -> Tensor:
+        loss = nn.functional.mse_loss(model(batch[0][start:stop]), batch[1][start:stop])
+        return torch.cat([one.flatten() for one in torch.autograd.grad(loss, [*model.parameters()])])
+
+    rows, stops = sum(cut), [sum(cut[: index + 1]) for index in range(len(cut))]
+    means = [gradient(stop - size, stop) for size, stop in zip(cut, stops, strict=True)]
+    # E |mean of b rows|^2 = signal + noise / b; each part counts as its share of the rows, squared.
+    shares = [(size / rows) ** 2 for size in cut]
+    small = sum(share * float(mean.square().sum()) for share, mean in zip(shares, means, strict=True))
+    large = float(gradient(0, rows).square().sum())
+    left = torch.tensor([[sum(shares), 1 / rows], [1.0, 1 / rows]], dtype=torch.float64)
+    signal, noise = torch.linalg.solve(left, torch.tensor([small, large], dtype=torch.float64)).tolist()
+    return noise, signal
+
+
+def total(model: nn.Module, micro: tuple[Tensor, Tensor]) -> ab.Total:
+    return ab.Total(((model(micro[0]) - micro[1]) ** 2).sum(), torch.tensor(float(len(micro[0]))))
+
+
+@pytest.mark.parametrize(
+    ("how", "cut"),
+    [
+        ("equal", [4] * 3),
+        ("ragged", [5, 5, 2]),
+        ("late", [5, 5, 2]),
+        ("window", [7, 4, 1]),
+        ("scarce", [3] * 4),
+    ],
+)
+def test_estimate_equals_a_slow_one(how: str, cut: list[int]) -> None:
+    noise, batch = GradientNoise(every=1), rows_of(12)
+    size = 6 if how == "scarce" else cut[0]
+    step = make(noise, total if how == "late" else None, micro_batch=None if how == "window" else size)
+    expected = slow(step.model, batch, cut)
+    if how == "scarce":
+        step.model.register_forward_pre_hook(partial(runs_out, 3))
+    if how == "window":
+        window = step.window()
+        for start, rows in ((0, 7), (7, 4), (11, 1)):
+            window.add(tuple(part[start : start + rows] for part in batch))
+        report = window.close()
+    else:
+        report = step(batch)
+    assert report.cut == tuple(cut)
+    (found,) = noise.history
+    assert math.isclose(found.noise, expected[0], rel_tol=1e-9)
+    assert math.isclose(found.signal, expected[1], rel_tol=1e-9)
+    assert (found.rows, noise.scale) == (12, found.noise / found.signal if found.signal > 0 else None)
+    assert noise.record() == {name: getattr(found, name) for name in ("scale", "noise", "signal", "rows")}
+
+
+def test_estimate_is_unbiased_in_a_cut_into_unequal_parts() -> None:
+    """Of a linear model whose rows have gradients of a known mean and covariance."""
+    noise = GradientNoise(every=1, decay=0.999)
+    model = nn.Linear(3, 1, bias=False).double()
+
+    def loss(model: nn.Module, micro: Tensor) -> ab.Total:
+        return ab.Total(model(micro).sum(), len(micro))
+
+    step = ab.Step(
+        model,
+        loss,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        micro_batch=5,
+        callbacks=[noise],
+        options=ab.Options(check=False),
+    )
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(400):
+        step(0.5 + torch.randn(12, 3, generator=generator, dtype=torch.float64))  # gradients: the rows
+    noises, signals = zip(*[(one.noise, one.signal) for one in noise.history], strict=True)
+    assert abs(sum(noises) / 400 - 3) < 0.2  # three numbers of variance 1
+    assert abs(sum(signals) / 400 - 0.75) < 0.1
+    assert noise.scale is not None
+    assert abs(noise.scale - 4) < 1
+
+
+def test_only_due_updates_hold_micro_batches_apart_and_what_tells_nothing_is_left_out() -> None:
+    noise, batch = GradientNoise(every=2), rows_of(6)
+    step, told = make(noise, micro_batch=2), list[bool]()
+    for _ in range(5):
+        step(batch)
+        told.append(bool(noise.record()))
+    assert told == [True, False, True, False, True]
+    uncut = GradientNoise(every=1)
+    make(uncut)(batch)
+    assert (uncut.history, uncut.scale, uncut.record()) == ([], None, {})
+    for options in ({"every": 0}, {"decay": 1.0}):
+        with pytest.raises(PlanError, match="got"):
+            GradientNoise(**options)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_batch_loss_is_observed_like_a_step(every: int) -> None:
+    """The same gradients give the same figures; the weights stay, as nobody updates."""
+    found = list[Any]()
+    x, y = torch.randn(24, 3), torch.randn(24, 1)
+    for is_step in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        noise, flow = GradientNoise(every=every), ab.GradientFlow(model, every=every, ratio=False)
+        if is_step:
+            step = ab.Step(
+                model,
+                nn.MSELoss(),
+                torch.optim.SGD(model.parameters(), lr=0.0),
+                micro_batch=7,
+                callbacks=[noise, flow],
+            )
+        else:
+            step = ab.BatchLoss(model, nn.MSELoss(), micro_batch=7, callbacks=[noise, flow])
+        for _ in range(4):
+            step((x, y))
+        found.append((noise.history, flow.history, noise.scale, flow.record(), noise.record()))
+    assert found[0] == found[1]
+    assert [one.update for one in found[1][1]] == [*range(1, 5, every)]
