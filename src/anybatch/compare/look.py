@@ -24,7 +24,7 @@ from anybatch.core import (
     tree,
 )
 from anybatch.engine import Plan, Task
-from anybatch.losses import Additive, ModelTerms, Terms, WholeBatch, function_of, read_afresh
+from anybatch.losses import Additive, ModelTerms, Terms, WholeBatch, function_of
 from anybatch.state import ObjectState, rng
 
 ROWS = 8
@@ -130,8 +130,7 @@ def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[tuple[Task, Batc
                 raise
             raise OutOfMemoryError(released(error)) from None  # to look at rows takes memory, too
         try:
-            with read_afresh(task.model):
-                yield task, few
+            yield task, few
         finally:
             noted.put_back()
 
