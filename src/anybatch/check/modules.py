@@ -3,17 +3,21 @@
 import math
 import random
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from anybatch.batchnorm import find_batch_norms
 from anybatch.check.draws import OutOfTime
-from anybatch.check.finding import WAYS_OUT, Finding, module_finding
-from anybatch.check.passes import Bench, Call, Key
+from anybatch.check.finding import WAYS_OUT, Finding, listed, module_finding
+from anybatch.check.passes import Bench, Call
 from anybatch.check.rows import Axis, RowPart, agree, find_axis, select
+from anybatch.check.splits import Table, fault_of, inputs_of, outputs_of
 from anybatch.state import rng
 
 ROW_BY_ROW = (
@@ -28,15 +32,45 @@ Run = Callable[[Sequence[Tensor], RowPart], list[Tensor]]
 GIVE_TENSOR = WAYS_OUT["position"][-1]  # the first is about random numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ComparedCall:
-    """A call of a module on the whole batch, compared with its calls on the parts."""
+class ComparedCall(NamedTuple):
+    """A call of a module with the same inputs as its calls on parts of the rows, and other outputs."""
 
-    call: Call  # the call on the whole batch
-    fault: str  # "" if they agree, "outputs", "pooled", "dropped rows" or "unknown"
-    unreplayed: int = 0  # random draws of this call that are not replayed
-    inputs: Sequence[Axis | None] = ()  # the axis of rows in each input
-    outputs: Sequence[Axis | None] = ()  # the axis of rows in each output
+    call: Call  # the call on all rows
+    fault: str  # how its outputs differ, as `fault_of` says
+    inputs: Sequence[Axis | None]  # the axis of rows in each input
+    outputs: Sequence[Axis | None]  # the axis of rows in each output
+
+
+def first_that_differs(
+    calls: Table,
+    tables: Sequence[Table],
+    parts: Sequence[RowPart],
+    tolerance: float,
+    *,
+    from_end: bool = False,
+) -> ComparedCall | None:
+    """Return the first call with the same inputs and other outputs in the parts; inner calls come first.
+
+    A call with one value for all rows comes last: its parent may weigh these values rightly.
+    """
+    pooled: list[ComparedCall] = []
+    for call in calls.values():
+        compare = partial(fault_of, call, tables, parts, tolerance, from_end=from_end)
+        fault = "unknown" if compare(of=inputs_of) else compare()
+        if fault in ("", "unknown"):
+            continue
+        axes = [
+            [
+                find_axis(a.shape, b.shape, parts[0])
+                for a, b in zip(of(call), of(tables[0][call.key]), strict=False)
+            ]
+            for of in (inputs_of, outputs_of)
+        ]
+        tested = ComparedCall(call, fault, *axes)
+        if fault != "pooled":
+            return tested
+        pooled.append(tested)
+    return next(iter(pooled), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,8 +87,16 @@ class ModuleTest:
         name = tested.call.key[0]
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(name)
+            alike = [key for key, one in model.named_modules() if type(one) is type(module)]
+        if find_batch_norms([module]):
+            what = f"`{name or 'the model'}` normalises by mean and variance over the micro-batch."
+            more = " The others do the same." * (len(alike) > 1)
+            return module_finding("meeting", listed(alike), module, what + more)
         try:
-            kind, what, *ways_out = self._classify(tested)
+            with self.bench.draws.until(self.deadline):
+                kind, what, *ways_out = self._classify(tested)
+        except OutOfTime:
+            kind, what, ways_out = "unexplained", "differs; there was no time to look for the reason", []
         except Exception as error:  # some modules cannot run on other rows
             kind, what = "unexplained", f"differs, and fails with {type(error).__name__} on other rows"
             ways_out = list[str]()
@@ -65,7 +107,7 @@ class ModuleTest:
         """Return the kind, a sentence, and ways out that replace those of the kind."""
         if tested.fault == "dropped rows":
             return "dropped rows", "returns fewer rows for micro-batches than for the whole batch"
-        if tested.unreplayed:
+        if self._count_unreplayed(tested):
             return "position", (
                 "draws random numbers by position, from a generator of its own or after setting a seed: "
                 "a row gets other numbers in another micro-batch"
@@ -109,6 +151,11 @@ class ModuleTest:
                 return [value.clone() for value in call.repeat(module, _copies(inputs))]
 
             yield module, run
+
+    def _count_unreplayed(self, tested: ComparedCall) -> int:
+        with self._fresh(tested.call) as (_, run):
+            run(tested.call.inputs, self._whole)
+            return self.bench.draws.unreplayed
 
     def _is_deterministic(self, tested: ComparedCall) -> bool:
         inputs = tested.call.inputs
@@ -213,97 +260,5 @@ def _change_row(
     return changed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ModuleSearch:
-    """A search for the innermost modules that differ."""
-
-    bench: Bench
-    parts: Sequence[RowPart]  # the micro-batches of a cut that differs from the whole
-    table: Mapping[Key, Call]  # calls of the first micro-batch: their shapes tell the axes of rows
-    tolerance: float  # relative error that counts as rounding
-    deadline: float  # on the clock of `time.perf_counter`
-
-    def find(self, outermost: Iterable[Call]) -> tuple[list[Finding], list[Finding]]:
-        """Return a finding for each innermost module that differs, and those on pooled outputs."""
-        module_test = ModuleTest(
-            bench=self.bench, total=self.parts[0].total, tolerance=self.tolerance, deadline=self.deadline
-        )
-        found: dict[str, Finding] = {}
-        pooled: dict[str, Finding] = {}
-        for one in [one for call in outermost for one in self._innermost(call)]:
-            table = pooled if one.fault == "pooled" else found
-            name = one.call.key[0]
-            if name not in table:
-                table[name] = module_test.explain(one)
-        return list(found.values()), list(pooled.values())
-
-    def _innermost(self, call: Call) -> Iterator[ComparedCall]:
-        tested = self._try(call)
-        if not tested.fault or (time.perf_counter() > self.deadline and tested.fault == "unknown"):
-            return
-        inner = [one for child in call.inner for one in self._innermost(child)]
-        if inner:
-            yield from inner
-        elif tested.fault != "unknown":
-            yield tested
-
-    def _try(self, call: Call) -> ComparedCall:
-        peer = self.table.get(call.key)
-        shapes = [value.shape for value in call.inputs]
-        if peer is None or len(peer.inputs) != len(shapes):
-            return ComparedCall(call=call, fault="unknown")
-        first = self.parts[0]
-        axes = [find_axis(a, b.shape, first) for a, b in zip(shapes, peer.inputs, strict=True)]
-        try:
-            with self.bench.draws.until(self.deadline):
-                return self._compare(call, axes)
-        except (Exception, OutOfTime):  # some modules cannot run outside their model
-            return ComparedCall(call=call, fault="unknown")
-
-    def _compare(self, call: Call, axes: Sequence[Axis | None]) -> ComparedCall:
-        draws, whole = self.bench.draws, RowPart.whole(self.parts[0].total)
-        with self.bench.fresh() as (model, _):
-            draws.begin(whole, call.state)
-            outputs = call.repeat(model.get_submodule(call.key[0]), _copies(call.inputs))
-            unreplayed = draws.unreplayed
-        pieces: list[list[Tensor]] = []
-        with self.bench.fresh() as (model, _):
-            module = model.get_submodule(call.key[0])
-            for part in self.parts:
-                draws.begin(part, call.state)
-                pieces.append(call.repeat(module, _copies(_select_all(call.inputs, axes, part))))
-        fault, places = self._classify_outputs(outputs, pieces)
-        return ComparedCall(call=call, fault=fault, unreplayed=unreplayed, inputs=axes, outputs=places)
-
-    def _classify_outputs(
-        self, outputs: Sequence[Tensor], pieces: Sequence[Sequence[Tensor]]
-    ) -> tuple[str, list[Axis | None]]:
-        if any(len(piece) != len(outputs) for piece in pieces):
-            return "unknown", []
-        places = [
-            find_axis(whole.shape, piece.shape, self.parts[0])
-            for whole, piece in zip(outputs, pieces[0], strict=True)
-        ]
-        faults: set[str] = set()
-        for whole, *mine in zip(outputs, *pieces, strict=True):
-            same = agree(whole, list(zip(mine, self.parts, strict=True)), self.tolerance)
-            if same:
-                continue
-            if all(piece.shape == whole.shape for piece in mine):
-                faults.add("pooled")
-            elif same is None:
-                faults.add("dropped rows" if _is_short(whole, mine) else "unknown")
-            else:
-                faults.add("outputs")
-        order = ("dropped rows", "outputs", "pooled", "unknown")
-        return next((fault for fault in order if fault in faults), ""), places
-
-
 def _copies(inputs: Sequence[Tensor]) -> list[Tensor]:
     return [value.clone() for value in inputs]  # a module may write to its inputs
-
-
-def _is_short(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
-    """Return True if the first axes of the pieces add up to less than the whole's."""
-    alike = all(piece.dim() == whole.dim() and piece.shape[1:] == whole.shape[1:] for piece in pieces)
-    return alike and whole.dim() > 0 and sum(piece.shape[0] for piece in pieces) < whole.shape[0]

@@ -1,7 +1,7 @@
 """One pass over some rows in one split: its loss, gradient, state, and the calls of its modules"""
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from anybatch.check.copies import Copied
 from anybatch.check.draws import Draws
 from anybatch.check.finding import culprit_of
-from anybatch.check.rows import RowCut, RowPart, is_close, shorten
+from anybatch.check.rows import RowCut, RowPart
 from anybatch.compare import Outcome
 from anybatch.core import Batch, Micro, MicroBatchDone, Total, torch_private as private
 from anybatch.engine import norm_of
@@ -268,36 +268,3 @@ class Bench:
         batch = cut.batch(self.subject.dtype)
         with self.fresh() as (model, loss):
             return Pass(self, cut, batch, model, loss)
-
-
-def first_difference(
-    parts: Iterable[RowPart],
-    padded: Calls,
-    short: Calls,
-    tolerance: float,
-    *,
-    is_left: bool,
-) -> tuple[str, str] | None:
-    """Return the first module with equal inputs and other outputs at valid places, and the first in it."""
-    for part in parts:
-        table, differing = short.table(part), set[Key]()
-        for call in padded.table(part).values():  # inner calls first
-            other = table.get(call.key)
-            if other is None or _agree(call.outputs, other.outputs, tolerance, is_left) is not False:
-                continue
-            differing.add(call.key)
-            if _agree(call.inputs, other.inputs, tolerance, is_left) is not False:
-                return call.key[0], next(one.key[0] for one in call.flat() if one.key in differing)
-    return None
-
-
-def _agree(padded: Sequence[Tensor], short: Sequence[Tensor], tolerance: float, is_left: bool) -> bool | None:
-    if len(padded) != len(short):
-        return None
-    found: list[bool] = []
-    for a, b in zip(padded, short, strict=True):
-        value = shorten(a, b.shape, from_end=is_left)
-        if value is None:
-            return None
-        found.append(is_close(b, value, tolerance))
-    return all(found)
