@@ -116,7 +116,6 @@ def check(
     collate: Collate | None = None,
     micro_batch: int | None = None,
     rows: int | None = None,
-    seed: int = 0,
     options: Options = DEFAULT,
 ) -> CheckReport:
     """Test on a few rows that every split gives the same result, and name the cause if one does not.
@@ -134,7 +133,6 @@ def check(
         collate: as for `anybatch.Step`.
         micro_batch: another size to try.
         rows: rows to check on. By default 8, or as many as take a few seconds.
-        seed: seed of the random numbers.
         options: those of your step. Only `batch_norm` matters: unless it is "frozen", each BatchNorm in
             training mode is a finding.
 
@@ -162,7 +160,7 @@ def check(
     if micro_batch is not None:
         check_micro_batch(micro_batch)
     with untouched(model, loss):
-        prepared = prepare(model, loss, batch, collate, micro_batch, rows, options.batch_norm, seed, start)
+        prepared = prepare(model, loss, batch, collate, micro_batch, rows, options.batch_norm, start)
         comparison, passes = _compare_cuts(prepared, micro_batch, start)
         if _differ(comparison, passes) and may_be_dropout(comparison, passes):
             again = prepared.without_dropout()

@@ -15,8 +15,7 @@ from anybatch.check.draws import Draws
 from anybatch.check.finding import culprit_of
 from anybatch.check.rows import RowCut, RowPart
 from anybatch.compare import Outcome
-from anybatch.core import Batch, Micro, MicroBatchDone, Total, torch_private as private
-from anybatch.engine import norm_of
+from anybatch.core import Batch, Micro, Total, torch_private as private
 from anybatch.losses import Terms, call_loss, module_of, resolve
 from anybatch.state import plain_kernels, rng
 from anybatch.step import Options, Step
@@ -188,7 +187,7 @@ class Pass(Outcome):
         self.failure: Exception | None = None  # that ended the pass
         self.cut, self.words = cut, cut.words
         self.error = self.loss_error = math.inf  # relative to a reference, once compared
-        self.calls, self.state, self._norms = Calls(), State(), list[float]()
+        self.calls, self.state = Calls(), State()
         self._bench, self._held = bench, (model, module_of(loss))
         self.calls.watch(model)
         watched: Any = _WatchedBatch(batch, cut.part, bench.draws, self.calls)
@@ -204,18 +203,10 @@ class Pass(Outcome):
             del self._held
         # Draws of the last micro-batch that were not replayed, and terms returned as bare means.
         self.unreplayed, self.bare = bench.draws.unreplayed, bare_terms(loss)
-        # Rounding is relative to the largest gradient on the way; the sum may be divided only at the end.
-        grown = max(self._norms) / self._norms[-1] if self._norms and self._norms[-1] else 0.0
-        self.largest = 0.0 if self.failure else grown * self.size
 
     def holds(self, limit: float) -> bool:
         """Return True if both errors are at most the limit."""
         return self.error <= limit and self.loss_error <= limit
-
-    def micro_batch(self, event: MicroBatchDone) -> None:
-        """Note the size of the sums."""
-        found = [p.grad for p in self._bench.subject.named.values() if p.grad is not None]
-        self._norms.append(norm_of(found).item() if found else 0.0)
 
     def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep the gradient and the state."""

@@ -14,7 +14,6 @@ from anybatch.check.rows import RowCut, RowPart, agree, is_close
 from anybatch.compare import distance, limit_of
 from anybatch.losses import function_of
 
-PLAIN = 1e-3  # larger errors are no rounding, unless the reference itself is rounding
 # A smaller gradient may be rounding of numbers that cancel inside the model, as in a perfect fit.
 _TINY = 1e-6
 
@@ -67,8 +66,7 @@ class Comparison:
         found.words = words or cut.words
         if found.failure is None and reference.failure is None:
             far = distance(reference, found)
-            is_plain = far.gradient > PLAIN and 0 < found.largest < 10 * reference.size
-            if max(far.gradient, far.loss) > self.limit and not is_plain:
+            if max(far.gradient, far.loss) > self.limit:
                 far = distance(reference, found, *self._halves)
             found.error, found.loss_error = far.gradient, far.loss
             if found.holds(self.limit) and not reference.bare:
