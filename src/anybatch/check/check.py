@@ -331,7 +331,6 @@ def _terms(
             tolerance=limit,
             name=loss_name,
             bare=comparison.reference.bare,
-            pooled=not is_sound,
         )
         found = term_test.find(cuts)
         if found:

@@ -29,14 +29,12 @@ class Evaluation:
         return self.sums[name] / self.weights[name] if self.weights[name] else math.nan
 
 
-def evaluate(
-    bench: Bench, outermost: Sequence[Call], cuts: Sequence[RowCut], *, pooled: bool
-) -> list[Evaluation]:
+def evaluate(bench: Bench, outermost: Sequence[Call], cuts: Sequence[RowCut]) -> list[Evaluation]:
     """Return the terms of each micro-batch of these splits, with the outputs of the calls in `outermost`."""
     found: list[Evaluation] = []
     batches = [cut.batch(bench.subject.dtype) for cut in cuts]  # outside of draws, which note dtypes
     with bench.fresh() as (model, loss):
-        stub = Stub(model, outermost, pooled=pooled)
+        stub = Stub(model, outermost)
         for cut, batch in zip(cuts, batches, strict=True):
             for part, micro in zip(cut.parts, batch.cut(cut.micro_batch), strict=True):
                 bench.draws.begin(part)
@@ -57,8 +55,7 @@ def evaluate(
 class Stub:
     """Hooks that replace the outputs of outermost modules by those of the whole batch."""
 
-    def __init__(self, model: nn.Module, outermost: Sequence[Call], *, pooled: bool) -> None:
-        self._pooled = pooled
+    def __init__(self, model: nn.Module, outermost: Sequence[Call]) -> None:
         self._known: defaultdict[str, list[list[Tensor]]] = defaultdict(list)
         for call in outermost:
             self._known[call.key[0]].append(call.outputs)
@@ -93,8 +90,7 @@ class Stub:
             return output
         for place, whole in zip(places, outputs, strict=True):
             value = take(whole, leaves[place].shape, self._part)
-            is_pooled = whole.shape == leaves[place].shape and len(self._part.rows) < self._part.total
-            if value is not None and (self._pooled or not (is_pooled or whole.dim() == 0)):
+            if value is not None:
                 # A loss may ask for a gradient inside, and write in place, which a leaf does not allow.
                 leaves[place] = value.detach().clone().requires_grad_(leaves[place].requires_grad) * 1
         return private.pytree.tree_unflatten(leaves, form)
