@@ -1,8 +1,7 @@
-"""Modules that make split and whole differ, and why: each runs by itself on the same inputs, split"""
+"""The first module that makes split and whole differ, and why: it runs by itself on changed inputs"""
 
 import math
 import random
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,7 +79,7 @@ class ModuleTest:
     bench: Bench
     total: int  # rows of the batch
     tolerance: float  # relative error that counts as rounding
-    deadline: float = math.inf  # stop changing rows then, on the clock of `time.perf_counter`
+    deadline: float = math.inf  # give up then, on the clock of `time.perf_counter`
 
     def explain(self, tested: ComparedCall) -> Finding:
         """Return the finding about a module that differs."""
@@ -166,8 +165,6 @@ class ModuleTest:
             before = run(tested.call.inputs, self._whole)
             for shift in range(self.total):  # with 0, other numbers
                 for row in range(self.total):
-                    if time.perf_counter() > self.deadline and (shift, row) != (0, 0):
-                        return most
                     changed = _change_row(tested.call.inputs, tested.inputs, row, shift, self.total)
                     others = [other for other in range(self.total) if other != row]
                     most = max(most, self._differing(tested, before, run(changed, self._whole), others))

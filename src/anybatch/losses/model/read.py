@@ -78,7 +78,7 @@ def known_form(model: nn.Module) -> Form | None:
 
 
 def forget_form(model: nn.Module) -> None:
-    """Let a model be watched, because its loss has another form than before."""
+    """Forget the form of a loss that has another one now, so that the model is watched."""
     _FORMS.pop(model, None)
 
 
