@@ -1,14 +1,13 @@
 """A loss by itself: evaluated on the outputs of the whole batch, so that only the loss can differ."""
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from anybatch.check.passes import Bench, Call
+from anybatch.check.passes import Bench, Call, Calls
 from anybatch.check.rows import RowCut, RowPart, take
 from anybatch.core import torch_private as private
 from anybatch.losses import resolve
@@ -52,36 +51,28 @@ def evaluate(bench: Bench, outermost: Sequence[Call], cuts: Sequence[RowCut]) ->
     return found
 
 
-class Stub:
+class Stub(Calls):
     """Hooks that replace the outputs of outermost modules by those of the whole batch."""
 
     def __init__(self, model: nn.Module, outermost: Sequence[Call]) -> None:
-        self._known: defaultdict[str, list[list[Tensor]]] = defaultdict(list)
-        for call in outermost:
-            self._known[call.key[0]].append(call.outputs)
-        self.begin(RowPart.whole(1))
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(self._leaving(name))
+        super().__init__()
+        self._known = outermost
+        self.watch(model)
 
     def begin(self, part: RowPart) -> None:
         """Begin a micro-batch."""
-        self._part, self._depth = part, 0
-        self._counts: Counter[str] = Counter()
+        super().begin(part)
+        self._part = part
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self._depth += 1
-
-    def _leaving(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            self._depth -= 1
-            if self._depth:
-                return output
-            known, count = self._known[name], self._counts[name]
-            self._counts[name] += 1  # outermost calls only; a key counts inner ones, too
-            return self._replace(output, known[count]) if count < len(known) else output
-
-        return hook
+    def _after(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        before = len(self._outermost)
+        super()._after(module, args, outputs)
+        names = [call.key[0] for call in self._outermost]
+        if len(names) == before:  # an inner call, or one that is recomputed
+            return None
+        known = [call.outputs for call in self._known if call.key[0] == names[-1]]
+        count = names.count(names[-1])
+        return self._replace(outputs, known[count - 1]) if count <= len(known) else None
 
     def _replace(self, output: Any, outputs: Sequence[Tensor]) -> Any:
         leaves, form = private.pytree.tree_flatten(output)

@@ -129,7 +129,7 @@ class Calls:
 
         return hook
 
-    def _after(self, module: nn.Module, args: Any, outputs: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         if private.is_in_backward():
             return
         call = self._open.pop()
