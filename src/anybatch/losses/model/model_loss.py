@@ -25,7 +25,6 @@ from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Plain, Share, f
 from anybatch.losses.model.graph import (
     WAYS_OUT,
     LossTerms,
-    NoLossError,
     adds_nothing,
     call_model,
     found_in,
@@ -107,10 +106,10 @@ def _called(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro: 
     output = call_loss(function, model, micro)
     try:
         loss_of(model, output)
-    except NoLossError as error:
+    except LossError as error:
         if adds_nothing(output):
             return output
-        raise NoLossError(
+        raise LossError(
             "Expected a mean over rows with gradient, a scalar tensor of shape (), from the function in "
             f"ab.ModelLoss(call=...), got {told_of(output)}. For a value for each row or entry pass "
             "ab.PerRow(fn), with fn(outputs, targets); a function that returns an ab.Total needs no wrapper."
