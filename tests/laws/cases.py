@@ -28,10 +28,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """An option made from the drawn rows; with one entry per row it cannot go where rows come one by one."""
+    """An option made from the drawn rows."""
 
     make: Make
-    per_row: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +50,6 @@ class Case:
     options: Mapping[str, Any]
     model: Callable[[], nn.Module]
     batch: Make
-
-    @property
-    def is_per_row(self) -> bool:
-        return any(isinstance(value, Made) and value.per_row for value in self.options.values())
 
     def problem(
         self, form: str, rows: int, *, seed: int = 0, mask: str = "some", dtype: torch.dtype = torch.float64

@@ -74,11 +74,5 @@ class Draw:
         weights[1] = 0
         return weights.to(self.dtype)
 
-    def for_row(self) -> Tensor:
-        return self.uniform(1)
-
-    def for_each(self) -> Tensor:
-        return self.uniform(CLASSES)
-
     def _uniform(self, *shape: int) -> Tensor:
         return torch.rand(*shape, generator=self._generator, dtype=torch.float64)

@@ -88,9 +88,8 @@ def any_cut_is_the_whole(case: Case, form: int, sizes: list[int], mask: str, num
     whole = reference(problem)
     for micro_batch in (None, *range(1, rows + 1)):
         check(cut(problem, micro_batch), whole)
-    if not case.is_per_row:
-        check(windowed(problem, sizes), whole)
-        check(collated(problem, sizes[0]), whole)
+    check(windowed(problem, sizes), whole)
+    check(collated(problem, sizes[0]), whole)
 
 
 CUT = {

@@ -138,8 +138,7 @@ def manhattan(x: Tensor, y: Tensor) -> Tensor:
 
 
 CLASS_WEIGHT = {"weight": (None, Made(Draw.per_class))}
-FOR_ROW, FOR_EACH = Made(Draw.for_row, per_row=True), Made(Draw.for_each, per_row=True)
-ANY_WEIGHT = (None, Made(Draw.per_class), FOR_ROW, FOR_EACH)
+ANY_WEIGHT = (None, Made(Draw.per_class))
 IGNORED = {"ignore_index": (None, 2)}
 SMOOTH = {"label_smoothing": (None, 0.1), **CLASS_WEIGHT}
 MARGIN, FULL = {"margin": (None, 0.5)}, {"full": (None, True)}
@@ -185,12 +184,9 @@ def regressions() -> Iterator[Case]:
     yield from cases_of("bce", bce, chance, CHANCES, weight=ANY_WEIGHT)
     yield from cases_of("bce_logits", logits, score, CHANCES, pos_weight=ANY_WEIGHT, weight=ANY_WEIGHT)
     yield from cases_of("mse", (nn.MSELoss, F.mse_loss), score, NUMBERS)
-    yield from cases_of("mse", (F.mse_loss,), score, NUMBERS, weight=(FOR_EACH,))
     yield from cases_of("l1", (nn.L1Loss, F.l1_loss), score, NUMBERS)
-    yield from cases_of("l1", (F.l1_loss,), score, NUMBERS, weight=(FOR_EACH,))
     yield from cases_of("smooth_l1", (nn.SmoothL1Loss, F.smooth_l1_loss), score, NUMBERS, beta=(None, 0.3))
     yield from cases_of("huber", (nn.HuberLoss, F.huber_loss), score, NUMBERS, delta=(None, 0.3))
-    yield from cases_of("huber", (F.huber_loss,), score, NUMBERS, weight=(FOR_EACH,))
     yield from cases_of("poisson", poisson, rate, COUNTS, **log_input, **FULL)
     yield from cases_of("gaussian", gauss, lambda: Gaussian(CLASSES, CLASSES), NUMBERS, **FULL)
     yield from cases_of("gaussian-one-variance", gauss, lambda: Gaussian(CLASSES, 1), NUMBERS, **FULL)

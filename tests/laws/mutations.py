@@ -1,8 +1,7 @@
 """Mistakes that others have made, or that we could make: each must break a law."""
 
-import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from anybatch.engine.division import Division
 from anybatch.engine.gradients import InPlace
 from anybatch.engine.part import Part
 from anybatch.losses import reductions as kinds
-from anybatch.losses.loss import Evaluated, Plain
+from anybatch.losses.loss import Evaluated
 from anybatch.losses.torch_losses import SummedLoss
 from anybatch.precision.loss_scale import LossScale
 from anybatch.precision.master_weights import Masters
@@ -165,21 +164,6 @@ def first_micro_batch_twice(right: Any, batch: TensorBatch, parts: Any) -> Any:
 def tail_scaled_like_a_full_one(backward: Any, part: Part, terms: Evaluated) -> None:
     factor = part.ways.plan.micro_batch / len(part.left[0])
     backward(part, terms._replace(sums={name: value * factor for name, value in terms.sums.items()}))
-
-
-weights_of_rows_left_uncut = _put(SummedLoss, "along", Plain.along)
-
-
-@_in_place_of(SummedLoss, "along")
-@contextmanager
-def weights_of_other_rows(
-    along: Any, loss: SummedLoss, batch: Any, sizes: Sequence[int], *rest: Any
-) -> Generator[Any]:
-    with along(loss, batch, sizes, *rest) as share:
-        ends = list(itertools.accumulate(sizes))
-        found = [share(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        turned = dict(zip(ends, found[1:-1] + found[:1] + found[-1:], strict=True))
-        yield lambda start, stop: turned[stop]
 
 
 # ---- the accumulator

@@ -22,7 +22,6 @@ WEIGHTED = "cross_entropy-label_smoothing=0.1-weight=per_class-ignore_index=2-re
 TOKENS = "cross_entropy-tokens-ignore_index=0-reduction=mean"
 SOFT = "cross_entropy-soft-dense-reduction=mean"
 FORWARD = "out of memory in forward"
-PER_ROW = "bce_logits-pos_weight=for_each-weight=for_row-reduction=mean"
 
 Law = Callable[[], None]
 
@@ -116,8 +115,6 @@ BREAKS: dict[str, list[Law]] = {
     "last_micro_batch_dropped": [cut_law(WEIGHTED)],
     "first_micro_batch_twice": [cut_law(WEIGHTED)],
     "tail_scaled_like_a_full_one": [cut_law("mse-reduction=mean")],
-    "weights_of_rows_left_uncut": [cut_law(PER_ROW)],
-    "weights_of_other_rows": [cut_law(PER_ROW)],
     "sums_in_the_parameters_dtype": [bfloat16_law],
     "memory_left_shared": [model_law],
     "gradients_of_the_step_before_left_over": [cut_law(WEIGHTED, repeats=2)],

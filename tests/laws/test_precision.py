@@ -32,8 +32,7 @@ def assert_exact(case: Case, dtype: torch.dtype) -> None:
         whole = reference(problem)
         for micro_batch, options in ((1, {}), (4, EXACT)) if not seed else ((4, {}),):
             check(cut(problem, micro_batch, **options), whole, dtype=dtype, terms=ROWS)
-        if not case.is_per_row:
-            check(windowed(problem, [3, 1, 2]), whole, dtype=dtype, terms=ROWS)
+        check(windowed(problem, [3, 1, 2]), whole, dtype=dtype, terms=ROWS)
 
 
 @pytest.mark.parametrize("case", [*CASES, *TOTALS], ids=lambda case: case.name)
@@ -139,8 +138,7 @@ def test_by_name(case: Case, name: str) -> None:
         check(cut(problem, 4, **options), whole, dtype=dtype, terms=ROWS)
         if not seed:
             check(cut(problem, 4, **options, non_finite="drop"), whole, dtype=dtype, terms=ROWS)
-        if not case.is_per_row:
-            check(windowed(problem, [3, 1, 2], **options), whole, dtype=dtype, terms=ROWS)
+        check(windowed(problem, [3, 1, 2], **options), whole, dtype=dtype, terms=ROWS)
 
 
 def rounded(value: Tensor, *, dtype: torch.dtype) -> Tensor:

@@ -69,7 +69,7 @@ class Inside(nn.Module):
 
 def variants() -> Iterator[tuple[str, Variant]]:
     # Of each loss of torch the case with most options; and a sum.
-    means = [case for case in TORCH if not case.is_per_row and "reduction=sum" not in case.name]
+    means = [case for case in TORCH if "reduction=sum" not in case.name]
     most = {re.split(r"-\w+=", case.name)[0]: case for case in means if "linear" not in case.name}
     for case in (*most.values(), *[case for case in TORCH if case.name == "cross_entropy-reduction=sum"]):
         make = partial(case.problem, [*case.forms][-1], 7)

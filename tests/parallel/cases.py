@@ -41,7 +41,7 @@ WHOLE = Case(
     model=lambda: Perceptron(FEATURES, CLASSES),
     batch=lambda draw: (draw.normal(FEATURES), torch.arange(draw.rows)),
 )
-ALL = [*[case for case in CASES if not case.is_per_row], *TOTALS, *[WHOLE] * 10]
+ALL = [*CASES, *TOTALS, *[WHOLE] * 10]
 
 
 def by_rows(outputs: Tensor, targets: Tensor, *, rows: Tensor) -> ab.Total:

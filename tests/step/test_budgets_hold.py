@@ -72,17 +72,6 @@ def test_a_budget_survives_any_number_of_out_of_memory_errors(seed: int) -> None
     run(seed)
 
 
-def test_settings_with_an_entry_per_row_have_budgets() -> None:
-    model, x = Limited(), torch.randn(40, 6).double()
-    loss = nn.BCEWithLogitsLoss(weight=torch.rand(40, 4).double())
-    twin, target = copy.deepcopy(model), torch.rand(40, 4).double()
-    report = make(model, loss, memory="200KB")((x, target))
-    make(twin, loss)((x, target))
-    assert (report.micro_batches > 1, report.checked) == (True, True)
-    named = [dict(one.named_parameters()) for one in (model, twin)]
-    assert relative_error(*named) <= tolerance(torch.float64, 40)
-
-
 def test_a_budget_below_what_is_held_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Limited()
     model.most = 0

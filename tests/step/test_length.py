@@ -231,8 +231,6 @@ def mean_over_places(model: nn.Module, micro: Any) -> ab.Total:
          text(LEFT, width=20, labels=torch.arange(ROWS) % 3), "GPT2ForSequenceClassification with less"),
         (Flat(LONGEST, 3), lambda m, x: ab.Total(m(x["tokens"]).sum(), 1), MASKED, "without their"),
         (Tagger(), ab.WholeBatch(lambda scores, tags: scores.mean()), WORDS_AND_TAGS, "order out"),
-        (nn.Linear(4, 1), nn.BCEWithLogitsLoss(weight=torch.rand(ROWS, 1)),
-         {"x": FEATURES[:, 0], "y": torch.ones(ROWS, 1), "mask": RIGHT}, "order out"),
         (nn.Linear(4, 1), nn.MSELoss(), (FEATURES[:, 0], FEATURES[:, 0, :1]), "lengths can be told"),
         (nn.Sequential(nn.BatchNorm1d(LONGEST)), lambda m, x: ab.Total(m(x["x"]).sum(), 1),
          {"x": FEATURES, "mask": RIGHT}, "BatchNorm"),

@@ -18,11 +18,6 @@ BATCH_NORM_CHOICES = get_args(BatchNormChoice)
 
 def check_batch_norm(choice: object) -> None:
     """Raise PlanError unless `choice` is None or in `BATCH_NORM_CHOICES`."""
-    if choice == "exact":
-        raise PlanError(
-            f"Expected batch_norm to be one of {BATCH_NORM_CHOICES} or None, got {choice!r}, which is not "
-            "available yet. ab.batch_norm_to_group_norm(model) makes every cut exact."
-        )
     if choice is not None and choice not in BATCH_NORM_CHOICES:
         raise PlanError(
             f'Expected batch_norm to be one of {BATCH_NORM_CHOICES} or None, got {choice!r}. Choose "micro" '

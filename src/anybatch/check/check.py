@@ -9,22 +9,19 @@ from typing import Any
 
 from torch import nn
 
-from anybatch.batchnorm import find_batch_norms
 from anybatch.check.copies import untouched
 from anybatch.check.draws import OutOfTime
-from anybatch.check.finding import WAYS_OUT, Finding, module_finding, summaries
-from anybatch.check.modules import ModuleSearch
-from anybatch.check.passes import first_difference
+from anybatch.check.finding import WAYS_OUT, Finding, module_finding
+from anybatch.check.modules import ModuleTest, first_that_differs
 from anybatch.check.prepare import Prepared, prepare
-from anybatch.check.rows import find_padding, trimmed
+from anybatch.check.rows import RowPart, find_padding, trimmed
 from anybatch.check.splits import (
     Comparison,
     Pass,
     cut_sizes_to_try,
     find_state,
     name_of,
-    rows_agree,
-    rows_agree_on,
+    rows_differ,
     worst_of,
 )
 from anybatch.check.terms import TermTest
@@ -101,7 +98,7 @@ class CheckReport:
             return [("exact", f"{told}\n{_NOT_PROVEN}"), *notes]
         is_update = any(finding.kind != "buffer" for finding in self.findings)
         told = "" if is_update else "the update is, saved buffers are not: "
-        found = [text.partition(": ") for text in summaries(self.findings)]
+        found = [str(finding).partition(": ") for finding in self.findings]
         head = f"{told}{errors}, on {self.rows} rows cut as {cuts}"
         return [("NOT exact", head), *[(kind, text) for kind, _, text in found], *notes]
 
@@ -119,7 +116,6 @@ def check(
     collate: Collate | None = None,
     micro_batch: int | None = None,
     rows: int | None = None,
-    seed: int = 0,
     options: Options = DEFAULT,
 ) -> CheckReport:
     """Test on a few rows that every split gives the same result, and name the cause if one does not.
@@ -137,7 +133,6 @@ def check(
         collate: as for `anybatch.Step`.
         micro_batch: another size to try.
         rows: rows to check on. By default 8, or as many as take a few seconds.
-        seed: seed of the random numbers.
         options: those of your step. Only `batch_norm` matters: unless it is "frozen", each BatchNorm in
             training mode is a finding.
 
@@ -165,15 +160,13 @@ def check(
     if micro_batch is not None:
         check_micro_batch(micro_batch)
     with untouched(model, loss):
-        prepared = prepare(model, loss, batch, collate, micro_batch, rows, options.batch_norm, seed, start)
+        prepared = prepare(model, loss, batch, collate, micro_batch, rows, options.batch_norm, start)
         comparison, passes = _compare_cuts(prepared, micro_batch, start)
-        if (
-            _differ(comparison, passes)
-            and not comparison.reference.unreplayed
-            and agrees_without_dropout(comparison, passes, start + CUTTING_S)
-        ):
-            prepared = prepared.without_dropout()
-            comparison, passes = _compare_cuts(prepared, micro_batch, start)
+        if _differ(comparison, passes) and may_be_dropout(comparison, passes):
+            again = prepared.without_dropout()
+            other, others = _compare_cuts(again, micro_batch, start)
+            if not _differ(other, others) or not rows_differ(other, others):
+                prepared, comparison, passes = again, other, others
         findings: list[Finding] = []
         notes = list(prepared.notes)
         if comparison.doubt:
@@ -297,40 +290,27 @@ def explain(
     comparison: Comparison, passes: Sequence[Pass], loss_name: str, *, deadline: float = math.inf
 ) -> list[Finding]:
     """Return the findings that explain why a split differs from the whole batch."""
-    worst = worst_of(comparison, passes)
-    parts, outermost = worst.cut.parts, comparison.outermost
-    is_sound = rows_agree(comparison, comparison.reference.calls, worst.calls, parts)
+    worst, draws = worst_of(comparison, passes), comparison.bench.draws
+    is_sound = not rows_differ(comparison, passes)
     terms: list[Finding] = []
-    found: list[Finding] = []
-    pooled: list[Finding] = []
-    draws = comparison.bench.draws
     try:
         with draws.until(deadline):
             terms = _terms(comparison, passes, loss_name, is_sound=is_sound)
-            if terms and is_sound:
-                return terms  # the search in the model is the most expensive part
-            norms = _batch_norms(comparison, ". With running statistics the same cuts agree.")
-            frozen = replace(comparison.bench, batch_norm="frozen")
-            if norms and not is_sound and rows_agree_on(frozen, comparison, worst.cut):
-                found = norms
-        if not found:
-            search = ModuleSearch(
-                bench=comparison.bench,
-                parts=parts,
-                table=worst.calls.table(parts[0]),
-                tolerance=10 * comparison.limit,  # single outputs average over fewer numbers
-                deadline=deadline,
-            )
-            found, pooled = search.find(outermost)
     except OutOfTime:
         pass
-    found = [*found, *terms]
-    found = (
-        found
-        or pooled
-        or _batch_norms(comparison, ". There was no time to test whether it is the only cause.")
-    )
-    return found or [_unexplained(worst, loss_name, is_late=time.perf_counter() > deadline)]
+    if terms and is_sound:
+        return terms
+    parts, tolerance = worst.cut.parts, 10 * comparison.limit  # outputs average over fewer numbers
+    tables = [worst.calls.table(part) for part in parts]
+    whole = comparison.reference.calls.table(comparison.whole.part)
+    tested = first_that_differs(whole, tables, parts, tolerance)
+    found: list[Finding] = []
+    if tested is not None and not (terms and tested.fault == "pooled"):
+        module_test = ModuleTest(
+            bench=comparison.bench, total=parts[0].total, tolerance=tolerance, deadline=deadline
+        )
+        found = [module_test.explain(tested)]
+    return [*found, *terms] or [_unexplained(worst, loss_name, is_late=time.perf_counter() > deadline)]
 
 
 def _terms(
@@ -351,7 +331,6 @@ def _terms(
             tolerance=limit,
             name=loss_name,
             bare=comparison.reference.bare,
-            pooled=not is_sound,
         )
         found = term_test.find(cuts)
         if found:
@@ -359,30 +338,12 @@ def _terms(
     return []
 
 
-def _batch_norms(comparison: Comparison, what: str) -> list[Finding]:
-    if comparison.bench.batch_norm == "frozen":
-        return []
-    with comparison.bench.fresh() as (model, _):
-        norms = [(name, one) for name, one in model.named_modules() if find_batch_norms([one])]
-    what = f"normalises by mean and variance over the micro-batch{what}"
-    return [module_finding("meeting", name, norm, f"`{name or 'the model'}` {what}") for name, norm in norms]
-
-
-def agrees_without_dropout(comparison: Comparison, passes: Sequence[Pass], deadline: float) -> bool:
-    """Return True if rows agree only with dropout off, as in a model that sorts its rows."""
-    draws, worst = comparison.bench.draws, worst_of(comparison, passes)
-    if draws.has_packed:
-        return True
-    if not draws.has_dropout or rows_agree(
-        comparison, comparison.reference.calls, worst.calls, worst.cut.parts
-    ):
+def may_be_dropout(comparison: Comparison, passes: Sequence[Pass]) -> bool:
+    """Return True if rows may differ only because dropout draws for them in another order."""
+    draws = comparison.bench.draws
+    if comparison.reference.unreplayed:
         return False
-    bench = replace(comparison.bench, draws=draws.restarted(without_dropout=True))
-    try:
-        with bench.draws.until(deadline):
-            return rows_agree_on(bench, comparison, worst.cut)
-    except OutOfTime:
-        return False
+    return draws.has_packed or (draws.has_dropout and rows_differ(comparison, passes))
 
 
 def explain_padding(
@@ -397,8 +358,12 @@ def explain_padding(
     """Return a finding on the module, or the loss, that depends on padded places."""
     long_calls = comparison.bench.run(padded.cut).calls
     short_calls = comparison.bench.run(short.cut).calls
-    tolerance = 10 * comparison.limit
-    found = first_difference(padded.cut.parts, long_calls, short_calls, tolerance, is_left=is_left)
+    found = None
+    for part in padded.cut.parts:
+        tables, rows = [short_calls.table(part)], [RowPart.whole(len(part.rows))]
+        found = found or first_that_differs(
+            long_calls.table(part), tables, rows, 10 * comparison.limit, from_end=is_left
+        )
     error = short.failure
     apart = (
         f"it fails with {type(error).__name__}: {error}"
@@ -411,10 +376,10 @@ def explain_padding(
         ways_out = ("Ignore padded places: ignore_index, or a weight of 0.", *WAYS_OUT["padding"][1:])
         return Finding(kind="padding", culprit=loss_name, what=what, ways_out=ways_out)
     with comparison.bench.fresh() as (model, _):
-        name, inside = found
+        name = found.call.key[0]
         module = model.get_submodule(name)
-    place = f"`{name or type(module).__name__}`" + f" (first at `{inside}` inside it)" * (inside != name)
-    what = f"{place} lets padding change the results at valid places: {source}."
+    place = name or type(module).__name__
+    what = f"`{place}` lets padding change the results at valid places: {source}."
     return module_finding("padding", name, module, what)
 
 

@@ -35,17 +35,16 @@ class Draws(SeenDraws):
     Draws from another generator, or after the model has set a seed, are not replayed.
 
     Args:
-        seed: of all streams in every pass: torch's, Python's and NumPy's.
         without_dropout: replace Bernoulli draws by their expected value, which switches dropout off.
         is_wide: convert to float64 what the model converts to float32.
     """
 
-    def __init__(self, seed: int, *, without_dropout: bool = False, is_wide: bool = False) -> None:
+    def __init__(self, *, without_dropout: bool = False, is_wide: bool = False) -> None:
         super().__init__()
-        self._seed, self._without_dropout, self._is_wide = seed, without_dropout, is_wide
+        self._without_dropout, self._is_wide = without_dropout, is_wide
         self._deadline = math.inf
         with rng.preserved():
-            rng.seed_process(rng.derive_seed(seed, "check"))  # a model may set `seed` itself
+            rng.seed_process(rng.derive_seed(0, "check"))  # no seed that a model may set itself
             self._start = rng.capture(rng.of_process())
         self._drawn: dict[Place, _Draw] = {}
         self._next: dict[str, bytes] = {}
@@ -67,8 +66,8 @@ class Draws(SeenDraws):
         self.count = self.unreplayed = 0
 
     def restarted(self, *, without_dropout: bool = False) -> "Draws":
-        """Return new draws with the same seed."""
-        return Draws(self._seed, without_dropout=without_dropout, is_wide=self._is_wide)
+        """Return new draws, which are the same numbers."""
+        return Draws(without_dropout=without_dropout, is_wide=self._is_wide)
 
     @contextmanager
     def until(self, deadline: float) -> Generator[None]:

@@ -1,7 +1,7 @@
 """Findings: a kind, a culprit, a sentence, and the ways out"""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -64,24 +64,6 @@ class Finding:
         return "\n".join(
             [f"{self.kind}: {self.culprit}", *[f"  {line}" for line in "\n".join(lines).split("\n")]]
         )
-
-
-def summaries(findings: Iterable[Finding]) -> list[str]:
-    """Return findings in words; modules of one class with the same fault are named in one text."""
-    groups: dict[tuple[str, ...], list[Finding]] = {}
-    for finding in findings:
-        name, _, rest = finding.culprit.rpartition(" (")
-        alike = (finding.kind, rest, *finding.ways_out) if name else (finding.kind, finding.culprit)
-        groups.setdefault(alike, []).append(finding)
-    return [str(_as_one(group)) for group in groups.values()]
-
-
-def _as_one(group: Sequence[Finding]) -> Finding:
-    names = [finding.culprit.rpartition(" (")[0] for finding in group]
-    if len(group) == 1 or not names[0]:
-        return group[0]
-    culprit = f"{listed(names)} ({group[0].culprit.rpartition(' (')[2]}"
-    return replace(group[0], culprit=culprit, what=f"{group[0].what} The others do the same.")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -1,19 +1,22 @@
-"""Modules that make split and whole differ, and why: each runs by itself on the same inputs, split"""
+"""The first module that makes split and whole differ, and why: it runs by itself on changed inputs"""
 
 import math
 import random
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from anybatch.batchnorm import find_batch_norms
 from anybatch.check.draws import OutOfTime
-from anybatch.check.finding import WAYS_OUT, Finding, module_finding
-from anybatch.check.passes import Bench, Call, Key
+from anybatch.check.finding import WAYS_OUT, Finding, listed, module_finding
+from anybatch.check.passes import Bench, Call
 from anybatch.check.rows import Axis, RowPart, agree, find_axis, select
+from anybatch.check.splits import Table, fault_of, inputs_of, outputs_of
 from anybatch.state import rng
 
 ROW_BY_ROW = (
@@ -28,15 +31,45 @@ Run = Callable[[Sequence[Tensor], RowPart], list[Tensor]]
 GIVE_TENSOR = WAYS_OUT["position"][-1]  # the first is about random numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ComparedCall:
-    """A call of a module on the whole batch, compared with its calls on the parts."""
+class ComparedCall(NamedTuple):
+    """A call of a module with the same inputs as its calls on parts of the rows, and other outputs."""
 
-    call: Call  # the call on the whole batch
-    fault: str  # "" if they agree, "outputs", "pooled", "dropped rows" or "unknown"
-    unreplayed: int = 0  # random draws of this call that are not replayed
-    inputs: Sequence[Axis | None] = ()  # the axis of rows in each input
-    outputs: Sequence[Axis | None] = ()  # the axis of rows in each output
+    call: Call  # the call on all rows
+    fault: str  # how its outputs differ, as `fault_of` says
+    inputs: Sequence[Axis | None]  # the axis of rows in each input
+    outputs: Sequence[Axis | None]  # the axis of rows in each output
+
+
+def first_that_differs(
+    calls: Table,
+    tables: Sequence[Table],
+    parts: Sequence[RowPart],
+    tolerance: float,
+    *,
+    from_end: bool = False,
+) -> ComparedCall | None:
+    """Return the first call with the same inputs and other outputs in the parts; inner calls come first.
+
+    A call with one value for all rows comes last: its parent may weigh these values rightly.
+    """
+    pooled: list[ComparedCall] = []
+    for call in calls.values():
+        compare = partial(fault_of, call, tables, parts, tolerance, from_end=from_end)
+        fault = "unknown" if compare(of=inputs_of) else compare()
+        if fault in ("", "unknown"):
+            continue
+        axes = [
+            [
+                find_axis(a.shape, b.shape, parts[0])
+                for a, b in zip(of(call), of(tables[0][call.key]), strict=False)
+            ]
+            for of in (inputs_of, outputs_of)
+        ]
+        tested = ComparedCall(call, fault, *axes)
+        if fault != "pooled":
+            return tested
+        pooled.append(tested)
+    return next(iter(pooled), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,15 +79,23 @@ class ModuleTest:
     bench: Bench
     total: int  # rows of the batch
     tolerance: float  # relative error that counts as rounding
-    deadline: float = math.inf  # stop changing rows then, on the clock of `time.perf_counter`
+    deadline: float = math.inf  # give up then, on the clock of `time.perf_counter`
 
     def explain(self, tested: ComparedCall) -> Finding:
         """Return the finding about a module that differs."""
         name = tested.call.key[0]
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(name)
+            alike = [key for key, one in model.named_modules() if type(one) is type(module)]
+        if find_batch_norms([module]):
+            what = f"`{name or 'the model'}` normalises by mean and variance over the micro-batch."
+            more = " The others do the same." * (len(alike) > 1)
+            return module_finding("meeting", listed(alike), module, what + more)
         try:
-            kind, what, *ways_out = self._classify(tested)
+            with self.bench.draws.until(self.deadline):
+                kind, what, *ways_out = self._classify(tested)
+        except OutOfTime:
+            kind, what, ways_out = "unexplained", "differs; there was no time to look for the reason", []
         except Exception as error:  # some modules cannot run on other rows
             kind, what = "unexplained", f"differs, and fails with {type(error).__name__} on other rows"
             ways_out = list[str]()
@@ -65,7 +106,7 @@ class ModuleTest:
         """Return the kind, a sentence, and ways out that replace those of the kind."""
         if tested.fault == "dropped rows":
             return "dropped rows", "returns fewer rows for micro-batches than for the whole batch"
-        if tested.unreplayed:
+        if self._count_unreplayed(tested):
             return "position", (
                 "draws random numbers by position, from a generator of its own or after setting a seed: "
                 "a row gets other numbers in another micro-batch"
@@ -83,13 +124,11 @@ class ModuleTest:
                 f"draws random numbers from {sources}, by position: a row gets other numbers in another "
                 "micro-batch"
             )
-        if not self._is_row_wise(tested):
-            return "meeting", "returns another output for a row when other rows are missing or replaced"
         if draws > draws_of_half:
             return "position", ROW_BY_ROW.format(draws, self.total, draws_of_half), *ROW_BY_ROW_WAYS_OUT
         if not self._is_equivariant(tested):
             return "position", "returns another output for a row at another place in the batch", GIVE_TENSOR
-        return "unexplained", "returns other outputs in a micro-batch than in the whole batch"
+        return "meeting", "returns another output for a row when other rows are missing"
 
     @property
     def _whole(self) -> RowPart:
@@ -110,6 +149,11 @@ class ModuleTest:
 
             yield module, run
 
+    def _count_unreplayed(self, tested: ComparedCall) -> int:
+        with self._fresh(tested.call) as (_, run):
+            run(tested.call.inputs, self._whole)
+            return self.bench.draws.unreplayed
+
     def _is_deterministic(self, tested: ComparedCall) -> bool:
         inputs = tested.call.inputs
         with self._fresh(tested.call) as (_, run):
@@ -121,8 +165,6 @@ class ModuleTest:
             before = run(tested.call.inputs, self._whole)
             for shift in range(self.total):  # with 0, other numbers
                 for row in range(self.total):
-                    if time.perf_counter() > self.deadline and (shift, row) != (0, 0):
-                        return most
                     changed = _change_row(tested.call.inputs, tested.inputs, row, shift, self.total)
                     others = [other for other in range(self.total) if other != row]
                     most = max(most, self._differing(tested, before, run(changed, self._whole), others))
@@ -157,23 +199,6 @@ class ModuleTest:
                 sources |= {"Python's random" if one is random else "NumPy" for one in moved}
                 counts.append(self.bench.draws.count)
         return " and ".join(sorted(sources)), counts[0], counts[1]
-
-    def _is_row_wise(self, tested: ComparedCall) -> bool:
-        with self._fresh(tested.call) as (_, run):
-            before = run(tested.call.inputs, self._whole)
-            for rows in dict.fromkeys((self.total - 1, (self.total + 1) // 2)):
-                part = RowPart(tuple(range(rows)), self.total)
-                after = run(_select_all(tested.call.inputs, tested.inputs, part), part)
-                if not self._are_same(before, after, part):
-                    return False
-            for row in range(self.total):
-                if time.perf_counter() > self.deadline:
-                    break
-                alone = RowPart((row,) * self.total, self.total)  # this row in all places
-                after = run(_select_all(tested.call.inputs, tested.inputs, alone), self._whole)
-                if self._differing(tested, before, after, [row]):
-                    return False
-        return True
 
     def _is_equivariant(self, tested: ComparedCall) -> bool:
         turned = RowPart(tuple(range(self.total))[::-1], self.total)
@@ -213,97 +238,5 @@ def _change_row(
     return changed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ModuleSearch:
-    """A search for the innermost modules that differ."""
-
-    bench: Bench
-    parts: Sequence[RowPart]  # the micro-batches of a cut that differs from the whole
-    table: Mapping[Key, Call]  # calls of the first micro-batch: their shapes tell the axes of rows
-    tolerance: float  # relative error that counts as rounding
-    deadline: float  # on the clock of `time.perf_counter`
-
-    def find(self, outermost: Iterable[Call]) -> tuple[list[Finding], list[Finding]]:
-        """Return a finding for each innermost module that differs, and those on pooled outputs."""
-        module_test = ModuleTest(
-            bench=self.bench, total=self.parts[0].total, tolerance=self.tolerance, deadline=self.deadline
-        )
-        found: dict[str, Finding] = {}
-        pooled: dict[str, Finding] = {}
-        for one in [one for call in outermost for one in self._innermost(call)]:
-            table = pooled if one.fault == "pooled" else found
-            name = one.call.key[0]
-            if name not in table:
-                table[name] = module_test.explain(one)
-        return list(found.values()), list(pooled.values())
-
-    def _innermost(self, call: Call) -> Iterator[ComparedCall]:
-        tested = self._try(call)
-        if not tested.fault or (time.perf_counter() > self.deadline and tested.fault == "unknown"):
-            return
-        inner = [one for child in call.inner for one in self._innermost(child)]
-        if inner:
-            yield from inner
-        elif tested.fault != "unknown":
-            yield tested
-
-    def _try(self, call: Call) -> ComparedCall:
-        peer = self.table.get(call.key)
-        shapes = [value.shape for value in call.inputs]
-        if peer is None or len(peer.inputs) != len(shapes):
-            return ComparedCall(call=call, fault="unknown")
-        first = self.parts[0]
-        axes = [find_axis(a, b.shape, first) for a, b in zip(shapes, peer.inputs, strict=True)]
-        try:
-            with self.bench.draws.until(self.deadline):
-                return self._compare(call, axes)
-        except (Exception, OutOfTime):  # some modules cannot run outside their model
-            return ComparedCall(call=call, fault="unknown")
-
-    def _compare(self, call: Call, axes: Sequence[Axis | None]) -> ComparedCall:
-        draws, whole = self.bench.draws, RowPart.whole(self.parts[0].total)
-        with self.bench.fresh() as (model, _):
-            draws.begin(whole, call.state)
-            outputs = call.repeat(model.get_submodule(call.key[0]), _copies(call.inputs))
-            unreplayed = draws.unreplayed
-        pieces: list[list[Tensor]] = []
-        with self.bench.fresh() as (model, _):
-            module = model.get_submodule(call.key[0])
-            for part in self.parts:
-                draws.begin(part, call.state)
-                pieces.append(call.repeat(module, _copies(_select_all(call.inputs, axes, part))))
-        fault, places = self._classify_outputs(outputs, pieces)
-        return ComparedCall(call=call, fault=fault, unreplayed=unreplayed, inputs=axes, outputs=places)
-
-    def _classify_outputs(
-        self, outputs: Sequence[Tensor], pieces: Sequence[Sequence[Tensor]]
-    ) -> tuple[str, list[Axis | None]]:
-        if any(len(piece) != len(outputs) for piece in pieces):
-            return "unknown", []
-        places = [
-            find_axis(whole.shape, piece.shape, self.parts[0])
-            for whole, piece in zip(outputs, pieces[0], strict=True)
-        ]
-        faults: set[str] = set()
-        for whole, *mine in zip(outputs, *pieces, strict=True):
-            same = agree(whole, list(zip(mine, self.parts, strict=True)), self.tolerance)
-            if same:
-                continue
-            if all(piece.shape == whole.shape for piece in mine):
-                faults.add("pooled")
-            elif same is None:
-                faults.add("dropped rows" if _is_short(whole, mine) else "unknown")
-            else:
-                faults.add("outputs")
-        order = ("dropped rows", "outputs", "pooled", "unknown")
-        return next((fault for fault in order if fault in faults), ""), places
-
-
 def _copies(inputs: Sequence[Tensor]) -> list[Tensor]:
     return [value.clone() for value in inputs]  # a module may write to its inputs
-
-
-def _is_short(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
-    """Return True if the first axes of the pieces add up to less than the whole's."""
-    alike = all(piece.dim() == whole.dim() and piece.shape[1:] == whole.shape[1:] for piece in pieces)
-    return alike and whole.dim() > 0 and sum(piece.shape[0] for piece in pieces) < whole.shape[0]

@@ -1,7 +1,7 @@
 """One pass over some rows in one split: its loss, gradient, state, and the calls of its modules"""
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from anybatch.check.copies import Copied
 from anybatch.check.draws import Draws
 from anybatch.check.finding import culprit_of
-from anybatch.check.rows import RowCut, RowPart, is_close, shorten
+from anybatch.check.rows import RowCut, RowPart
 from anybatch.compare import Outcome
-from anybatch.core import Batch, Micro, MicroBatchDone, Total, torch_private as private
-from anybatch.engine import norm_of
+from anybatch.core import Batch, Micro, Total, torch_private as private
 from anybatch.losses import Terms, call_loss, module_of, resolve
 from anybatch.state import plain_kernels, rng
 from anybatch.step import Options, Step
@@ -130,7 +129,7 @@ class Calls:
 
         return hook
 
-    def _after(self, module: nn.Module, args: Any, outputs: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         if private.is_in_backward():
             return
         call = self._open.pop()
@@ -188,7 +187,7 @@ class Pass(Outcome):
         self.failure: Exception | None = None  # that ended the pass
         self.cut, self.words = cut, cut.words
         self.error = self.loss_error = math.inf  # relative to a reference, once compared
-        self.calls, self.state, self._norms = Calls(), State(), list[float]()
+        self.calls, self.state = Calls(), State()
         self._bench, self._held = bench, (model, module_of(loss))
         self.calls.watch(model)
         watched: Any = _WatchedBatch(batch, cut.part, bench.draws, self.calls)
@@ -204,18 +203,10 @@ class Pass(Outcome):
             del self._held
         # Draws of the last micro-batch that were not replayed, and terms returned as bare means.
         self.unreplayed, self.bare = bench.draws.unreplayed, bare_terms(loss)
-        # Rounding is relative to the largest gradient on the way; the sum may be divided only at the end.
-        grown = max(self._norms) / self._norms[-1] if self._norms and self._norms[-1] else 0.0
-        self.largest = 0.0 if self.failure else grown * self.size
 
     def holds(self, limit: float) -> bool:
         """Return True if both errors are at most the limit."""
         return self.error <= limit and self.loss_error <= limit
-
-    def micro_batch(self, event: MicroBatchDone) -> None:
-        """Note the size of the sums."""
-        found = [p.grad for p in self._bench.subject.named.values() if p.grad is not None]
-        self._norms.append(norm_of(found).item() if found else 0.0)
 
     def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep the gradient and the state."""
@@ -268,36 +259,3 @@ class Bench:
         batch = cut.batch(self.subject.dtype)
         with self.fresh() as (model, loss):
             return Pass(self, cut, batch, model, loss)
-
-
-def first_difference(
-    parts: Iterable[RowPart],
-    padded: Calls,
-    short: Calls,
-    tolerance: float,
-    *,
-    is_left: bool,
-) -> tuple[str, str] | None:
-    """Return the first module with equal inputs and other outputs at valid places, and the first in it."""
-    for part in parts:
-        table, differing = short.table(part), set[Key]()
-        for call in padded.table(part).values():  # inner calls first
-            other = table.get(call.key)
-            if other is None or _agree(call.outputs, other.outputs, tolerance, is_left) is not False:
-                continue
-            differing.add(call.key)
-            if _agree(call.inputs, other.inputs, tolerance, is_left) is not False:
-                return call.key[0], next(one.key[0] for one in call.flat() if one.key in differing)
-    return None
-
-
-def _agree(padded: Sequence[Tensor], short: Sequence[Tensor], tolerance: float, is_left: bool) -> bool | None:
-    if len(padded) != len(short):
-        return None
-    found: list[bool] = []
-    for a, b in zip(padded, short, strict=True):
-        value = shorten(a, b.shape, from_end=is_left)
-        if value is None:
-            return None
-        found.append(is_close(b, value, tolerance))
-    return all(found)

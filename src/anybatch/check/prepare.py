@@ -22,8 +22,8 @@ ROWS = 8  # enough for uneven splits of several rows
 PASSES = 3  # over all rows: the whole and two cuts
 LEAST = 3  # the fewest rows with an uneven split
 BUDGET_S = 5.0  # for these passes and everything before them
-WIDE_S = 1.5  # if a pass over two rows takes longer in float64, use the model's own dtype
 WARM_S = 0.6  # a longer first pass is not repeated for timing
+WIDE_S = 1.5  # if a pass over two rows takes longer in float64, use the model's own dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +52,6 @@ def prepare(
     micro_batch: int | None,
     rows: int | None,
     batch_norm: str | None,
-    seed: int,
     start: float,
 ) -> Prepared:
     """Choose rows, and find the best copy of the model that runs on them."""
@@ -73,9 +72,7 @@ def prepare(
 
     # Two rows may be too few for a model; a loss that holds a tensor per row needs all rows.
     cuts = [cut(size) for size in [2, wanted] + [total] * (total <= ALL_ROWS)]
-    found = _first_that_runs(
-        model, loss, cuts, batch_norm=batch_norm or "micro", seed=seed, is_short=rows is None
-    )
+    found = _first_that_runs(model, loss, cuts, batch_norm=batch_norm or "micro", is_short=rows is None)
     least = len(found.cut.part.rows)
     wanted = max(wanted, least)
     if rows is None and micro_batch is None and least == 2:
@@ -115,7 +112,7 @@ class _Found:
 
 
 def _first_that_runs(
-    model: nn.Module, loss: object, cuts: Sequence[RowCut], *, batch_norm: str, seed: int, is_short: bool
+    model: nn.Module, loss: object, cuts: Sequence[RowCut], *, batch_norm: str, is_short: bool
 ) -> _Found:
     """Return the first pass that comes to its end: in float64, else in the own dtype."""
     errors: list[Exception] = []
@@ -128,7 +125,7 @@ def _first_that_runs(
             return None
         for cut in cuts:
             start = time.perf_counter()
-            bench = Bench(subject=subject, draws=Draws(seed, is_wide=is_wide), batch_norm=batch_norm)
+            bench = Bench(subject=subject, draws=Draws(is_wide=is_wide), batch_norm=batch_norm)
             with bench.draws.until(start + seconds):
                 result = bench.run(cut)
             if result.failure is None:

@@ -62,7 +62,7 @@ def select(value: Tensor, axis: Axis | None, part: RowPart) -> Tensor:
     return parted.flatten(axis.place, axis.place + 1)
 
 
-def take(value: Tensor, shape: Sequence[int], part: RowPart) -> Tensor | None:
+def take(value: Tensor, shape: Sequence[int], part: RowPart, *, from_end: bool = False) -> Tensor | None:
     """Return the entries of a whole tensor that belong to a part of this shape; trim other axes."""
     if value.dim() != len(shape):
         return None
@@ -70,7 +70,9 @@ def take(value: Tensor, shape: Sequence[int], part: RowPart) -> Tensor | None:
         return value
     axis = find_axis(value.shape, shape, part)
     # Without an axis of rows, a shorter first axis means lost rows.
-    return None if axis is None and value.shape[0] != shape[0] else shorten(select(value, axis, part), shape)
+    if axis is None and value.shape[0] != shape[0]:
+        return None
+    return shorten(select(value, axis, part), shape, from_end=from_end)
 
 
 def shorten(value: Tensor, shape: Sequence[int], *, from_end: bool = False) -> Tensor | None:
@@ -82,9 +84,11 @@ def shorten(value: Tensor, shape: Sequence[int], *, from_end: bool = False) -> T
     return value
 
 
-def agree(whole: Tensor, pieces: Sequence[tuple[Tensor, RowPart]], tolerance: float) -> bool | None:
+def agree(
+    whole: Tensor, pieces: Sequence[tuple[Tensor, RowPart]], tolerance: float, *, from_end: bool = False
+) -> bool | None:
     """Return True if the tensors of micro-batches are those of the whole; None if that cannot be told."""
-    expected = [take(whole, piece.shape, part) for piece, part in pieces]
+    expected = [take(whole, piece.shape, part, from_end=from_end) for piece, part in pieces]
     found = [value for value in expected if value is not None]
     if len(found) < len(pieces):
         return None

@@ -1,17 +1,19 @@
 """Splits compared with the whole batch: errors, the model's outputs row by row, and its state"""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any, cast
 
+from torch import Tensor
+
 from anybatch.check.finding import WAYS_OUT, Finding, listed
-from anybatch.check.passes import Bench, Call, Calls, Pass, State
+from anybatch.check.passes import Bench, Call, Calls, Key, Pass, State
 from anybatch.check.rows import RowCut, RowPart, agree, is_close
 from anybatch.compare import distance, limit_of
 from anybatch.losses import function_of
 
-PLAIN = 1e-3  # larger errors are no rounding, unless the reference itself is rounding
 # A smaller gradient may be rounding of numbers that cancel inside the model, as in a perfect fit.
 _TINY = 1e-6
 
@@ -64,8 +66,7 @@ class Comparison:
         found.words = words or cut.words
         if found.failure is None and reference.failure is None:
             far = distance(reference, found)
-            is_plain = far.gradient > PLAIN and 0 < found.largest < 10 * reference.size
-            if max(far.gradient, far.loss) > self.limit and not is_plain:
+            if max(far.gradient, far.loss) > self.limit:
                 far = distance(reference, found, *self._halves)
             found.error, found.loss_error = far.gradient, far.loss
             if found.holds(self.limit) and not reference.bare:
@@ -88,26 +89,53 @@ class Comparison:
         return [half for half in halves if half.failure is None and half.is_weighed]
 
 
-def rows_agree(comparison: Comparison, whole: Calls, calls: Calls, parts: Sequence[RowPart]) -> bool:
-    """Return True if the model gives each row the same outputs in the whole batch and in its parts."""
-    tables = [calls.table(part) for part in parts]
-    for call in whole.parts.get(comparison.whole.part, []):
-        peers = [table[call.key].outputs for table in tables if call.key in table]
-        if len(peers) < len(parts) or any(len(outputs) < len(call.outputs) for outputs in peers):
-            return False
-        for value, *pieces in zip(call.outputs, *peers, strict=False):
-            if all(piece.shape == value.shape for piece in pieces):
-                continue  # one value for all rows
-            if not agree(value, list(zip(pieces, parts, strict=True)), 10 * comparison.limit):
-                return False
-    return True
+Table = Mapping[Key, Call]  # the calls of some rows
+inputs_of: Callable[[Call], list[Tensor]] = attrgetter("inputs")
+outputs_of: Callable[[Call], list[Tensor]] = attrgetter("outputs")
 
 
-def rows_agree_on(bench: Bench, comparison: Comparison, cut: RowCut) -> bool:
-    """Return True if `rows_agree` in two new passes on a bench."""
-    whole, parted = bench.run(comparison.whole), bench.run(cut)
-    failed = whole.failure or parted.failure
-    return not failed and rows_agree(comparison, whole.calls, parted.calls, cut.parts)
+def fault_of(
+    call: Call,
+    tables: Sequence[Table],
+    parts: Sequence[RowPart],
+    tolerance: float,
+    *,
+    of: Callable[[Call], list[Tensor]] = outputs_of,
+    from_end: bool = False,
+) -> str:
+    """Return how a call differs from the same call on the parts of its rows, "" if it does not.
+
+    It is "dropped rows", "outputs" (of rows), "unknown" (a call or its shapes do not fit) or "pooled": one
+    value for all rows. With `from_end` padding in front is left out, else padding at the end.
+    """
+    pieces = [of(table[call.key]) for table in tables if call.key in table]
+    if len(pieces) < len(parts) or any(len(piece) < len(of(call)) for piece in pieces):
+        return "unknown"
+    faults: set[str] = set()
+    for value, *mine in zip(of(call), *pieces, strict=False):
+        is_same = agree(value, list(zip(mine, parts, strict=True)), tolerance, from_end=from_end)
+        if not is_same and all(piece.shape == value.shape for piece in mine):
+            faults.add("pooled")
+        elif is_same is None:
+            faults.add("dropped rows" if _is_short(value, mine) else "unknown")
+        elif not is_same:
+            faults.add("outputs")
+    order = ("dropped rows", "outputs", "unknown", "pooled")
+    return next((fault for fault in order if fault in faults), "")
+
+
+def _is_short(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
+    """Return True if the first axes of the pieces add up to less than the whole's."""
+    alike = all(piece.dim() == whole.dim() and piece.shape[1:] == whole.shape[1:] for piece in pieces)
+    return alike and whole.dim() > 0 and sum(piece.shape[0] for piece in pieces) < whole.shape[0]
+
+
+def rows_differ(comparison: Comparison, passes: Sequence[Pass]) -> bool:
+    """Return True if the model gives some row other outputs in the worst split than in the whole batch."""
+    worst = worst_of(comparison, passes)
+    tables = [worst.calls.table(part) for part in worst.cut.parts]
+    faults = {fault_of(call, tables, worst.cut.parts, 10 * comparison.limit) for call in comparison.outermost}
+    return not faults <= {"", "pooled"}
 
 
 def find_state(comparison: Comparison, passes: Sequence[Pass]) -> list[Finding]:

@@ -24,7 +24,6 @@ class TermTest:
     tolerance: float  # relative error that counts as rounding
     name: str  # of the caller's loss
     bare: Collection[str]  # the terms that are means without their denominators
-    pooled: bool  # True to fix also those outputs of the model that belong to no row
 
     def find(self, cuts: Sequence[RowCut]) -> list[Finding]:
         """Return a finding for each term that does not add up in one of the splits."""
@@ -45,7 +44,7 @@ class TermTest:
             return []
 
     def _evaluate(self, cuts: Sequence[RowCut]) -> list[Evaluation]:
-        return evaluate(self.bench, self.outermost, cuts, pooled=self.pooled)
+        return evaluate(self.bench, self.outermost, cuts)
 
     def _check_term(self, name: str, whole: Evaluation, parted: Cuts) -> Finding | None:
         ours = [[part for part in parts if name in part.sums] for parts in parted]

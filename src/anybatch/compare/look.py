@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch.nn.parameter import is_lazy
 
 from anybatch.compare.choose_rows import choose_rows
-from anybatch.compare.outcome import Difference, Looked, Split, differ, only_rows, outcome_of
+from anybatch.compare.outcome import Difference, Looked, Split, differ, outcome_of
 from anybatch.core import (
     Batch,
     LossError,
@@ -24,7 +24,7 @@ from anybatch.core import (
     tree,
 )
 from anybatch.engine import Plan, Task
-from anybatch.losses import Additive, ModelTerms, Terms, WholeBatch, function_of, read_afresh
+from anybatch.losses import Additive, ModelTerms, Terms, WholeBatch, function_of
 from anybatch.state import ObjectState, rng
 
 ROWS = 8
@@ -63,7 +63,7 @@ def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: i
     # A loss over all rows may pair rows by their places.
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt = Doubt("memory ran out in a few rows")
-    with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as (task, few):
+    with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as few:
         for size, small in dict.fromkeys([(most, least), (most, 2), (2, least), (2, 1)]):
             with suppress(OutOfMemoryError):
                 cuts = _cuts(few.rows, size, small, is_mixed=is_mixed)
@@ -88,13 +88,13 @@ def read_rows(
     rows = min(ROWS, batch.rows, max(6, batch.rows // 4))
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt: Doubt | None = Doubt("memory ran out in a few rows")
-    with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as (running, few):
+    with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as few:
         cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
         if check:
-            doubt = _FewRows(running, few, plan).compare(2, cuts)
+            doubt = _FewRows(task, few, plan).compare(2, cuts)
         else:
             for cut in cuts:
-                outcome_of(running, few, plan, cut, is_watched=False)
+                outcome_of(task, few, plan, cut, is_watched=False)
     size = 4 * ROWS
     while is_mixed and size <= batch.rows // _SHARE and fits(size):
         run_parts(task, batch, plan, (2, size))
@@ -104,8 +104,8 @@ def read_rows(
 
 def run_parts(task: Task, batch: Batch, plan: Plan, sizes: tuple[int, ...]) -> None:
     """Run micro-batches of these sizes, of a few rows of the batch, and put all back; errors are left out."""
-    with suppress(OutOfMemoryError), _few_rows(task, batch, sum(sizes)) as (running, few):
-        outcome_of(running, few, plan, Split(sizes), is_watched=False)
+    with suppress(OutOfMemoryError), _few_rows(task, batch, sum(sizes)) as few:
+        outcome_of(task, few, plan, Split(sizes), is_watched=False)
 
 
 def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> Iterator[Split]:
@@ -120,18 +120,17 @@ def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> I
 
 
 @contextmanager
-def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[tuple[Task, Batch]]:
+def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[Batch]:
     with rng.preserved():  # `collate` may draw
         try:
-            task, few = only_rows(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
+            few = batch.only(choose_rows(batch)(rows) if rows < batch.rows else range(rows))
             noted = reached_by(task, few)
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
             raise OutOfMemoryError(released(error)) from None  # to look at rows takes memory, too
         try:
-            with read_afresh(task.model):
-                yield task, few
+            yield few
         finally:
             noted.put_back()
 
@@ -205,8 +204,8 @@ class _FewRows(NamedTuple):
             return Doubt("the same rows give another loss or gradient the second time", lasts=True)
         middle, alone = self.few.rows // 2, list[Looked]()
         for half in (range(middle), range(middle, self.few.rows)):
-            task, few = only_rows(self.task, self.few, half)
-            found = outcome_of(task, few, self.plan, Split(tuple(cut_sizes(few.rows, most))))
+            few = self.few.only(half)
+            found = outcome_of(self.task, few, self.plan, Split(tuple(cut_sizes(few.rows, most))))
             alone += [found] if isinstance(found, Looked) else []
         return differ(whole, parts, *alone)
 

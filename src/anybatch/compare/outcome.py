@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from anybatch.compare.tolerance import limit_of, shortest_of
 from anybatch.core import Batch, Callbacks, MicroBatchDone, OutOfMemoryError, torch_private as private
 from anybatch.engine import Plan, Task, carry_out
-from anybatch.losses import ModelTerms, SummedLoss
+from anybatch.losses import ModelTerms
 from anybatch.precision import LossScale, Precision
 from anybatch.state import Effects, SeenDraws, plain_kernels
 
@@ -136,13 +136,6 @@ class Split:
         return "+".join(map(str, self.sizes)) + " in another order" * self.is_interleaved
 
 
-def only_rows(task: Task, batch: Batch, rows: Sequence[int]) -> tuple[Task, Batch]:
-    """Return a batch of these rows, and the task with the loss settings that belong to them."""
-    if isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch):
-        task = replace(task, loss=task.loss.of_rows(batch, rows))
-    return task, batch.only(rows)
-
-
 class Looked(Outcome):
     """An outcome of the caller's own model, which is restored; its gradients are kept as sketches."""
 
@@ -152,7 +145,7 @@ class Looked(Outcome):
         self.cut = cut
         order = range(few.rows)
         if cut.is_interleaved:
-            task, few = only_rows(task, few, [*order[::2], *order[1::2]])
+            few = few.only([*order[::2], *order[1::2]])
         self._seen, self._watch = _Watched(task.network.everyone), ExitStack()
         try:
             with self._watch:

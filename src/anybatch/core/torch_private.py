@@ -332,12 +332,6 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-def separate_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Replace a module's table of buffers with a copy, and return it."""
-    buffers = module.__dict__["_buffers"] = {**module._buffers}
-    return buffers
-
-
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return a module's table of parameters, which may be written to."""
     return module._parameters

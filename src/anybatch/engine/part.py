@@ -29,7 +29,7 @@ from anybatch.engine.gradients import Apart, InPlace, accumulation_dtype
 from anybatch.engine.plan import Plan
 from anybatch.engine.sums import Redone, Sums
 from anybatch.engine.task import Reader, Task
-from anybatch.losses import Evaluated, Loss, ModelTerms, Share
+from anybatch.losses import Evaluated, Loss, Share
 from anybatch.state import Snapshot, rng
 
 _SHOWN = 9  # parts of a cut that are written out
@@ -69,8 +69,6 @@ class Ways:
         self.is_late = is_open or (plan.non_finite == "drop" and plan.is_cut)
         self.is_guarded = plan.is_guarded and not is_dry
         self.is_lockstep = task.strategy.is_lockstep
-        if isinstance(task.loss, ModelTerms):
-            task.loss.repeats = not self.is_lockstep
         self.adds_over_ranks = self.is_lockstep or task.is_synced(plan)
         self.is_plain = not is_whole or self.loss.is_plain  # a window has opened its loss
         self.computing = (

@@ -13,7 +13,6 @@ from anybatch.losses.loss import (
     Share as Share,
 )
 from anybatch.losses.model.model_loss import ModelLoss as ModelLoss, ModelTerms as ModelTerms
-from anybatch.losses.model.read import read_afresh as read_afresh
 from anybatch.losses.padding import find_paddings as find_paddings
 from anybatch.losses.resolve import (
     LossLike as LossLike,

@@ -30,7 +30,7 @@ class Kind:
     arrange: Callable[[Arguments, Arguments], Arguments] = lambda outputs, targets: (*outputs, *targets)
     arguments: int = 2  # number of compared tensors
     has_target: bool = True  # False if all of them are outputs of the model
-    per_row: tuple[str, ...] = ()  # settings that may have one entry per row, and are then cut with the batch
+    per_row: tuple[str, ...] = ()  # settings that may have one entry per row, and are refused then
     reductions: tuple[str, ...] = ("mean", "sum")  # supported reductions
     broadcasts: bool = False  # True if output and target have the same axes, and torch broadcasts size 1
     axes: int = 0  # least number of axes of the output; with fewer, torch takes all rows for one
@@ -110,7 +110,7 @@ def _mean_and_variance(outputs: Arguments, targets: Arguments) -> Arguments:
 
 
 CLASSES = Kind(counted=True, weigh=_count_classes, axes=2)
-ELEMENTS = Kind(weigh=_count_elements, broadcasts=True)
+ELEMENTS = Kind(weigh=_count_elements, per_row=("weight",), broadcasts=True)
 WEIGHTED_ELEMENTS = Kind(counted=True, weigh=_sum_of_weights, per_row=("weight",), broadcasts=True)
 DIVERGENCES = Kind(weigh=_count_elements, reductions=("mean", "sum", "batchmean"), broadcasts=True)
 BINARY = Kind(weigh=_count_elements, per_row=("weight", "pos_weight"), broadcasts=True)
@@ -150,8 +150,6 @@ _LOSSES: tuple[tuple[Callable[..., Tensor], type[nn.Module], Kind], ...] = (
 )
 FUNCTIONS: dict[Callable[..., Tensor], Kind] = {function: kind for function, _, kind in _LOSSES}
 MODULES: dict[type[nn.Module], Kind] = {module: kind for _, module, kind in _LOSSES}
-# Only the function has a weight.
-FUNCTIONS[F.huber_loss] = Kind(weigh=_count_elements, per_row=("weight",), broadcasts=True)
 
 # torch 2.13: a linear layer and cross-entropy in one, without holding all logits. The module holds the weight
 # of the layer; for the function the model returns it with its output.

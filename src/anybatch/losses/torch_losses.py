@@ -1,7 +1,6 @@
 """A loss of torch as a sum and a weight, exact in every cut."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, cast
@@ -10,11 +9,10 @@ from torch import Tensor, nn
 
 from anybatch.core import SHORT_DTYPES, Batch, LossError, Number, torch_private as private
 from anybatch.losses.inputs import call_model, noted, split_batch
-from anybatch.losses.loss import Evaluated, Loss, Plain, Share
+from anybatch.losses.loss import Evaluated, Loss, Plain
 from anybatch.losses.reductions import (
     FUNCTIONS,
     MODULES,
-    WEIGHTED_FUNCTIONS,
     Kind,
     deprecated_in,
     summed,
@@ -34,25 +32,18 @@ class SummedLoss(Plain):
     reduce: Callable[[str], Callable[..., Tensor]]  # the loss with the reduction "none" or "sum"
     wanted: int  # number of compared tensors
     divided: bool = False  # True if the batch is uncut: the value is the caller's own and needs no division
-    in_parts: bool = False  # True if the positions of rows in the batch are unknown, as in a window
 
     @property
     def counted(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """True if valid targets are counted on the whole batch, or for a sum, whose divisor is 1."""
         return self.kind.counted or self._is_sum
 
-    @property
-    def is_plain(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """True unless a setting may have one entry per row."""
-        names = self.kind.per_row
-        return not names or all(self.settings.get(name) is None for name in names)
-
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model, then the loss; return a sum unless the loss is divided."""
         kind = self.kind
         inputs, targets = split_batch(micro, has_target=kind.has_target)
         if kind.per_row:
-            self._refuse_settings_of_other_rows(targets)
+            self._refuse_settings_of_rows(targets)
         outputs = call_model(model, inputs)
         if len(outputs) + len(targets) != self.wanted:
             raise LossError(
@@ -94,21 +85,6 @@ class SummedLoss(Plain):
         """Return the loss with torch's own reduction, bit-identical."""
         return replace(self, divided=True) if self.kind.shape_tells else self
 
-    def along(
-        self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
-    ) -> AbstractContextManager[Share]:
-        """Return a context with the same loss, or one per micro-batch if a setting has one entry per row."""
-        if self.is_plain:
-            return nullcontext(lambda start, stop: self)
-        per_row = {name: self.settings[name] for name in self.kind.per_row if self._is_per_row(name, batch)}
-
-        def share(start: int, stop: int) -> Loss:
-            if batch.whole is None and not 0 <= start < stop == batch.rows:
-                return replace(self, in_parts=True)
-            return self._with({name: value[start:stop] for name, value in per_row.items()})
-
-        return nullcontext(share)
-
     def _refuse_crossed_rows(self, arguments: tuple[Any, ...]) -> None:
         shapes = [tuple(one.shape) for one in arguments if isinstance(one, Tensor)]
         if len(shapes[0]) < self.kind.axes:
@@ -123,40 +99,18 @@ class SummedLoss(Plain):
             "Reshape one of them, as in target[:, None] or output.squeeze(-1)."
         )
 
-    def _refuse_settings_of_other_rows(self, targets: tuple[Any, ...]) -> None:
+    def _refuse_settings_of_rows(self, targets: tuple[Any, ...]) -> None:
+        """Raise LossError for a setting with an axis of rows: torch broadcasts from the last axis."""
         for name in self.kind.per_row:
             value, target = self.settings.get(name), targets[0] if targets else None
-            if not (isinstance(value, Tensor) and isinstance(target, Tensor) and self._reaches(name, target)):
+            if not (isinstance(value, Tensor) and isinstance(target, Tensor) and value.dim()):
                 continue
-            if len(value) != 1 and (self.in_parts or len(value) != len(target)):
+            if len(value) != 1 and (name == "var" or value.dim() >= target.dim() > 0):
                 raise LossError(
-                    f"Expected `{name}` of {self.name} without an entry for every row where rows come in "
-                    f"parts (a window, a list of samples), got shape {tuple(value.shape)} for {len(target)} "
-                    "rows. Put it into the batch, and write the loss as a function (model, micro) -> Total."
+                    f"Expected `{name}` of {self.name} without an entry for every row, got shape "
+                    f"{tuple(value.shape)} for {len(target)} rows. Put it into the batch, and write the loss "
+                    "as a function (model, micro) -> Total."
                 )
-
-    def has_entries_per_row(self, batch: Batch) -> bool:
-        """Return True if a setting has one entry for each row of this batch."""
-        return any(self._is_per_row(name, batch) for name in self.kind.per_row)
-
-    def of_rows(self, batch: Batch, rows: Sequence[int]) -> "SummedLoss":
-        """Return the loss of some rows of a batch, with the entries of these rows in per-row settings."""
-        named = [name for name in self.kind.per_row if self._is_per_row(name, batch)]
-        return self._with({name: self.settings[name][[*rows]] for name in named}) if named else self
-
-    def _is_per_row(self, name: str, batch: Batch) -> bool:
-        if not isinstance(self.settings.get(name), Tensor) or batch.whole is None:
-            return False
-        return self._reaches(name, split_batch(batch.whole)[1][0]) and len(self.settings[name]) == batch.rows
-
-    def _reaches(self, name: str, target: Tensor) -> bool:
-        """Return True if a setting has an axis of rows: torch broadcasts from the last axis, except `var`."""
-        axes = self.settings[name].dim()
-        return axes > 0 if name == "var" else axes >= target.dim() > 0
-
-    def _with(self, settings: Mapping[str, Any]) -> "SummedLoss":
-        own = _rebind(self.reduced, settings)
-        return replace(self, settings={**self.settings, **settings}, reduced=own, reduce=_reducer(own))
 
     @property
     def _is_sum(self) -> bool:
@@ -188,8 +142,6 @@ def summed_loss(loss: object) -> SummedLoss | None:
         raise LossError(
             f"Expected keyword arguments only in the partial loss, got positional {loss.args}. Name them."
         )
-    if settings.get("weight") is not None:
-        kind = WEIGHTED_FUNCTIONS.get(cast("Any", function), kind)
     return _summed(function.__name__, kind, settings, cast("Callable[..., Tensor]", loss))
 
 
@@ -233,23 +185,13 @@ def _summed(name: str, kind: Kind, settings: Mapping[str, Any], reduced: Callabl
 def _reducer(loss: Callable[..., Tensor]) -> Callable[[str], Callable[..., Tensor]]:
     @cache
     def reduce(reduction: str) -> Callable[..., Tensor]:
-        return _rebind(loss, {"reduction": reduction})
+        if not isinstance(loss, nn.Module):
+            return partial(loss, reduction=reduction)
+        twin = object.__new__(type(loss))  # a shallow copy, at a tenth of the time of copy.copy
+        vars(twin).update(vars(loss), reduction=reduction)
+        return twin
 
     return reduce
-
-
-def _rebind(loss: Callable[..., Tensor], settings: Mapping[str, Any]) -> Callable[..., Tensor]:
-    if not isinstance(loss, nn.Module):
-        return partial(loss, **settings)
-    twin = object.__new__(type(loss))  # a shallow copy, at a tenth of the time of copy.copy
-    twin.__dict__.update(loss.__dict__)
-    buffers = private.separate_buffers(twin)
-    for name, value in settings.items():
-        if name in buffers:
-            buffers[name] = value
-        else:
-            twin.__dict__[name] = value
-    return twin
 
 
 def _scalar(value: Tensor) -> Tensor:

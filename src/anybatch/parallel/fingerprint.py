@@ -11,7 +11,6 @@ from torch import Tensor
 
 from anybatch.core import Batch, PlanError, is_shard, torch_private as private
 from anybatch.engine import Plan, Sums, Task, owned
-from anybatch.losses import SummedLoss
 
 TURNS = 64  # steps in which every tensor is compared once
 _LOOKS = 2  # number of first steps that compare rows
@@ -71,10 +70,10 @@ def schedulers_of(task: Task) -> str:
 
 
 def loss_of(task: Task, batch: Batch | None = None) -> str:
-    """Return a hash of the loss's settings; tensors are included unless they have an entry per row."""
+    """Return a hash of the loss's settings; tensors are included if there is a batch."""
     settings: Mapping[str, Any] = getattr(task.loss, "settings", {})  # only torch's losses have them
     values = [*settings.values()]
-    if batch is None or (isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch)):
+    if batch is None:
         values = []
     elif not settings:
         inside = {*task.model.modules()}

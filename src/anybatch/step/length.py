@@ -16,7 +16,7 @@ from anybatch.core import (
     tree,
 )
 from anybatch.engine import Plan, Task
-from anybatch.losses import SummedLoss, WholeBatch, find_paddings
+from anybatch.losses import WholeBatch, find_paddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,7 @@ def ordered(order: Order | None, task: Task, batch: Batch) -> Ordered:
     """
     if order is None or batch.rows == 1:
         return Ordered(batch)
-    if isinstance(task.loss, WholeBatch) or (
-        isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch)
-    ):
+    if isinstance(task.loss, WholeBatch):
         what = f"{task.loss.name}, which sees rows by their places in the batch"
         raise LossError(
             f'Expected a loss of single rows with order="length", got {what}. Leave order out, or put what '

@@ -21,10 +21,6 @@ WAYS_OUT = (
 )
 
 
-class NoLossError(LossError):
-    """A model returned no loss that can be minimized."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
     """The terms of one micro-batch's loss."""
@@ -60,7 +56,7 @@ def loss_of(model: nn.Module, output: Any) -> Tensor:
     came = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else repr(loss)
     if isinstance(loss, Tensor) and not loss.requires_grad:
         came += " without gradient"
-    raise NoLossError(
+    raise LossError(
         f"Expected {type(model).__name__} to return its loss (as .loss, ['loss'], a scalar, or one scalar "
         f"in a tuple), got {came} in a {type(output).__name__}. Put the labels into the batch under the name "
         "that the model's forward takes, or pass another loss than ab.ModelLoss(): one of torch, "

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from inspect import Signature, currentframe, signature
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
@@ -80,17 +80,12 @@ class Reduction:
     shape: tuple[int, ...] = ()  # shape of the reduced tensor; () for losses with counted targets
     picks: bool = False  # (copies without graph) True if an index selected the reduced elements
     may_be_parameters: bool = False  # (copies without graph) True if it has the shape of a parameter
-    runs_again: bool = False  # True inside a checkpointed block
+    is_readable: bool = False  # True for a mean over classes whose node saves its divisor
 
     @property
     def sum(self) -> Tensor:
         """The sum of the losses."""
-        if self.total is not None:
-            return self.total
-        # An unchanged call gives NaN as the mean of nothing; its sum is 0.
-        if isinstance(self.weight, Tensor) and self.weight.device.type != "cpu":  # avoids a synchronization
-            return torch.where(self.weight == 0, 0, widened(self.value) * self.weight)
-        return widened(self.value) * self.weight if self.weight else widened(torch.zeros_like(self.value))
+        return sum_of(self.value, self.weight) if self.total is None else self.total
 
     def forgotten(self) -> "Reduction":
         """Return a copy without its graph, for comparison, with a snapshot of the settings."""
@@ -107,15 +102,17 @@ class Watch(TorchFunctionMode):
 
     A recorded loss is computed as a sum, and the model gets the sum divided by its weight; kernels and casts
     are the model's own. A mean of nothing is 0, not NaN, because another micro-batch may have elements.
-    Means and sums over all elements are recorded too, unchanged. With `as_is` every value is unchanged.
+    Means over classes whose divisor can be read, and means and sums over all elements, are recorded
+    unchanged: they round as they do where nobody watches. With `as_is` every value is unchanged.
 
     Attributes:
         found: the recorded reductions, in order.
         padded: True if labels were padded by one position, as in next-token prediction.
     """
 
-    def __init__(self, *, as_is: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, as_is: bool = False) -> None:
         super().__init__()
+        self._widest = max((p.dtype.itemsize for p in model.parameters()), default=0)
         self.found: list[Reduction] = []
         self.padded = False
         self._as_is = as_is
@@ -148,8 +145,19 @@ class Watch(TorchFunctionMode):
             return func(*bound.args, **bound.kwargs)
 
         runs_again = _is_checkpointed()
-        noted = _read(func.__name__, kind, settings, call, as_is=self._as_is or runs_again)
-        return self._note(replace(noted, runs_again=runs_again))
+        read = partial(_read, func.__name__, kind, settings, call)
+        is_plain = kind is CLASSES and not runs_again and _is_plain_mean(settings)
+        noted = read(as_is=is_plain or runs_again or self._as_is)
+        if is_plain and self._is_readable(noted):
+            noted = replace(noted, is_readable=True)
+        elif is_plain and not self._as_is:
+            noted = read(as_is=False)
+        return self._note(noted)
+
+    def _is_readable(self, noted: Reduction) -> bool:
+        """Return True if a mean times its divisor is as exact as the sum: one number is rounded more."""
+        dtype = noted.value.dtype
+        return noted.origin.counts_classes and dtype not in SHORT_DTYPES and dtype.itemsize >= self._widest
 
     def _fold(
         self, value: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_sum: bool
@@ -174,7 +182,6 @@ class Watch(TorchFunctionMode):
             origin=Origin(kind=ELEMENTS, settings={}, target=None),
             fixed={},
             shape=tuple(given.shape),
-            runs_again=_is_checkpointed(),
         )
         return self._note(noted)
 
@@ -251,6 +258,22 @@ def is_like_parameters(one: Reduction) -> bool:
     """Return True if the reduced tensor has the shape of a parameter nearby, flat or not."""
     near: list[Any] = [getattr(node, "variable", None) for node in _near(one.source)]
     return any(one.shape in (tuple(leaf.shape), (leaf.numel(),)) for leaf in near if leaf is not None)
+
+
+def _is_plain_mean(settings: Mapping[str, Any]) -> bool:
+    """Return True if torch computes a mean over classes in one node, which saves its divisor."""
+    return (
+        settings["reduction"] == "mean"
+        and settings["weight"] is None
+        and not settings.get("label_smoothing")  # has several nodes
+    )
+
+
+def sum_of(mean: Tensor, weight: Number) -> Tensor:
+    """Return mean times weight, with the graph; 0 for the mean of nothing, which is NaN."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight == 0, 0, widened(mean) * weight)
+    return widened(mean) * weight if weight else widened(mean).nan_to_num(0.0)
 
 
 def widened(value: Tensor) -> Tensor:

@@ -3,34 +3,46 @@
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from textwrap import shorten
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from anybatch.core import Batch, BatchError, LossError, Number, tree
-from anybatch.integrations import ROUTER_ADVICE, RouterLoss, WholeRouterLoss, recorded, wants_router_loss
+from anybatch.integrations import (
+    ROUTER_ADVICE,
+    RouterLoss,
+    WholeRouterLoss,
+    homes,
+    recorded,
+    wants_router_loss,
+)
 from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Plain, Share, first_pass_rows
 from anybatch.losses.model.graph import (
     WAYS_OUT,
     LossTerms,
-    NoLossError,
     adds_nothing,
     call_model,
     found_in,
     loss_of,
 )
-from anybatch.losses.model.intercept import Reduction, Watch, is_equal, is_like_parameters, selects, widened
-from anybatch.losses.model.read import Form, LossReading, reading_of, sum_of
-from anybatch.losses.model.targets import Match, count, find, leaves_of, rows_of
+from anybatch.losses.model.intercept import (
+    Reduction,
+    Watch,
+    is_equal,
+    is_like_parameters,
+    selects,
+    sum_of,
+    widened,
+)
+from anybatch.losses.model.read import Form, forget_form, known_form, learn_form
+from anybatch.losses.model.targets import Match, count, find, leaves_of
 from anybatch.losses.terms import call_loss, check_function, told_of
 from anybatch.state import rng
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +106,10 @@ def _called(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro: 
     output = call_loss(function, model, micro)
     try:
         loss_of(model, output)
-    except NoLossError as error:
+    except LossError as error:
         if adds_nothing(output):
             return output
-        raise NoLossError(
+        raise LossError(
             "Expected a mean over rows with gradient, a scalar tensor of shape (), from the function in "
             f"ab.ModelLoss(call=...), got {told_of(output)}. For a value for each row or entry pass "
             "ab.PerRow(fn), with fn(outputs, targets); a function that returns an ab.Total needs no wrapper."
@@ -105,41 +117,19 @@ def _called(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro: 
     return output
 
 
-class _GraphReader(Plain):
-    """Base class: reads a model's loss from the graph if its form is known; else the model is watched."""
+class ModelTerms(Plain):
+    """The terms of a model's loss during one step; all micro-batches must have those of the first.
 
-    counted = False
-
-    def __init__(self, call: Callable[[nn.Module, Any], Any] | None = None) -> None:
-        self.call = call or call_model
-        self._reading = LossReading(learns=False)  # the model's, after a step has begun
-        self._form: Form | None = None  # the known form of the loss; None if the model is watched
-        self.repeats = True  # a micro-batch may run again; not where other ranks wait in its collectives
-        self._is_as_read = False  # a watched loss is computed as if it was read, so every step rounds alike
-
-    def _open(self, model: nn.Module) -> None:
-        self._reading = reading_of(model)
-        self._form = self._reading.begin()
-        self._is_as_read = self._reading.form is not None
-
-    def _by(self, read: Callable[[Tensor], _T], loss: Tensor) -> _T:
-        """Return `read(loss)`; if the loss has another form than before, the model is watched from now on."""
-        try:
-            return read(loss)
-        except EvaluateAgain:
-            self._form = None
-            self._reading.miss()
-            raise
-
-
-class ModelTerms(_GraphReader):
-    """The terms of a model's loss during one step; all micro-batches must have those of the first."""
+    The model is watched. If its loss is one mean over classes, as of most heads, the next micro-batches and
+    steps read the divisor from the graph, which costs less; a loss of another form is watched again.
+    """
 
     divided = False
+    counted = False
     is_plain = False
 
     def __init__(self, call: Callable[[nn.Module, Any], Any] | None = None) -> None:
-        super().__init__(call)
+        self.call = call or call_model
         self._known: Mapping[str, Number] = {}  # weights of the whole batch, after a first pass
         self._routers: Mapping[str, WholeRouterLoss] = {}
         self._places: Mapping[int, int] = {}  # index of each micro-batch of the first pass, by its first row
@@ -156,8 +146,9 @@ class ModelTerms(_GraphReader):
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model and split its loss into terms."""
         keep_graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        if self._form is not None and keep_graph:
-            return self._read(model, micro, self._form)
+        form = known_form(model) if keep_graph and not self._routers else None
+        if form is not None:
+            return self._read(model, micro, form)
         found = self._watch(model, micro)
         if found is None:
             return self._nothing(keep_graph=keep_graph)
@@ -166,9 +157,9 @@ class ModelTerms(_GraphReader):
     def _taken(self, model: nn.Module, found: LossTerms, *, keep_graph: bool) -> Evaluated:
         is_first = self._first is None or 0 <= self._start == self._first_start
         if self._first is None:
-            found = self._look(model, found, keep_graph=keep_graph)
+            self._look(model, found)
+            learn_form(model, found)
         else:
-            found = self._as_read(found)
             _refuse_others(model, self._first, found)
         once = int(is_first)  # the whole batch has one sum
         terms, factors = found.terms, found.factors
@@ -221,10 +212,8 @@ class ModelTerms(_GraphReader):
         At the end the predicted weights of the batch are compared with those of the micro-batches.
         """
         self._known, self._routers, self.tied = {}, {}, False
-        self._open(model)
         self._begin()
-        if batch.rows and self._reading.files_of(model) and wants_router_loss(model):
-            self._form = None
+        if batch.rows and homes(model) and wants_router_loss(model):
             self._first_pass(batch, sizes, model, put_back)
         yield self._share
         for name, promised in self._promised.items():
@@ -274,25 +263,18 @@ class ModelTerms(_GraphReader):
         if adds_nothing(output):
             return self._nothing(keep_graph=True)
         loss = loss_of(model, output)
-        if self._first is not None and form.term.origin.counts_classes:  # nothing else to compare
-            weights = {"loss": self._by(form.weigh, loss)}
-            return self._done_with(Evaluated({"loss": sum_of(loss, weights["loss"])}, lambda: weights))
-        leaves = leaves_of(micro)
-        found = LossTerms(
-            terms={"loss": self._by(form.read, loss)},
-            routers={},
-            factors={"loss": 1.0},
-            leaves=leaves,
-            rows=rows_of(leaves.values()),
-            divides=False,
-            padded=form.padded,
-        )
-        return self._taken(model, found, keep_graph=True)
+        weight = form.weigh(loss)
+        if weight is None:
+            forget_form(model)
+            raise EvaluateAgain
+        if self._first is None:
+            self._look(model, form.read(loss, weight, leaves_of(micro)))
+        return self._done_with(Evaluated({"loss": sum_of(loss, weight)}, lambda: {"loss": weight}))
 
     def _watch(self, model: nn.Module, micro: Any) -> LossTerms | None:
         with torch.inference_mode(False), torch.enable_grad():  # in evaluation too, to separate the terms
             micro = _outside_inference(micro)
-            with recorded(self._reading.files_of(model)) as routers, Watch(as_is=self._is_as_read) as watch:
+            with recorded(homes(model)) as routers, Watch(model) as watch:
                 output = self.call(model, micro)
             if adds_nothing(output):
                 return None
@@ -318,15 +300,7 @@ class ModelTerms(_GraphReader):
             f"Rows meet in it. {ROUTER_ADVICE}"
         )
 
-    def _as_read(self, found: LossTerms) -> LossTerms:
-        """Return the terms of a watched loss as reading it gives them, if this is asked for."""
-        form = self._reading.form if self._form is None and self._is_as_read else None
-        if form is None or [*found.factors] != ["loss"]:
-            return found
-        value = found.terms["loss"].value
-        return replace(found, terms={"loss": self._by(form.read, value)})
-
-    def _look(self, model: nn.Module, found: LossTerms, *, keep_graph: bool) -> LossTerms:
+    def _look(self, model: nn.Module, found: LossTerms) -> None:
         self._matches = {
             name: find(one.origin, found.leaves, padded=found.padded) for name, one in found.terms.items()
         }
@@ -342,43 +316,37 @@ class ModelTerms(_GraphReader):
                 f"Expected a loss of {type(model).__name__} in the first micro-batch, got a constant 0, and "
                 f"{[*found.factors]} later. Put a row that is not ignored first, or do not cut the batch."
             )
-        if self._form is None:
-            self._reading.learn(model, found)
-            if keep_graph and self._reading.form is not None and self.repeats and not self._is_as_read:
-                self._is_as_read = True
-                raise EvaluateAgain
-        found = self._as_read(found)
         self._first, self._first_start = found.forgotten(), self._start
-        return found
 
 
-class OwnLoss(_GraphReader):
+class OwnLoss(Plain):
     """A model's own loss of a batch that is not cut, bit-identical, with its weight."""
 
     divided = True
+    counted = False
     is_plain = False
 
-    def along(
-        self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
-    ) -> AbstractContextManager[Share]:
-        """Return a context with this loss for all rows."""
-        self._open(model)
-        return super().along(batch, sizes, model, put_back)
+    def __init__(self, call: Callable[[nn.Module, Any], Any]) -> None:
+        self.call = call
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model."""
-        if self._form is not None:
+        form = known_form(model)
+        if form is not None:
             loss = loss_of(model, self.call(model, micro))
-            weight = self._by(self._form.weigh, loss)
+            weight = form.weigh(loss)
+            if weight is None:
+                forget_form(model)
+                raise EvaluateAgain
             return Evaluated({"loss": loss}, lambda: {"loss": weight})
-        with Watch(as_is=True) as watch:
+        with Watch(model, as_is=True) as watch:
             output = self.call(model, micro)
         loss = loss_of(model, output)
         try:
             found = found_in(model, loss, watch, [], {})
         except LossError:  # does not matter for a batch that is not cut
             return Evaluated({"loss": loss}, lambda: {"loss": 1})
-        self._reading.learn(model, found)
+        learn_form(model, found)
         weights = {name: one.weight for name, one in found.terms.items()}
         if len(weights) == 1 or not all(weights.values()):  # one mean of nothing makes the loss NaN
             weight = (next(iter(weights.values())) or 1) if any(weights.values()) else 0
