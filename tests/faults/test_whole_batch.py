@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from anybatch import Step
 from anybatch.core.errors import LossError, NonFiniteLossError
 from anybatch.losses.whole_batch import WholeBatch
-from tests.losses.whole_losses import CASES, Views, clip, encoder, labelled, ranked, sup_con, take
+from tests.losses.whole_losses import encoder, labelled, ranked, sup_con, take
 from tests.snapshots import same_as_before
 
 ROWS, MICRO_BATCH = 23, 4
@@ -40,46 +40,6 @@ def test_a_second_pass_that_differs_is_refused() -> None:
     batch = labelled(ROWS)
     with pytest.raises(LossError, match="repeat the first"), same_as_before(step):
         step(batch)
-
-
-def test_windows_are_refused_at_the_door() -> None:
-    model = encoder()
-    step = Step(model, WholeBatch(sup_con), torch.optim.SGD(model.parameters(), lr=1.0))
-    with pytest.raises(LossError, match="window"):
-        step.window()
-    assert step.open_window is None
-
-
-BAD: dict[str, tuple[Any, nn.Module, str]] = {
-    "views joined": (
-        WholeBatch(torch.sum, outputs=lambda model, micro: torch.cat(model(**micro))),
-        Views(),
-        "one entry per row",
-    ),
-    "not a scalar": (WholeBatch(lambda one, other: one), Views(), "one real number"),
-    "no total": (WholeBatch(lambda one, other, rows: one.sum(), loss_rows=3), Views(), "ab.Total"),
-    "no gradient": (WholeBatch(lambda one, other: one.detach().sum()), Views(), "depends on the parameters"),
-    "scalars that differ": (
-        WholeBatch(lambda a, b: a.sum() * b, outputs=lambda m, micro: (m(**micro)[0], micro["one"].sum())),
-        Views(),
-        "same for every micro-batch",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_losses_are_refused_and_nothing_is_lost(name: str) -> None:
-    loss, model, message = BAD[name]
-    step = Step(model.double(), loss, torch.optim.SGD(model.parameters(), lr=1.0), micro_batch=4)
-    batch = CASES["barlow twins"].batch(9)
-    with pytest.raises(LossError, match=message), same_as_before(step):
-        step(batch)
-
-
-@pytest.mark.parametrize(("function", "loss_rows"), [(3, None), (clip, 0), (clip, True), (clip, 1.5)])
-def test_what_is_no_loss_is_refused(function: Any, loss_rows: Any) -> None:
-    with pytest.raises(LossError, match="Expected"):
-        WholeBatch(function, loss_rows=loss_rows)
 
 
 def test_a_forward_that_writes_to_parameters_is_refused() -> None:

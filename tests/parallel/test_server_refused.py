@@ -14,21 +14,6 @@ from tests.parallel.inline import Inline
 from tests.parallel.test_server import batch, network
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"servers": 0}, "Expected servers of at least 1, got 0"),
-        ({"workers": 0}, "Expected workers of at least 1"),
-        ({"units": 1.5}, "Expected units of at least 1, got 1.5"),
-        ({"rule": "best"}, "Expected a rule"),
-        ({"staleness": 2}, "Expected a rule with steps=1 and staleness=2, got none"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ab.AnybatchError, match=match):
-        ParameterServer(**options)
-
-
 def test_workers_that_have_nothing_to_do_are_told_of() -> None:
     with pytest.warns(UserWarning, match="got workers=3 and units=2"):
         ParameterServer(workers=3, units=2)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,33 +106,6 @@ def test_a_trainer_attaches_its_callbacks_while_it_fits_and_saves(tmp_path: Path
     heard = len(own.events), len(failing.events)
     step((X, Y))
     assert heard == (len(own.events), len(failing.events))
-
-
-class Misspelt(ab.Callback):
-    def gradient(self, gradients: Any) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("callbacks", "match"),
-    [
-        ([None], "got None, which has none of them. Give it one of begin"),
-        (None, r"a list of callbacks, got None. Write callbacks=\[...\]"),
-        (ab.EMA(0.5), r"a list of callbacks, got EMA\(decay=0.5, buffers=False, validate=True\)"),
-        ([ab.EMA], r"got the class EMA. Pass an object: EMA\(...\)"),
-        ([ab.Callback()], "which has none of them"),
-        ([SimpleNamespace(on_update=print)], "a method 'on_update', which is never called. Call it 'update'"),
-        ([Misspelt()], r"Misspelt\(\) with a method 'gradient', which is never called. Call it 'gradients'"),
-    ],
-)
-def test_what_is_no_callback_is_refused_at_every_door(callbacks: Any, match: str) -> None:
-    step = make()
-    for door in (
-        partial(ab.Step, step.model, step.loss, step.optimizers),
-        partial(ab.BatchLoss, step.model, step.loss),
-        partial(ab.Trainer, step, (X, Y), batch_size=4),
-    ):
-        with pytest.raises(PlanError, match=match):
-            door(callbacks=callbacks)
 
 
 @pytest.mark.parametrize("error", [ValueError, NO_MEMORY, NonFiniteLossError])
