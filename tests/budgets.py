@@ -4,18 +4,20 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch import Step
+from anybatch.core import BudgetError
 from anybatch.core.batch import TensorBatch
 from anybatch.engine import Plan, admit, carry_out
 from anybatch.memory.meter import Meter
 from anybatch.planner.request import Request
 from anybatch.recompute.blocks import find_blocks
 from tests.options import flat
-from tests.snapshots import changes, snapshot
+from tests.snapshots import changes, same_as_before, snapshot
 
 WIDTH, CLASSES, ROWS = 8, 4, 24
 
@@ -182,3 +184,10 @@ def changed_by(step: Step, run: Callable[[], object]) -> list[str]:
     before = copy.deepcopy(snapshot(step))
     run()
     return changes(before, snapshot(step))
+
+
+def refused(step: Any, batch: Any, match: str = "By readings the smallest budget") -> int:
+    """The smallest budget that is named where a batch is refused, which changes nothing."""
+    with same_as_before(step), pytest.raises(BudgetError, match=match) as caught:
+        step(batch)
+    return caught.value.smallest

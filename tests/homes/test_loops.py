@@ -13,7 +13,7 @@ from tests.parallel.spawned import spawned
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # advice of the hosts
 EXACT, WRONG = 1e-12, 1e-3
-BUDGETS = {"tokens": "1300KB", "weighted": "900KB", "contrastive": "1000KB"}
+BUDGETS = {"tokens": "1300KB", "weighted": "700KB", "contrastive": "1000KB"}
 
 
 @pytest.fixture(params=HOSTS)

@@ -16,24 +16,22 @@ from anybatch.parallel.on_ray import RayCluster
 from anybatch.parallel.server import NOT_FINITE, Layout, ServerShard
 from anybatch.parallel.worker import Worker
 from anybatch.testing import relative_error, tolerance
-from tests.options import flat
 from tests.parallel.inline import Inline
-from tests.parallel.test_server import EXACT, PLACES, ROWS, EndAt, batch, network
+from tests.parallel.test_server import EXACT, ROWS, batch, network, served, step_of
 
 UNITS = 8
 
 
 def train(
-    cluster: Inline, *, count: int = 3, optimizer: Any = torch.optim.SGD, servers: int = 2, **options: Any
-) -> tuple[list[Tensor], Counter[str], list[float]]:
-    """Parameters, counts and norms after some updates."""
-    model = network(0.5)
-    made = optimizer(model.parameters(), lr=0.1)
-    server = ParameterServer(servers, options.pop("workers", 3), cluster=cluster, **options)
-    step = ab.Step(model, nn.CrossEntropyLoss(), made, micro_batch=4, options=ab.Options(strategy=server))
+    cluster: Inline, *, optimizer: Any = torch.optim.SGD, **options: Any
+) -> tuple[list[Tensor], Counter[str]]:
+    """Parameters and counts after some updates."""
+    server = served(cluster=cluster, **options)
+    step = step_of(network(0.5), server, optimizer=optimizer, micro_batch=4)
     torch.manual_seed(7)
-    norms = [step(batch(number)).grad_norm for number in range(count)]
-    return [p.detach().clone() for p in model.parameters()], server.counts, norms
+    for number in range(3):
+        step(batch(number))
+    return [p.detach().clone() for p in step.model.parameters()], server.counts
 
 
 def layout(servers: int, codec: Any) -> tuple[Layout, list[nn.Parameter]]:
@@ -62,7 +60,7 @@ def test_the_state_of_the_optimizer_is_where_the_next_update_is_made() -> None:
 
     allowed = tolerance(torch.float64, 8 * ROWS)
     for names in ([1], [1, "local"], [1, 2, "local"]):
-        strategies = [ParameterServer(n, 2, cluster=Inline(n)) if isinstance(n, int) else n for n in names]
+        strategies = [served(n, 2, cluster=Inline(n)) if isinstance(n, int) else n for n in names]
         pairs = zip(moved(strategies), moved(["local"]), strict=True)
         assert all(relative_error({"": one}, {"": other}) < allowed for one, other in pairs)
 
@@ -81,22 +79,9 @@ def test_servers_add_what_is_left_of_the_sums_of_each_unit() -> None:
         for name, gradient in zip(expected, torch.autograd.grad(loss, [*model.parameters()]), strict=True):
             expected[name] += gradient.bfloat16().double() / ROWS
     before = copy.deepcopy(model.state_dict())
-    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    server = ParameterServer(2, 3, cluster=Inline(0), compression=Cast("bf16"))
-    ab.Step(model, nn.CrossEntropyLoss(), sgd, options=ab.Options(strategy=server))(batch())
+    step_of(model, served(compression=Cast("bf16")), lr=1.0)(batch())
     found = {name: before[name] - p.detach() for name, p in model.named_parameters()}
     assert relative_error(found, expected) < EXACT
-
-
-@pytest.mark.parametrize("place", [*PLACES[:4], *PLACES[6:8]], ids=".".join)
-def test_bits_of_compressed_updates_depend_on_no_worker_and_no_end(place: tuple[str, str, str]) -> None:
-    end = EndAt(*place, 1)
-    codec = Cast("bf16")
-    found, _, norms = train(Inline(4, end), workers=4, compression=codec)
-    expected, _, expected_norms = train(Inline(99), compression=codec)
-    assert end.count
-    assert norms == expected_norms
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("rule", [None, "accumulate"])
@@ -111,9 +96,8 @@ def test_bytes_are_counted(rule: Any) -> None:
 
 def test_what_overflows_in_fp16_is_refused_and_changes_nothing() -> None:
     model = network()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    server = ParameterServer(2, 3, cluster=Inline(0), compression=Cast("fp16"))
-    step = ab.Step(model, nn.MSELoss(reduction="sum"), sgd, options=ab.Options(strategy=server))
+    server = served(compression=Cast("fp16"))
+    step = step_of(model, server, loss=nn.MSELoss(reduction="sum"))
     x, _ = batch()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(NonFiniteLossError, match=r"got NaN or infinity from unit .* No update .* 65,504"):
@@ -137,8 +121,8 @@ def test_the_codec_refuses_optimizers_of_workers() -> None:
 def test_a_worker_that_keeps_nothing_pushes_what_it_has_moved() -> None:
     """So the bits are those without a codec: the same units, and each adds to the same parameters."""
     codec = DeepGradientCompression(sparsity=0.0, momentum=0.0, warmup_updates=0)
-    found, counts, _ = train(Inline(5), rule="dynsgd", steps=2, compression=codec)
-    expected, dense, _ = train(Inline(5), rule="dynsgd", steps=2)
+    found, counts = train(Inline(5), rule="dynsgd", steps=2, compression=codec)
+    expected, dense = train(Inline(5), rule="dynsgd", steps=2)
     assert counts["bytes pushed"] > dense["bytes pushed"]
     assert counts["largest staleness"] == dense["largest staleness"] > 0
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -221,13 +205,10 @@ class Reader:
 @pytest.mark.parametrize("rule", [None, "accumulate"])
 def test_collate_is_called_on_workers_alone(rule: Any, options: dict[str, Any]) -> None:
     def parameters(rows: Any, **more: Any) -> list[Tensor]:
-        model = network()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        server = ParameterServer(2, 2, cluster=Inline(0), rule=rule)
-        step = ab.Step(model, nn.CrossEntropyLoss(), sgd, **flat({**options, **more}, strategy=server))
+        step = step_of(network(), served(2, 2, rule=rule), **options, **more)
         for _ in range(3):
             assert step(rows).rows == ROWS
-        return [p.detach() for p in model.parameters()]
+        return [p.detach() for p in step.model.parameters()]
 
     found = parameters([*range(ROWS)], collate=Reader(batch()))
     pairs = zip(found, parameters(batch()), strict=True)
@@ -238,20 +219,10 @@ def test_a_trainer_sends_what_the_data_gives_for_a_row() -> None:
     """Numbers, read on workers; samples of a data set are read here. Validation is here, too."""
 
     def trained(data: Any, collate: Any, validation: Any = None) -> list[Tensor]:
-        model = network()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        server = ParameterServer(2, 2, cluster=Inline(0))
-        step = ab.Step(
-            model,
-            nn.CrossEntropyLoss(),
-            sgd,
-            micro_batch=4,
-            collate=collate,
-            options=ab.Options(strategy=server),
-        )
+        step = step_of(network(), served(2, 2), micro_batch=4, collate=collate)
         trainer = ab.Trainer(step, data, validation, batch_size=10, progress=False)
         trainer.fit(epochs=2)
-        return [p.detach() for p in model.parameters()]
+        return [p.detach() for p in step.model.parameters()]
 
     rows = batch()
     dataset = torch.utils.data.TensorDataset(*rows)
@@ -283,14 +254,12 @@ def test_model_and_rows_are_on_the_device_of_the_worker(
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)  # as for CUDA, in place
     monkeypatch.setattr(fingerprint, "checksum", lambda value: 0)  # which needs numbers
     SEEN.clear()
-    model = network()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    server = ParameterServer(1, 1, cluster=Inline(0), device=device, rule=rule)
+    step = step_of(network(), served(1, 1, device=device, rule=rule), loss=seen)
     with pytest.raises(InterruptedError):
-        ab.Step(model, seen, sgd, options=ab.Options(strategy=server))(batch())
+        step(batch())
     assert [*SEEN] == [{expected}]
-    assert {one.device.type for one in model.parameters()} == {"cpu"}
-    assert {p.device.type for group in sgd.param_groups for p in group["params"]} == {"cpu"}
+    assert {one.device.type for one in step.model.parameters()} == {"cpu"}
+    assert {p.device.type for group in step.optimizers[0].param_groups for p in group["params"]} == {"cpu"}
 
 
 class Asked:

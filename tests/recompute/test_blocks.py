@@ -97,6 +97,15 @@ def test_what_a_caller_asks_for(asked: object, expected: dict[str, str]) -> None
     assert choose_blocks(several(), asked) == tuple(expected.items())
 
 
+def test_blocks_inside_of_blocks_and_what_transformers_recomputes_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"got '0' and '0.layers.1'"):
+        choose_blocks(several(), {"0": "offload", "0.layers.1": "recompute"})
+    model = head("GPT2LMHeadModel")
+    model.get_submodule("transformer.h.0").gradient_checkpointing = True
+    with pytest.raises(PlanError, match="gradient_checkpointing_disable"):
+        choose_blocks(model, "all")
+
+
 def test_a_sequential_of_blocks_is_a_list_and_one_of_layers_a_block() -> None:
     model = nn.Sequential(nn.Sequential(*pair()), nn.Sequential(nn.Tanh()))
     assert choose_blocks(model, ["0"]) == (("0.0", "recompute"), ("0.1", "recompute"))
