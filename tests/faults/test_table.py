@@ -80,23 +80,6 @@ def test_recovers(row: str, kind: str, way: str, at: int, warm: int) -> None:
     assert_as_unfaulted(step, report, twin, batch, way=way, bound=ROUNDED * is_halved)
 
 
-UNCUT: dict[str, Any] = {"micro_batch": None}
-ELSEWHERE = [(UNCUT, place, 0) for place in ("forward", "end", "mid")]
-ELSEWHERE += [(WHOLE_BATCH, "forward", at) for at in (4, 6)]  # in the second pass
-
-
-@pytest.mark.parametrize(("options", "place", "at"), ELSEWHERE)
-@pytest.mark.parametrize("kind", [*STATEFUL, "tied"])
-def test_memory_that_runs_out_in_an_uncut_step_or_a_second_pass(
-    kind: str, options: dict[str, Any], place: str, at: int
-) -> None:
-    step, twin = (build(kind, **options) for _ in range(2))
-    step.model.fault.arm(place, at, NO_MEMORY)
-    report = step(make_batch())
-    assert options is not UNCUT or (report.cut, report.redone) == ((8, 8), 1)
-    assert_as_unfaulted(step, report, twin, make_batch())
-
-
 @pytest.mark.parametrize("place", ["forward", "end", "mid"])
 @pytest.mark.parametrize("way", COLUMNS)
 def test_a_size_that_was_too_large_is_not_tried_again(way: str, place: str) -> None:

@@ -204,30 +204,12 @@ class Averaged(Replicate):
         return {p: value / dist.get_world_size() for p, value in super().reduce(gradients).items()}
 
 
-class LocalWeight(Replicate):
-    """Each rank divides by its own weight."""
-
-    def close(self, sums: Any) -> Any:
-        super().close(sums)
-        return sums.weigh()
-
-
 class ForgottenRank(Replicate):
     """What rank 0 has no gradient for is left out."""
 
     def reduce(self, gradients: Any) -> Any:
         mine = {*gradients}
         return {p: value for p, value in super().reduce(gradients).items() if dist.get_rank() or p in mine}
-
-
-class OwnScale(Replicate):
-    """Each rank keeps its own loss scale."""
-
-    def close(self, sums: Any) -> Any:
-        scale = sums.task.scale.state()
-        weights = super().close(sums)
-        sums.task.scale.load(scale)
-        return weights
 
 
 class OwnLoss(Replicate):
@@ -239,7 +221,7 @@ class OwnLoss(Replicate):
         return weights
 
 
-MUTATIONS = {kind.__name__: kind for kind in (Averaged, LocalWeight, ForgottenRank, OwnScale, OwnLoss)}
+MUTATIONS = {kind.__name__: kind for kind in (Averaged, ForgottenRank, OwnLoss)}
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -90,17 +89,6 @@ def noticed(rank: int, size: int, name: str, at: int = AT) -> tuple[int, str]:
         except ab.core.errors.PlanError as error:
             return index - at, str(error)
     return -1, ""
-
-
-def collectives(rank: int, size: int) -> list[int]:
-    """Messages of each of some steps."""
-    model, found = Shifted(), list[int]()
-    step = ab.Step(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), micro_batch=2)
-    with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as sent:
-        for index in range(5):
-            step(rows(rank, index))
-            found.append(sent.call_count - sum(found))
-    return found
 
 
 def same_rows(rank: int, size: int) -> str:

@@ -23,10 +23,6 @@ def test_a_drift_in_the_first_step_is_noticed_at_once_and_none_where_none_is(two
     assert two.run(drifting.noticed, "") == [(-1, "")] * 2
 
 
-def test_nothing_is_sent_besides(two: Ranks) -> None:
-    assert two.run(drifting.collectives) == [[1] * 5] * 2
-
-
 def test_the_same_rows_on_all_ranks_are_warned_of(two: Ranks) -> None:
     assert all("made of copies" in said for said in two.run(drifting.same_rows))
 

@@ -20,13 +20,11 @@ FLOAT64 = tolerance(torch.float64, 4)
 ROWS = [[7, 3, 0, 2], [0, 12, 0, 0], [3, 3, 3, 3]]  # of each rank; the last one of fewer ranks takes the rest
 
 
-def test_any_split_over_two_ranks_is_the_whole_batch(two: Ranks) -> None:
-    hashes = two.run(cases.several, 0, 60)
-    assert all(one == hashes[0] for one in hashes)
-
-
-def test_any_split_over_four_ranks_is_the_whole_batch(four: Ranks) -> None:
-    hashes = four.run(cases.several, 1000, 40)
+@pytest.mark.parametrize(("ranks", "seed", "count"), [("two", 0, 60), ("four", 1000, 40)])
+def test_any_split_over_ranks_is_the_whole_batch(
+    ranks: str, seed: int, count: int, request: pytest.FixtureRequest
+) -> None:
+    hashes = request.getfixturevalue(ranks).run(cases.several, seed, count)
     assert all(one == hashes[0] for one in hashes)
 
 
@@ -57,22 +55,12 @@ def test_parameters_are_equal_to_the_bit_and_those_of_one_process(
 
 def test_collectives_do_not_depend_on_the_number_of_micro_batches(two: Ranks) -> None:
     counts = [two.run(cases.train, [8, 6], {"micro_batch": size})[0]["collectives"] for size in (1, 3, None)]
-    assert counts == [8] * 3  # of four steps: a message and a sum of gradients each
+    assert counts == [8] * 3  # of four steps, also the first: a message and a sum of gradients each
 
 
 @pytest.mark.parametrize("name", cases.MUTATIONS)
 def test_mistakes_are_found(two: Ranks, name: str) -> None:
-    if name == "OwnScale":
-        planted = ("mid", 1, math.inf)
-        call: Any = lambda: two.run(own_scale, planted)  # noqa: E731
-        assert len({one["bits"] for one in call()}) == 2
-        return
     assert sum(two.run(cases.wrong, 0, 20, name))
-
-
-def own_scale(rank: int, size: int, planted: Any) -> Any:
-    with cases.mutated("OwnScale"):
-        return faults.faulted(rank, size, 1, planted, kind="plain", precision="fp16-mixed")
 
 
 SGD, MOMENTUM = (partial(torch.optim.SGD, lr=0.1, momentum=momentum) for momentum in (0.0, 0.9))

@@ -146,13 +146,6 @@ def test_memory_that_a_callback_lacks_when_told_of_a_redone_micro_batch_is_raise
         step((X, Y))
 
 
-def test_callbacks_of_a_training_refuse_a_step_alone_before_it_updates() -> None:
-    step = make(ab.LossMonitor())
-    with pytest.raises(PlanError, match=r"LossMonitor\(every=1\) in a training"), same_as_before(step):
-        step((X, Y))
-    in_trainer(step)
-
-
 def test_metrics_are_callbacks_and_all_say_what_they_are() -> None:
     model = nn.Sequential(nn.Linear(3, 2))
     assert repr(ab.Metrics(accuracy=ab.accuracy)) == "Metrics(accuracy=accuracy)"

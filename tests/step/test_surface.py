@@ -233,8 +233,8 @@ def test_samples_with_labels_go_through_a_collate() -> None:
 
 
 def test_an_optimizer_of_fabric_makes_the_same_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu")
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which Fabric's first import sets
+    fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu")
     trained: list[list[Tensor]] = []
     for is_wrapped in (False, True):
         torch.manual_seed(0)
