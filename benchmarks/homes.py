@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 
-HOSTS = {
-    "transformers": "peft",
-    "lightning": "lightning",
-    "accelerate": "accelerate",
-}  # what each module needs
+HOSTS = {"transformers": "peft", "loops": "accelerate"}  # what each module needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,18 +4,20 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch import Step
+from anybatch.core import BudgetError
 from anybatch.core.batch import TensorBatch
 from anybatch.engine import Plan, admit, carry_out
 from anybatch.memory.meter import Meter
 from anybatch.planner.request import Request
 from anybatch.recompute.blocks import find_blocks
 from tests.options import flat
-from tests.snapshots import changes, snapshot
+from tests.snapshots import changes, same_as_before, snapshot
 
 WIDTH, CLASSES, ROWS = 8, 4, 24
 
@@ -51,34 +53,11 @@ class Net(nn.Module):
 
 
 class Normed(nn.Module):
-    """A block in which rows meet."""
+    """A block in which rows meet, and whose kernels hold nothing beside tensors if its layer is linear."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: nn.Module, channels: int) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.norm(self.conv(x)))
-
-
-class ConvNet(nn.Module):
-    """Blocks with BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*[Normed() for _ in range(4)])
-        self.head = nn.Linear(4, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x).mean((2, 3)))
-
-
-class MeetingBlock(nn.Module):
-    """A block in which rows meet, and whose kernels hold nothing beside tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(16, 16), nn.BatchNorm2d(8)
+        self.layer, self.norm = layer, nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.norm(self.layer(x).sin()).tanh()
@@ -89,11 +68,20 @@ class Meeting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*[MeetingBlock() for _ in range(4)])
-        self.head = nn.Linear(16, CLASSES)
+        self.blocks = nn.Sequential(*[Normed(nn.Linear(16, 16), 8) for _ in range(4)])
+        self.head, self.places = nn.Linear(16, CLASSES), (1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x).mean((1, 2)))
+        return self.head(self.blocks(x).mean(self.places))
+
+
+class ConvNet(Meeting):
+    """The same with convolutions, for images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Normed(nn.Conv2d(4, 4, 3, padding=1), 4) for _ in range(4)])
+        self.head, self.places = nn.Linear(4, CLASSES), (2, 3)
 
 
 class Untraceable(nn.Module):
@@ -182,3 +170,10 @@ def changed_by(step: Step, run: Callable[[], object]) -> list[str]:
     before = copy.deepcopy(snapshot(step))
     run()
     return changes(before, snapshot(step))
+
+
+def refused(step: Any, batch: Any, match: str = "By readings the smallest budget") -> int:
+    """The smallest budget that is named where a batch is refused, which changes nothing."""
+    with same_as_before(step), pytest.raises(BudgetError, match=match) as caught:
+        step(batch)
+    return caught.value.smallest

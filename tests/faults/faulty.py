@@ -229,6 +229,15 @@ def make_batch(
     return x, torch.randint(CLASSES, (rows,), generator=generator)
 
 
+def spoiled(step: ab.Step, where: str, bad: Sequence[int], **options: Any) -> tuple[Tensor, Tensor]:
+    """A batch with bad rows for this step alone: their loss is not finite, or only their gradient."""
+    x, y = make_batch(marked=bad, **options)
+    step.model.fault.spoil = math.nan if where == "gradient" else 1.0
+    if where == "loss":
+        x[list(bad), 0] = math.nan
+    return x, y
+
+
 def of_form(step: ab.Step, batch: tuple[Tensor, Tensor]) -> Any:
     """The rows as this step takes them: a dict for a model with a loss of its own, samples to be collated."""
     if isinstance(step.model, Head):

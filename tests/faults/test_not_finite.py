@@ -31,12 +31,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 def spoiled(step: Step, where: str, bad: Sequence[int], rows: int = MANY, **options: Any) -> Any:
     """A batch of which one row in each of these micro-batches is bad, for this step alone."""
-    x, y = make_batch(rows=rows, marked=[SIZE * index + 1 for index in bad], **options)
-    if where == "gradient":
-        step.model.fault.spoil = math.nan
-    else:
-        x[x[:, -1] != 0, 0] = math.nan
-    return x, y
+    return faulty.spoiled(step, where, [SIZE * index + 1 for index in bad], rows=rows, **options)
 
 
 def without(batch: tuple[Tensor, Tensor], bad: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -171,9 +166,3 @@ def test_where_an_add_is_looked_at_a_window_goes_on_without_the_bad_one(precisio
     seed(BEGIN)
     windowed(twin, tuple(torch.cat(both) for both in zip(first, third, strict=True)))  # type: ignore[arg-type]
     assert_same(snapshot(twin), snapshot(step))
-
-
-def test_nobody_looks_twice_where_all_is_finite() -> None:
-    step = build()
-    take(step, "step", make_batch())
-    assert step.model.fault.ran == [SIZE] * 4

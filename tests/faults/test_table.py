@@ -80,23 +80,6 @@ def test_recovers(row: str, kind: str, way: str, at: int, warm: int) -> None:
     assert_as_unfaulted(step, report, twin, batch, way=way, bound=ROUNDED * is_halved)
 
 
-UNCUT: dict[str, Any] = {"micro_batch": None}
-ELSEWHERE = [(UNCUT, place, 0) for place in ("forward", "end", "mid")]
-ELSEWHERE += [(WHOLE_BATCH, "forward", at) for at in (4, 6)]  # in the second pass
-
-
-@pytest.mark.parametrize(("options", "place", "at"), ELSEWHERE)
-@pytest.mark.parametrize("kind", [*STATEFUL, "tied"])
-def test_memory_that_runs_out_in_an_uncut_step_or_a_second_pass(
-    kind: str, options: dict[str, Any], place: str, at: int
-) -> None:
-    step, twin = (build(kind, **options) for _ in range(2))
-    step.model.fault.arm(place, at, NO_MEMORY)
-    report = step(make_batch())
-    assert options is not UNCUT or (report.cut, report.redone) == ((8, 8), 1)
-    assert_as_unfaulted(step, report, twin, make_batch())
-
-
 @pytest.mark.parametrize("place", ["forward", "end", "mid"])
 @pytest.mark.parametrize("way", COLUMNS)
 def test_a_size_that_was_too_large_is_not_tried_again(way: str, place: str) -> None:
@@ -203,21 +186,12 @@ def test_an_add_that_raises_loses_only_itself(row: str, kind: str, place: str, a
 BAD = 2 * SIZE + 1  # a row of the third micro-batch
 
 
-def spoiled(step: ab.Step, where: str, rows: int = ROWS, bad: int = BAD) -> Any:
-    """A batch with a bad row, whose loss is not finite or only its gradient."""
-    x, y = make_batch(rows=rows, marked=[bad])
-    step.model.fault.spoil = math.nan if where == "gradient" else 1.0
-    if where == "loss":
-        x[bad, 0] = math.nan
-    return x, y
-
-
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("way", COLUMNS)
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_not_finite_is_raised(kind: str, way: str, where: str) -> None:
     step, twin = (build(kind, **(WHOLE_BATCH if way == "passes" else {})) for _ in range(2))
-    batch = spoiled(step, where)
+    batch = faulty.spoiled(step, where, [BAD])
     # A window looks at its end only, and a gradient of a second pass is that of all rows.
     named = {"step": r"\b8\b.*\b11\b", "passes": r"\b9\b" if where == "loss" else None}.get(way)
     with pytest.raises(NonFiniteLossError, match=named), same_as_before(step):
@@ -233,7 +207,7 @@ def test_not_finite_is_raised(kind: str, way: str, where: str) -> None:
 def test_not_finite_is_dropped(kind: str, way: str, where: str) -> None:
     """The bad micro-batch draws random numbers, and has no other effect. 16 rows are left."""
     step, twin = build(kind, non_finite="drop"), build(kind)
-    batch = spoiled(step, where, rows=ROWS + SIZE)
+    batch = faulty.spoiled(step, where, [BAD], rows=ROWS + SIZE)
     report = take(step, way, batch)
     assert (report.dropped, report.updated, report.weights) == (SIZE, True, {"loss": ROWS})
     found = snapshot(step)
@@ -257,7 +231,7 @@ def test_not_finite_is_dropped(kind: str, way: str, where: str) -> None:
 def test_not_finite_is_skipped(bad: int, precision: str, kind: str, way: str, where: str) -> None:
     step = build(kind, non_finite="skip", precision=precision)
     with same_as_before(step, *DRAWN):  # what was drawn is drawn, or what made this one bad would come again
-        report = take(step, way, spoiled(step, where, bad=bad))
+        report = take(step, way, faulty.spoiled(step, where, [bad]))
     assert (report.updated, report.rows, report.dropped) == (False, ROWS, 0)
     assert step.model.fault.ran == [SIZE] * (ROWS // SIZE)  # one look, at the end
     step.model.fault.spoil = 1.0
@@ -272,7 +246,7 @@ def test_rows_that_meet_in_the_loss_are_not_left_out_of_a_part_of_it(
 ) -> None:
     """The others' losses know of them. Uncut, all rows may be left out, and so may the update."""
     step = build("counting", non_finite=policy, micro_batch=micro_batch, **WHOLE_BATCH)
-    batch = spoiled(step, where)
+    batch = faulty.spoiled(step, where, [BAD])
     is_left_out = policy == "skip" or (policy == "drop" and micro_batch is None)
     with same_as_before(step, *DRAWN), nullcontext() if is_left_out else pytest.raises(LossError):
         assert not step(batch).updated
@@ -371,6 +345,7 @@ def test_what_fails_after_the_update_leaves_it_made(way: str, error: Exception) 
     with pytest.raises(type(error)) as caught:
         take(step, way, make_batch())
     assert caught.value is error
+    assert "Update 1 was made" in faulty.said(error)
     take(twin, way, make_batch())
     ahead = [name for name in changes(snapshot(twin), snapshot(step)) if not name.startswith("scheduler")]
     assert set(ahead) <= {"optimizer 0"}  # the scheduler's own mark on it

@@ -1,16 +1,17 @@
 """Loops of accelerate, as a user writes them, that keep what they saw."""
 
-import os
 from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from torch import Tensor, nn
+from torch import Tensor
 
 import anybatch as ab
-from tests.homes.tasks import LOSSES, MICRO_BATCH, OURS, ROWS, UPDATES, Net, data
+from tests.homes.tasks import LOSSES, MICRO_BATCH, OURS, ROWS, UPDATES, Net, Run, data, dies_at
 
 
 def accelerator(**options: Any) -> Accelerator:
@@ -21,67 +22,60 @@ def accelerator(**options: Any) -> Accelerator:
 
 
 class Loop:
-    """A training; `losses` are the host's own without `is_ours`."""
+    """A training; the losses are the host's own unless it is cut."""
 
     def __init__(
-        self,
-        task: str,
-        host: Accelerator,
-        *,
-        is_ours: bool,
-        most: int = ROWS,
-        width: int = 16,
-        **options: Any,
+        self, task: str, host: Accelerator, *, is_cut: bool, most: int = ROWS, width: int = 16, **options: Any
     ) -> None:
         self.host, self.plain = host, Net(width, most).double()
         optimizer = torch.optim.AdamW(self.plain.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
         self.model, self.optimizer, self.scheduler = host.prepare(self.plain, optimizer, scheduler)
         self.loss: Callable[[Any], Tensor] = lambda batch: LOSSES[task](self.model, batch)
-        if is_ours:
+        if is_cut:
             self.loss = ab.BatchLoss(self.model, OURS[task], **{"micro_batch": MICRO_BATCH} | options)
-        self.gradients: list[dict[str, Tensor]] = []
-        self.losses: list[float] = []
-        self.rates: list[float] = []
 
-    def run(self, batches: Any) -> "Loop":
+    def run(self, batches: Any) -> Run:
+        found = Run([], [], [], [*self.plain.parameters()], None)
         for batch in batches:
             with self.host.accumulate(self.model):
                 loss = self.loss(batch)
                 self.host.backward(loss)
                 if self.host.sync_gradients:
                     named = self.plain.named_parameters()
-                    self.gradients.append({name: p.grad.clone() for name, p in named})
-                    self.rates.append(self.scheduler.get_last_lr()[0])
+                    found.gradients.append({name: p.grad.clone() for name, p in named})
+                    found.rates.append(self.scheduler.get_last_lr()[0])
                     self.host.clip_grad_norm_(self.model.parameters(), 0.1)
-                self.losses.append(loss.item())
+                found.losses.append(loss.item())
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
-        return self
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [*self.plain.parameters()]
+        return found._replace(report=getattr(self.loss, "report", None))
 
 
-def batches(task: str, rows: int = ROWS, count: int = UPDATES, **options: Any) -> list[list[Tensor]]:
-    parts = [part.split(rows) for part in data(task, count, **options)]
+def batches(task: str, rows: int = ROWS, count: int = UPDATES, *, given: Any = None) -> list[list[Tensor]]:
+    parts = [part.split(rows) for part in given or data(task, count)]
     return [[*batch] for batch in zip(*parts, strict=True)]
 
 
-def loop_on_rank(
-    rank: int, size: int, task: str, is_ours: bool
-) -> tuple[dict[str, Tensor], list[float], float]:
-    """Train on every other batch; return the first gradient, the losses, and the parameters' sum."""
-    before = {**os.environ}
-    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # not used: there is a group
-    try:
-        host = accelerator()
-        assert host.num_processes == size
-        loop = Loop(task, host, is_ours=is_ours).run(batches(task, count=6)[rank::size])
-        return loop.gradients[0], loop.losses, sum(float(p.sum()) for p in loop.parameters)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def train(
+    task: str, *, is_cut: bool = False, parts: int = 1, rows: Any = None, ranks: int = 1, **options: Any
+) -> Run:
+    """Train on 20 batches, each in so many parts by the host's own accumulation."""
+    host = accelerator(gradient_accumulation_steps=parts)
+    assert host.num_processes == ranks
+    found = Loop(task, host, is_cut=is_cut, **options).run(batches(task, ROWS // parts, given=rows))
+    return found._replace(losses=[*found.losses, fmean(found.losses)])
+
+
+def halves(task: str, folder: Path, *, dies: bool = False) -> Run:
+    """Train and save half-way, or go on from what is saved; with `dies`, end by SIGKILL soon after."""
+    loop, rows = Loop(task, accelerator(), is_cut=True), batches(task)
+    if folder.exists():
+        loop.host.load_state(str(folder))
+    else:
+        loop.run(rows[: UPDATES // 2])
+        loop.host.save_state(str(folder))
+    if dies:
+        dies_at(6, loop.plain)  # in the second update from here
+    return loop.run(rows[UPDATES // 2 :])

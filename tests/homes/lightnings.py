@@ -1,17 +1,18 @@
 """A Lightning module, and fits of it that say what they saw. Imported where Lightning is installed."""
 
-import os
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from anybatch.homes.lightning import WholeBatchCallback
-from tests.homes.tasks import LOSSES, MICRO_BATCH, ROWS, Net, data
+from tests.homes.tasks import LOSSES, MICRO_BATCH, ROWS, UPDATES, Net, Run, data, dies_at
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -72,34 +73,55 @@ def cutting(task: str, **options: Any) -> WholeBatchCallback:
 def fit(module: Module, *callbacks: pl.Callback, rows: int = ROWS, **options: Any) -> pl.Trainer:
     """Train for an epoch of 20 batches of 24 rows, with clipping."""
     chosen = QUIET | {"precision": "64-true", "max_epochs": 1, "gradient_clip_val": 0.1, "logger": Notes()}
-    given = {"ckpt_path": options.pop("ckpt_path", None), "data": options.pop("data", None)}
+    path, given = options.pop("ckpt_path", None), options.pop("data", None) or data(module.task)
     chosen |= {"enable_checkpointing": False} | options
     trainer = pl.Trainer(callbacks=[*callbacks], **chosen)
-    given_data = data(module.task) if given["data"] is None else given["data"]
-    trainer.fit(module, DataLoader(TensorDataset(*given_data), rows), ckpt_path=given["ckpt_path"])
+    trainer.fit(module, DataLoader(TensorDataset(*given), rows), ckpt_path=path)
     return trainer
 
 
-def fit_on_rank(
-    rank: int, size: int, task: str, is_cut: bool
-) -> tuple[dict[str, Tensor], list[float], float]:
-    """Train one update on every other batch; return gradient, logged losses and the parameters' sum."""
-    before = {**os.environ}
-    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size))
-    try:
-        module = Module(task)
+def train(
+    task: str,
+    *,
+    is_cut: bool = False,
+    parts: int = 1,
+    rows: Any = None,
+    ranks: int = 1,
+    most: int = ROWS,
+    width: int = 16,
+    **options: Any,
+) -> Run:
+    """Train on 20 batches, each in so many parts by the host's own accumulation."""
+    module, home, more = Module(task, most, width), cutting(task, **options), dict[str, Any]()
+    if ranks > 1:  # its sampler would shuffle
         strategy = DDPStrategy(process_group_backend="gloo")
-        trainer = fit(
-            module,
-            *([cutting(task)] if is_cut else ()),
-            strategy=strategy,
-            devices=size,
-            use_distributed_sampler=False,  # it would shuffle
-            data=[torch.cat(part.split(ROWS)[rank::size]) for part in data(task, batches=6)],
-        )
-        assert trainer.world_size == size
-        parameters = sum(float(p.double().sum()) for p in module.parameters())
-        return module.gradients[0], trainer.logger.values("loss_step"), parameters
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+        more = {"strategy": strategy, "devices": ranks, "use_distributed_sampler": False}
+    if parts > 1:
+        more["accumulate_grad_batches"] = parts
+    trainer = fit(module, *([home] if is_cut else []), rows=ROWS // parts, data=rows, **more)
+    assert trainer.world_size == ranks
+    assert trainer.global_step == len(module.gradients)
+    assert "training_step" not in vars(module)
+    losses = [*trainer.logger.values("loss_step"), *trainer.logger.values("loss_epoch")]
+    return Run(module.gradients, losses, module.rates, [*module.parameters()], home.report)
+
+
+class Dies(pl.Callback):
+    """Kills the process in the second epoch, in the third forward of an update."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 1 and batch_idx == 3:
+            dies_at(2, pl_module.net)
+
+
+def halves(task: str, folder: Path, *, dies: bool = False) -> Run:
+    """Train and save half-way, or go on from what is saved; with `dies`, end by SIGKILL soon after."""
+    path = folder / f"step={UPDATES}.ckpt"
+    module = Module(task).double()
+    files = ModelCheckpoint(folder, every_n_train_steps=UPDATES, save_top_k=-1, filename="{step}")
+    options: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True}
+    options["ckpt_path"] = path if path.exists() else None
+    fit(module, cutting(task), files, *([Dies()] if dies else []), **options)
+    if not options["ckpt_path"]:
+        assert {*torch.load(path, weights_only=True)["state_dict"]} == {*module.state_dict()}
+    return Run(module.gradients[-UPDATES:], [], module.rates, [*module.parameters()], None)

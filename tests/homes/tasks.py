@@ -3,17 +3,31 @@
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
 
-ROWS, MICRO_BATCH, MOST = 24, 7, 4  # more than MOST rows at once run out of memory in `Scarce`
+ROWS, MICRO_BATCH, MOST = 24, 7, 4  # in a model with `most`, more than MOST rows run out of memory
 UPDATES = 20
+HOSTS = {"accelerate": "tests.homes.accelerates", "lightning": "tests.homes.lightnings"}
+
+
+class Run(NamedTuple):
+    """A finished training by a host: of each update its gradient before clipping, loss and learning rate."""
+
+    gradients: list[dict[str, Tensor]]
+    losses: list[float]  # the last one is the mean
+    rates: list[float]
+    parameters: list[Tensor]
+    report: ab.StepReport | None  # of the last update, where it was cut
 
 
 class Net(nn.Module):
@@ -96,3 +110,21 @@ def was_killed(train: Callable[[], object]) -> bool:
     child.start()
     child.join()
     return child.exitcode == -signal.SIGKILL
+
+
+@contextmanager
+def as_rank(rank: int, size: int) -> Iterator[None]:
+    """Set the variables that torchrun sets."""
+    with pytest.MonkeyPatch.context() as patch:
+        numbers = {"LOCAL_RANK": rank, "RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": size, "MASTER_PORT": 0}
+        for name, value in numbers.items():
+            patch.setenv(name, str(value))
+        patch.setenv("MASTER_ADDR", "127.0.0.1")  # not used, as the port: there is a group
+        yield
+
+
+def on_rank(rank: int, size: int, host: str, task: str, is_cut: bool) -> Run:
+    """Train by a host on every other batch."""
+    with as_rank(rank, size):
+        rows = [torch.cat(part.split(ROWS)[rank::size]) for part in data(task, batches=6)]
+        return import_module(HOSTS[host]).train(task, is_cut=is_cut, rows=rows, ranks=size)

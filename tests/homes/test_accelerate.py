@@ -3,8 +3,6 @@
 import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,18 +11,16 @@ from torch import nn
 import anybatch as ab
 from anybatch.core.errors import OptimizerError
 from anybatch.testing import GradientRecorder, relative_error, tolerance
-from tests.homes.tasks import LOSSES, MOST, OURS, ROWS, UPDATES, Net, data, dies_at, was_killed
-from tests.parallel.spawned import spawned
+from tests.homes.tasks import LOSSES, OURS, ROWS, UPDATES, Net, data
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 pytest.importorskip("accelerate")
 
 from accelerate.state import PartialState  # noqa: E402
 
-from tests.homes.accelerates import Loop, accelerator, batches, loop_on_rank  # noqa: E402
+from tests.homes.accelerates import accelerator, batches, train  # noqa: E402
 
-EXACT, WRONG = 1e-12, 1e-3
-TASKS = [*LOSSES]
+EXACT = 1e-12
 
 
 @pytest.fixture(autouse=True)
@@ -34,74 +30,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"):
             patch.setenv(name, "no" if "MIXED" in name else "true")
         yield
-
-
-BUDGETS = {"tokens": "1300KB", "weighted": "900KB", "contrastive": "1000KB"}
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_updates_are_those_of_the_whole_batch(task: str) -> None:
-    whole = Loop(task, accelerator(), is_ours=False).run(batches(task))
-    cut = Loop(task, accelerator(), is_ours=True).run(batches(task))
-    alone = Loop(task, accelerator(gradient_accumulation_steps=4), is_ours=False).run(
-        batches(task, ROWS // 4)
-    )
-    assert cut.loss.report.micro_batches == 4
-    assert len(cut.gradients) == len(alone.gradients) == UPDATES
-    assert relative_error(cut.gradients[0], whole.gradients[0]) <= EXACT
-    assert relative_error(alone.gradients[0], whole.gradients[0]) >= WRONG
-    assert relative_error(cut.parameters, whole.parameters) <= tolerance(torch.float64, 4 * UPDATES)
-    assert relative_error(torch.tensor(cut.losses), torch.tensor(whole.losses)) <= EXACT
-    assert cut.rates == whole.rates
-
-
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("way", ["budget", "out of memory"])
-def test_memory_is_kept_and_every_update_made(task: str, way: str) -> None:
-    width = 2048 if way == "budget" else 16  # much more than the host holds beside
-    limit: Any = {"memory": BUDGETS[task]} if way == "budget" else {"most": MOST}
-    whole = Loop(task, accelerator(), is_ours=False, width=width).run(batches(task))
-    cut = Loop(task, accelerator(), is_ours=True, micro_batch=None, width=width, **limit).run(batches(task))
-    assert cut.loss.report.micro_batches > 1
-    assert len(cut.gradients) == UPDATES
-    assert relative_error(cut.gradients[0], whole.gradients[0]) <= EXACT
-    assert relative_error(cut.parameters, whole.parameters) <= tolerance(torch.float64, 24 * UPDATES)
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_resume_after_a_kill_is_the_unbroken_run(task: str, tmp_path: Path) -> None:
-    unbroken, resumed, killed = (Loop(task, accelerator(), is_ours=True) for _ in range(3))
-    rows = batches(task)
-
-    def run() -> None:
-        killed.run(rows[:10])
-        killed.host.save_state(str(tmp_path))
-        dies_at(6, killed.plain)  # in the second update from here
-        killed.run(rows[10:])
-
-    assert was_killed(run)
-    unbroken.run(rows)
-    resumed.host.load_state(str(tmp_path))
-    resumed.run(rows[10:])
-    assert relative_error(resumed.parameters, unbroken.parameters) == 0
-    assert not [path for path in tmp_path.rglob("*") if "anybatch" in path.name or "custom" in path.name]
-
-
-@pytest.mark.slow
-def test_ranks_are_one_batch_and_reduced_once() -> None:
-    with spawned(2) as ranks:
-        for task in TASKS:
-            found = ranks.run(loop_on_rank, task, True, seconds=240.0)
-            alone = ranks.run(loop_on_rank, task, False)
-            net = Net(most=2 * ROWS).double()
-            loss = LOSSES[task](net, [part[: 2 * ROWS] for part in data(task, 6)])
-            loss.backward()
-            expected = {name: p.grad for name, p in net.named_parameters()}
-            for gradient, losses, total in found:
-                assert relative_error(gradient, expected) <= EXACT
-                assert relative_error(losses[0], loss.item()) <= EXACT
-                assert total == found[0][2]
-            assert relative_error(alone[0][0], expected) >= WRONG
 
 
 @pytest.mark.parametrize("where", ["forward", "loop"])
@@ -166,13 +94,13 @@ def test_step_takes_prepared_parts() -> None:
         micro_batch=7,
         clip_norm=0.1,
     )
-    whole = Loop("tokens", accelerator(), is_ours=False).run(batches("tokens"))
+    whole = train("tokens")
     for batch in batches("tokens"):
         step(batch)
     assert step.optimizers == (optimizer,)
     assert step.schedulers == (scheduler,)
     assert relative_error([*plain.parameters()], whole.parameters) <= tolerance(torch.float64, 4 * UPDATES)
-    assert prepared[2].get_last_lr() == whole.scheduler.get_last_lr()
+    assert prepared[2].scheduler.last_epoch == UPDATES
 
 
 def test_a_scheduler_that_steps_once_per_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,11 +116,6 @@ def test_a_scheduler_that_steps_once_per_rank_is_refused(monkeypatch: pytest.Mon
 
 def test_accumulation_of_the_host_divides_once_more() -> None:
     """Several whole batches for an update: their losses are averaged, as accelerate averages."""
-    cut = Loop("tokens", accelerator(gradient_accumulation_steps=2), is_ours=True).run(
-        batches("tokens", count=2)
-    )
-    whole = Loop("tokens", accelerator(gradient_accumulation_steps=2), is_ours=False).run(
-        batches("tokens", count=2)
-    )
-    assert len(cut.gradients) == 1
+    whole, cut = (train("tokens", parts=2, is_cut=is_cut) for is_cut in (False, True))
+    assert len(cut.gradients) == UPDATES
     assert relative_error(cut.gradients[0], whole.gradients[0]) <= EXACT

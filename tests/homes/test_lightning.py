@@ -1,7 +1,6 @@
 """Lightning's Trainer with WholeBatchCallback: gradient, logs and checkpoints of the whole batch."""
 
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice
 pl = pytest.importorskip("lightning.pytorch")
 
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from torchmetrics import SumMetric  # noqa: E402
 
@@ -19,99 +17,14 @@ import anybatch as ab  # noqa: E402
 from anybatch.core.errors import LossError, PlanError  # noqa: E402
 from anybatch.homes.lightning import WholeBatchCallback  # noqa: E402
 from anybatch.testing import relative_error, tolerance  # noqa: E402
-from tests.homes.lightnings import Module, cutting, fit, fit_on_rank  # noqa: E402
-from tests.homes.tasks import LOSSES, MOST, OURS, ROWS, UPDATES, Net, data, dies_at, was_killed  # noqa: E402
-from tests.parallel.spawned import spawned  # noqa: E402
+from tests.homes.lightnings import Module, cutting, fit  # noqa: E402
+from tests.homes.tasks import MOST, OURS, ROWS, data  # noqa: E402
 
-EXACT, WRONG = 1e-12, 1e-3
-TASKS = [*LOSSES]
-BUDGETS = {"tokens": "1300KB", "weighted": "900KB", "contrastive": "1000KB"}
+EXACT = 1e-12
 
 
 def parameters(module: nn.Module) -> list[Tensor]:
     return [*module.parameters()]
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_updates_are_those_of_the_whole_batch(task: str) -> None:
-    whole, cut, alone = Module(task), Module(task), Module(task)
-    home = cutting(task)
-    host, ours = fit(whole), fit(cut, home)
-    fit(alone, rows=ROWS // 4, accumulate_grad_batches=4)
-    assert home.report is not None
-    assert home.report.micro_batches == 4
-    assert relative_error(cut.gradients[0], whole.gradients[0]) <= EXACT
-    assert relative_error(alone.gradients[0], whole.gradients[0]) >= WRONG
-    assert relative_error(parameters(cut), parameters(whole)) <= tolerance(torch.float64, 4 * UPDATES)
-    assert len(cut.gradients) == ours.global_step == host.global_step == UPDATES
-    assert cut.rates == whole.rates
-    for name in ("loss_step", "loss_epoch"):
-        found, expected = ours.logger.values(name), host.logger.values(name)
-        assert len(found) == len(expected) > 0
-        assert relative_error(torch.tensor(found), torch.tensor(expected)) <= EXACT
-    assert "training_step" not in vars(cut)
-
-
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("way", ["budget", "out of memory"])
-def test_memory_is_kept_and_every_update_made(task: str, way: str) -> None:
-    width = 2048 if way == "budget" else 16  # much more than the host holds beside
-    whole, cut = Module(task, width=width), Module(task, MOST if way == "out of memory" else ROWS, width)
-    home = cutting(task, micro_batch=None, memory=BUDGETS[task] if way == "budget" else None)
-    fit(whole)
-    trainer = fit(cut, home)
-    assert home.report.micro_batches > 1
-    assert trainer.global_step == UPDATES
-    assert relative_error(cut.gradients[-1], whole.gradients[-1]) <= tolerance(torch.float64, 24 * UPDATES)
-    assert relative_error(parameters(cut), parameters(whole)) <= tolerance(torch.float64, 24 * UPDATES)
-    if way == "out of memory":
-        with pytest.raises(torch.OutOfMemoryError):
-            fit(Module(task, MOST))
-
-
-class Dies(pl.Callback):
-    """Kills the process in the second epoch, in the third forward of an update."""
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 1 and batch_idx == 3:
-            dies_at(2, pl_module.net)
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_resume_after_a_kill_is_the_unbroken_run(task: str, tmp_path: Path) -> None:
-    unbroken, resumed, killed = (Module(task).double() for _ in range(3))
-
-    def run(module: Module, *callbacks: pl.Callback, **options: Any) -> None:
-        files = ModelCheckpoint(tmp_path, every_n_train_steps=UPDATES, save_top_k=-1, filename="{step}")
-        fit(module, cutting(task), files, *callbacks, max_epochs=2, enable_checkpointing=True, **options)
-
-    assert was_killed(lambda: run(killed, Dies()))
-    path = tmp_path / f"step={UPDATES}.ckpt"
-    saved = torch.load(path, weights_only=True)
-    run(unbroken)
-    run(resumed, ckpt_path=path)
-    assert len(resumed.gradients) == UPDATES
-    assert relative_error(parameters(resumed), parameters(unbroken)) == 0
-    assert {*saved["state_dict"]} == {*unbroken.state_dict()}
-    assert "anybatch" not in str(saved)
-    assert "WholeBatch" not in str(saved)
-
-
-@pytest.mark.slow
-def test_ranks_are_one_batch_and_reduced_once() -> None:
-    with spawned(2) as ranks:
-        for task in TASKS:
-            found = ranks.run(fit_on_rank, task, True, seconds=240.0)
-            alone = ranks.run(fit_on_rank, task, False)
-            net = Net(most=2 * ROWS).double()
-            loss = LOSSES[task](net, [part[: 2 * ROWS] for part in data(task, batches=6)])
-            loss.backward()
-            expected = {f"net.{name}": p.grad for name, p in net.named_parameters()}
-            for gradient, losses, total in found:
-                assert relative_error(gradient, expected) <= EXACT
-                assert relative_error(losses[0], loss.item()) <= EXACT
-                assert total == found[0][2]
-            assert relative_error(alone[0][0], expected) >= WRONG
 
 
 @pytest.mark.parametrize("kind", ["16-mixed", "bf16-mixed"])

@@ -1,8 +1,6 @@
 """WholeBatchTrainer: the Trainer's run with the whole batch at once, whatever the cut and the setting."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +31,8 @@ from benchmarks.homes_transformers import (  # noqa: E402
     trainer_of,
     weights,
 )
-from tests.homes.tasks import dies_at, was_killed  # noqa: E402
+from tests.homes.tasks import as_rank, dies_at, was_killed  # noqa: E402
+from tests.parallel.spawned import spawned  # noqa: E402
 
 LIMIT = 1e-12  # float64, before clipping
 UPDATED = 1e-9  # parameters after 20 updates: AdamW divides by the root of squares
@@ -73,10 +72,23 @@ def with_host(host: type, of: Task = OWN) -> Task:
     return Task("test", of.model, of.labels, lambda: host)
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_twenty_updates_are_those_of_the_whole_batch(task: Task) -> None:
+def divided(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    loss = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss / num_items_in_batch
+
+
+SETTINGS: dict[str, tuple[Task, dict[str, Any]]] = {
+    **{task.name: (task, {}) for task in TASKS},
+    "gradient checkpointing": (MASKED, {"gradient_checkpointing": True}),
+    "compute_loss_func": (MASKED, {"own": {"compute_loss_func": divided}}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_twenty_updates_are_those_of_the_whole_batch(name: str) -> None:
+    task, more = SETTINGS[name]
     limit = installed(task)
-    whole, home = [train(task, mode, updates=20, max_grad_norm=0.5) for mode in ("whole", "home")]
+    whole, home = [train(task, mode, updates=20, max_grad_norm=0.5, **more) for mode in ("whole", "home")]
     assert error(whole.gradients[0], home.gradients[0]) <= limit
     assert error(weights(whole), weights(home)) <= (UPDATED if limit == LIMIT else 1e-3)
     for name in ("loss", "grad_norm", "learning_rate", "step", "epoch"):
@@ -208,19 +220,6 @@ def test_sixteen_bits_of_the_host(mode: Any, host: type) -> None:
     assert len(home) == 2
 
 
-@pytest.mark.parametrize("settings", [{"gradient_checkpointing": True}, {"compute_loss_func": None}])
-def test_settings_of_the_host(settings: dict[str, Any]) -> None:
-    def divided(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        loss = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        return loss / num_items_in_batch
-
-    own = {"compute_loss_func": divided} if "compute_loss_func" in settings else {}
-    more = {} if own else settings
-    whole, home = [train(MASKED, mode, own=own, **more) for mode in ("whole", "home")]
-    assert error(whole.gradients[-1], home.gradients[-1]) <= LIMIT
-    assert home.logged("loss") == pytest.approx(whole.logged("loss"), rel=LOGGED)
-
-
 @pytest.mark.parametrize("mode", ["home", "both"])
 def test_compute_loss_gets_names_of_its_rows_and_has_an_entry_per_micro_batch(mode: Any) -> None:
     def named(rows: Any) -> dict[str, Any]:
@@ -245,29 +244,22 @@ def test_compute_loss_gets_names_of_its_rows_and_has_an_entry_per_micro_batch(mo
     assert error(train(OWN, "whole").gradients[-1], run.gradients[-1]) <= LIMIT
 
 
+def on_rank(rank: int, size: int, name: str, mode: Any) -> tuple[dict[str, Tensor], list[float]]:
+    """The first gradient and the logged losses; micro-batches differ between ranks."""
+    with as_rank(rank, size), quiet():
+        run = train(BY_NAME[name], mode, ranks=size, parts=2, micro_batch=2 + rank, ddp_backend="gloo")
+        return run.gradients[0], run.logged("loss")
+
+
 @pytest.mark.slow
-def test_two_ranks_make_the_update_of_all_their_rows(tmp_path: Path) -> None:
-    names = ["causal LM", "masked LM", "label smoothing", "TRL SFT"]
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command = [
-        *agent,
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "tests.homes.ranks",
-        str(tmp_path / "rank"),
-        "home,both",
-        *names,
-    ]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=500)
-    for rank in range(2):
-        found = torch.load(f"{tmp_path}/rank{rank}")
-        assert len(found) >= 6
-        for (name, _), (gradients, losses) in found.items():
-            whole = train(BY_NAME[name], "whole")
-            assert error(whole.gradients[0], gradients) <= installed(BY_NAME[name])
-            assert losses == pytest.approx(whole.logged("loss"), rel=LOGGED)
+@pytest.mark.parametrize("name", ["causal LM", "masked LM", "label smoothing", "TRL SFT"])
+def test_two_ranks_make_the_update_of_all_their_rows(name: str) -> None:
+    limit, whole = installed(BY_NAME[name]), train(BY_NAME[name], "whole")
+    with spawned(2) as ranks:
+        for mode in ("home", "both"):
+            for gradients, losses in ranks.run(on_rank, name, mode, seconds=240.0):
+                assert error(whole.gradients[0], gradients) <= limit
+                assert losses == pytest.approx(whole.logged("loss"), rel=LOGGED)
 
 
 def asks_for_outputs(self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:

@@ -19,7 +19,7 @@ from anybatch.core import TensorBatch
 from anybatch.core.errors import LossError, NonFiniteLossError, OutOfMemoryError
 from anybatch.memory import Meter
 from anybatch.planner.trace import trace
-from anybatch.testing import tolerance
+from anybatch.testing import relative_error, tolerance
 from tests import budgets
 from tests.faults.faulty import (
     NO_MEMORY,
@@ -86,8 +86,12 @@ def any_cut_is_the_whole(case: Case, form: int, sizes: list[int], mask: str, num
     rows = sum(sizes)
     problem = case.problem(list(case.forms)[form % len(case.forms)], rows, seed=number, mask=mask)
     whole = reference(problem)
+    weights: list[Any] = []
     for micro_batch in (None, *range(1, rows + 1)):
-        check(cut(problem, micro_batch), whole)
+        taken = cut(problem, micro_batch)
+        check(taken, whole)
+        weights.append(taken[0].weights)
+        assert relative_error(weights[-1], weights[0]) <= tolerance(torch.float64, rows)
     check(windowed(problem, sizes), whole)
     check(collated(problem, sizes[0]), whole)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from anybatch.core import Cut, TensorBatch
+from anybatch.core import Cut
 from anybatch.engine import Accumulation, Apart, Sums, gradients, window
 from anybatch.engine.division import Division
 from anybatch.engine.gradients import InPlace
@@ -154,12 +154,6 @@ def last_micro_batch_dropped(begin: Any, schedule: Part, *args: Any, **options: 
     schedule._cut = Cut(schedule._cut.parts[:-1]) if len(schedule._cut.parts) > 1 else schedule._cut
 
 
-@_in_place_of(TensorBatch, "micro_batches")
-def first_micro_batch_twice(right: Any, batch: TensorBatch, parts: Any) -> Any:
-    found = list(right(batch, parts))
-    return iter([found[0], *found[:-1]])
-
-
 @_in_place_of(Part, "backward")
 def tail_scaled_like_a_full_one(backward: Any, part: Part, terms: Evaluated) -> None:
     factor = part.ways.plan.micro_batch / len(part.left[0])
@@ -251,13 +245,6 @@ def a_micro_batch_accepted_twice(recover: Any, error: Exception, schedule: Part,
     recover(error, schedule, *rest)
     if schedule._done and not hasattr(schedule, "was_here"):
         schedule._done, schedule.was_here = schedule._done - 1, True  # type: ignore[attr-defined]
-
-
-@_in_place_of(Part, "cut_smaller")
-def a_row_repeated_in_halves(right: Any, schedule: Part, most: int) -> None:
-    rest = schedule._cut.after(schedule._done, most=most).parts
-    again = (rest[0], (rest[0][-1], *rest[1][1:]), *rest[2:])
-    schedule._cut = Cut((*schedule._cut.parts[: schedule._done], *again))
 
 
 @_in_place_of(rng, "restore")

@@ -8,6 +8,8 @@ from tests.options import flat
 import math
 from functools import partial
 import torch, anybatch as ab
+from anybatch.parallel import Cast, DeepGradientCompression as Compression
+from anybatch.step import ByLength
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -31,6 +33,10 @@ step = Step()
 
 OWN = "Step(loss=lambda model, micro: {})((x, y))"
 SUM = "F.cross_entropy(model(micro[0]), micro[1], reduction='sum')"
+TOTAL = OWN.format("ab.Total({}, {})")
+FIT = f"lambda model, micro: ab.Total({SUM}, len(micro[0]))"
+PROMISE = f"Step(loss=ab.Terms({FIT}, weight=lambda batch: {{}}))((x, y))"
+WHOLE = "Step(loss=ab.WholeBatch({}))((x,))"
 ANY_LOSS = ("nn.CrossEntropyLoss()", "ab.Total(")
 
 Mistakes = dict[str, tuple[str, ...]]
@@ -50,6 +56,8 @@ BATCHES: Mistakes = {
     "texts": ("step({'x': x, 'text': ['a'] * 8, 'y': y})", "str at ['text'][0]", "collate="),
     "samples without a collate": ("step(samples)", "[0][0]: (3,)", "collate="),
     "a tensor for samples": ("Step(collate=default_collate)(x)", "got Tensor", "leave `collate` out"),
+    "no samples": ("Step(collate=default_collate)([])", "got []"),
+    "samples of an iterator": ("Step(collate=default_collate)(iter([x]))", "got list_iterator"),
     "a collate without return": ("Step(collate=print)(samples)", "got NoneType", "from a collate"),
     "other lengths": ("step((x, y[:5]))", "[0]: (8, 3), [1]: (5,)", "one entry per row"),
     "time before rows": ("step((torch.randn(5, 8, 3), y))", "[0]: (5, 8, 3)", "one entry per row"),
@@ -67,6 +75,14 @@ BATCHES: Mistakes = {
     "classes out of range": ("step((x, y + 5))", "Target 5", "CrossEntropyLoss with", "rows 0 to 3"),
     "NaN in the data": ("step((x * math.nan, y))", "got nan", "rows 0 to 3", "bad data"),
     "a row against a column": ("Step(loss=nn.MSELoss())((x, x[:, 0]))", "(4, 2) and (4,)", "target[:, None]"),
+    "no order": ("Step(order='size')", "order"),
+    "an order with BatchNorm": ("Step(order='length', batch_norm='micro')", "order"),
+    "a column kept with BatchNorm": ("Step(order=ByLength(keep=(1,)), batch_norm='micro')", "order"),
+    "a window by length": ("Step(order='length').window()", "whole batches"),
+    "samples without lengths": (
+        "Step(order='length', collate=torch.tensor)([1, 2])", "samples whose lengths"),
+    "a column of samples": (
+        "Step(order=ByLength(keep=(1,)), collate=torch.tensor)([[1, 2], [3]])", "got 1. ", "with a collate"),
 }  # fmt: skip
 
 LOSSES: Mistakes = {
@@ -78,6 +94,37 @@ LOSSES: Mistakes = {
     "a float": (OWN.format(f"{SUM}.item()"), "got float", "ab.Total("),
     "a tuple": (OWN.format(f"({SUM}, 4)"), "got tuple", "ab.Total("),
     "nothing": (OWN.format("None"), "got NoneType", "ab.Total("),
+    "a mean, uncut": ("Step(loss=lambda m, batch: m(batch[0]).mean(), micro_batch=None)((x, y))", "shape ()"),
+    "no terms": (OWN.format("{}"), "got an empty one"),
+    "infinite": (TOTAL.format(f"{SUM} / 0", 8), "got inf for 'loss'"),
+    "infinity times 0": (TOTAL.format(f"({SUM} * 0).abs().sqrt()", 8), "division by zero"),
+    "a weight with gradient": (TOTAL.format(SUM, SUM), "without gradient"),
+    "a negative weight": (TOTAL.format(SUM, -1), "got -1"),
+    "a promise that is not kept": (PROMISE.format(7), "batch's 7 for 'loss', got 8"),
+    "a negative promise": (PROMISE.format(-8), "got -8"),
+    "a promise that is no number": (PROMISE.format("math.nan"), "got nan"),
+    "a promise with gradient": (PROMISE.format("torch.ones((), requires_grad=True)"),),
+    "a promise for each row": (PROMISE.format("torch.ones(2)"),),
+    "a coefficient of none": (
+        f"Step(loss=ab.Terms({FIT}, coefficients=dict(other=1.0)))((x, y))",
+        "got ['loss'] without ['other']"),
+    "other terms in the last micro-batch": (
+        f"Step(loss=lambda m, b: {{'a' if len(b[1]) == 3 else 'b': ({FIT})(m, b)}}, micro_batch=3)((x, y))",
+        "got ['b'] after ['a']"),
+    "a WholeBatch of no function": ("ab.WholeBatch(3)", "function"),
+    **{f"loss_rows={rows}": (f"ab.WholeBatch(torch.sum, loss_rows={rows})", "loss_rows", f"got {rows}")
+       for rows in (0, True, 1.5)},
+    "a WholeBatch that joins views": (
+        WHOLE.format("torch.sum, outputs=lambda m, b: torch.cat([m(b[0])] * 2)"), "one entry per row"),
+    "a WholeBatch that is no scalar": (WHOLE.format("lambda out: out"), "one real number"),
+    "rows of a WholeBatch without a total": (
+        WHOLE.format("lambda out, rows: out.sum(), loss_rows=3"), "ab.Total"),
+    "a WholeBatch without gradient": (
+        WHOLE.format("lambda out: out.detach().sum()"), "depends on the parameters"),
+    "a scalar that differs": (
+        WHOLE.format("lambda a, b: a.sum() * b, outputs=lambda m, b: (m(b[0]), b[0].sum())"),
+        "same for every micro-batch"),
+    "a window of a WholeBatch": ("Step(loss=ab.WholeBatch(torch.sum)).window()", "window"),
     "named means": (OWN.format("{'a': x.mean()}"), "{'a': 'Tensor'}", "ab.Total("),
     "detached": (OWN.format(f"ab.Total({SUM}.detach(), 4)"), "['loss'] without gradient", ".detach()"),
     "not summed": (OWN.format("ab.Total(model(micro[0]), 4)"), "shape (4, 2)", ".sum()"),
@@ -155,6 +202,8 @@ SETTINGS: Mistakes = {
         "Step(nn.Linear(3, 2))", "got 2 that are none of its", "from model.parameters()"),
     "one parameter in two optimizers": (
         "Step(optimizer=[sgd, torch.optim.SGD([model.bias], lr=1)])", "got 1 in optimizers 0 and 1"),
+    "all frozen, in a window": (
+        "model.requires_grad_(False); step.window()", "got 2 that are all frozen", "requires_grad=True"),
     "all frozen": ("model.requires_grad_(False); step((x, y))", "got 2 that are all frozen", "requires_grad"),
     "LBFGS": ("Step(optimizer=torch.optim.LBFGS(model.parameters()))", "got LBFGS", "use another one"),
     "a scheduler's class": (
@@ -170,6 +219,19 @@ SETTINGS: Mistakes = {
     "an old option": (
         "ab.Step(model, loss, sgd, batch_norm='micro')", "Step(batch_norm=", "options=ab.Options(batch_norm"),
     "listeners": ("Step(listeners=[print])", "Step(listeners=...)", "callbacks=[...]"),
+    "a misspelt option": ("Step(batchnorm='micro')", "you mean options=ab.Options(batch_norm=...)?"),
+    "a misspelt keyword": ("Step(micro_bach=4)", "Did you mean micro_batch=...?"),
+    "gradient_accumulation_steps": ("Step(gradient_accumulation_steps=4)", "Write micro_batch=..., the rows"),
+    "max_grad_norm": ("Step(max_grad_norm=1.0)", "Write clip_norm=..., the largest 2-norm"),
+    "amp": ("Step(amp=True)", 'Write precision="bf16-mixed"'),
+    "tensorboard": ("Step(tensorboard=True)", "It takes model, loss, optimizer, micro_batch"),
+    "options as a dict": ("Step(options={'check': False})", "Write options=ab.Options(...)."),
+    "a keyword of a step": ("ab.Options(clip_norm=1.0)", "Write Step(..., clip_norm=...)."),
+    "a misspelt field": ("ab.Options(non_finit='skip')", "Did you mean non_finite=...?"),
+    "clipping in a BatchLoss": ("ab.BatchLoss(model, loss, clip_norm=1)", "in your loop after backward()"),
+    "an option of a BatchLoss": ("ab.BatchLoss(model, loss, check=False)", "options=ab.Options(check=...)."),
+    "an option of plan": ("ab.plan(model, loss, sgd, (x, y), recompute='all')", "ab.Options(recompute=...)."),
+    "an option of check": ("ab.check(model, loss, (x, y), batch_norm='micro')", "Options(batch_norm=...)."),
     "two clippings": ("Step(clip_norm=1.0, options=ab.Options(clip_value=1.0))", "got both", "Leave one out"),
     "two arguments for a callback": (
         "Step(callbacks=[lambda step, report: 0])", "does not take a StepReport alone"),
@@ -186,6 +248,15 @@ SETTINGS: Mistakes = {
         "Step(callbacks=[ab.Metrics(acc=ab.accuracy)])((x, y))", "got a step alone", "ab.Trainer"),
     "the number of micro-batches": ("Step(num_micro_batches=4)", "rows of a micro-batch", "micro_batch=..."),
     "no callback": ("Step(callbacks=[3])", "got 3", "Give it one of"),
+    "no list of callbacks": ("Step(callbacks=None)", "a list of callbacks, got None. Write callbacks=[...]"),
+    "a callback without a list": ("Step(callbacks=ab.EMA(0.5))", "got EMA(decay=0.5, buffers=False, vali"),
+    "a callback's class": ("ab.BatchLoss(model, loss, callbacks=[ab.EMA])", "Pass an object: EMA(...)"),
+    "a callback without methods": ("Trainer(callbacks=[ab.Callback()])", "which has none of them"),
+    "a method with a prefix": (
+        "C = type('C', (), {'on_update': print}); Trainer(callbacks=[C()])", "called. Call it 'update'"),
+    "a misspelt method": (
+        "C = type('C', (ab.Callback,), {'gradient': print}); ab.BatchLoss(model, loss, callbacks=[C()])",
+        "a method 'gradient', which is never called. Call it 'gradients'"),
     "micro_batch='auto'": ("Step(micro_batch='auto')", "got 'auto'", 'memory="auto"'),
     "micro_batch=0": ("Step(micro_batch=0)", "got 0", "Leave it out"),
     "micro_batch as text": ("Step(micro_batch='32')", "got '32'", "Pass an int"),
@@ -202,9 +273,25 @@ SETTINGS: Mistakes = {
     "clip_norm as text": ("Step(clip_norm='1')", "got '1'", "positive number"),
     "clip_norm=nan": ("Step(clip_norm=math.nan)", "got nan", "positive number"),
     "recompute=True": ("Step(options=ab.Options(recompute=True))", "got True", "Pass 'all'"),
+    "recompute as text": ("Step(options=ab.Options(recompute='layers'))", "one of", "got 'layers'"),
+    "a policy": ("Step(options=ab.Options(recompute={'weight': 'forget'}))", "got 'forget'"),
+    "recompute of nothing": ("Step(options=ab.Options(recompute='all'))", "got none in Linear"),
+    "recompute of a name": ("Step(options=ab.Options(recompute=['nothing*']))", "got 'nothing*'"),
+    "two adds with BatchNorm": (
+        "m = nn.Sequential(model, nn.BatchNorm1d(2)); w = Step(m).window(); w.add((x, y)); w.add((x, y))",
+        "BatchNorm"),
     "BatchNorm": (
         "m = nn.Sequential(model, nn.BatchNorm1d(2)); Step(m)((x, y))", "module 1", "to_group_norm"),
     "DataParallel": ("Step(nn.DataParallel(model))", "DataParallel", "model.module"),
+    "no server": ("ab.ParameterServer(servers=0)", "Expected servers to be a whole number of at least 1, got 0"),
+    "no worker": ("ab.ParameterServer(workers=0)", "Expected workers to be a whole number of at least 1"),
+    "a half unit": ("ab.ParameterServer(units=1.5)", "Expected units to be a whole number of at least 1, got 1.5"),
+    "a cast": ("Cast('fp8')", "one of ('fp16', 'bf16'), got 'fp8'"),
+    "sparsity of all": ("Compression(1.0, warmup_updates=0)", "at least 0 and below 1, got 1.0"),
+    "momentum below 0": ("Compression(0.9, -0.1, warmup_updates=0)", "momentum to be at least 0", "got -0.1"),
+    "updates below 0": ("Compression(warmup_updates=-1)", "at least 0, got -1"),
+    "clipping without ranks": ("Compression(clip_norm=1.0, warmup_updates=0)", "got 1.0 and ranks=None"),
+    "clipping to 0": ("Compression(clip_norm=0.0, ranks=2, warmup_updates=0)", "got 0.0 and ranks=2"),
     "replicate in one process": ("Step(options=ab.Options(strategy='replicate'))", "got 1", "torchrun"),
     "a setting set later": ("step.clip_norm = 1.0", "'clip_norm'", "new Step("),
     "add after the end": ("w = step.window(); w.discard(); w.add((x, y))", "closed", "step.window()"),
@@ -269,6 +356,12 @@ COMMANDS: Mistakes = {
     "train lenet5 --keep -1": ("--keep to be at least 0, got -1",),
     "train lenet5 --save-minutes -1": ("--save-minutes to be at least 0, got -1.0",),
     "train lenet5 --workers 2": ("--servers with --workers", "--servers 1"),
+    "train lenet5 --servers 0": ("Expected servers to be a whole number of at least 1, got 0",),
+    "train lenet5 --servers 1 --workers 0": ("Expected workers of at least 1, got 0",),
+    "train lenet5 --servers 1 --ranks 2": ("Expected --ranks to be 1 with --servers, got 2",),
+    "train lenet5 --local-steps 2": ("Expected --servers with --local-steps, got none",),
+    "train lenet5 --servers 1 --local-steps 2": ("Expected a rule with steps=2 and staleness=0, got none",),
+    "train lenet5 --servers 1 --rule dynsgd --staleness -1": ("Expected staleness of at least 0",),
     "train clip --norm whole": ("options of clip (--image-size), got --norm",),
     "train no.such:function": ("no.such", "package.module:function"),
     "train torch:nothing": ("'nothing'", "package.module:function"),

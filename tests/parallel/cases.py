@@ -5,6 +5,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import anybatch as ab
 from anybatch.core import tree
 from anybatch.engine import Agreed
-from anybatch.parallel import DeepGradientCompression, Replicate
+from anybatch.parallel import Replicate
 from anybatch.testing import GradientRecorder
 from tests.faults import faulty
 from tests.laws.cases import Case
@@ -31,6 +32,7 @@ from tests.options import flat
 from tests.toys import Perceptron
 
 MOST_ROWS = 9
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
 WHOLE = Case(
     name="whole batch",
     forms={
@@ -126,29 +128,6 @@ def digest(values: Sequence[Any]) -> str:
     return hashlib.blake2b(repr(plain).encode()).hexdigest()
 
 
-def train(
-    rank: int, size: int, sizes: Sequence[int], options: dict[str, Any], mutation: str = ""
-) -> dict[str, Any]:
-    """Some updates of a small network in float64; the parameters, and what was reported."""
-    sizes = [*sizes]
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(options.pop("dtype", torch.float64))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    strategy = options.pop("strategy", "auto")
-    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options, strategy=strategy))
-    x, y = torch.randn(sum(sizes), 4, dtype=next(model.parameters()).dtype), torch.randint(3, (sum(sizes),))
-    reports, mine = [], (x, y) if strategy == "local" else share((x, y), sizes, rank)
-    with mutated(mutation), counted_collectives() as count:
-        for _ in range(4):
-            reports.append(step(mine))
-    return {
-        "parameters": [p.detach() for p in model.parameters()],
-        "bits": digest([*model.parameters(), *[r.loss for r in reports], *[r.grad_norm for r in reports]]),
-        "reports": [(r.loss, r.grad_norm, r.rows, r.dropped, r.scale, r.updated) for r in reports],
-        "collectives": count[0],
-    }
-
-
 class Refusing(ab.Callback):
     """Fails after gradients were sent, and before the update."""
 
@@ -159,48 +138,42 @@ class Refusing(ab.Callback):
             raise ValueError("no")
 
 
-def compressed(rank: int, size: int, make: Any, fails: bool) -> dict[str, Any]:
-    """Updates whose gradient is sent through a codec; the third may fail before and after it was sent."""
+def train(
+    rank: int, size: int, sizes: Sequence[int], options: dict[str, Any], fails: bool = False
+) -> dict[str, Any]:
+    """Some updates of a small network; the parameters, and what was reported.
+
+    With `compression` gradients go through what it makes. The third update may fail before and after it was
+    sent, and is made then.
+    """
     refusing = Refusing()
+    options = {"strategy": "auto", "dtype": torch.float64, "optimizer": ADAMW} | options
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    codec = make()
-    momentum = 0.0 if isinstance(codec, DeepGradientCompression) else 0.9
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-    strategy = Replicate(compression=codec)
-    step = ab.Step(
-        model,
-        nn.CrossEntropyLoss(),
-        optimizer,
-        micro_batch=2,
-        options=ab.Options(strategy=strategy),
-        callbacks=[refusing],
-    )
-    x, y = torch.randn(10, 4, dtype=torch.float64), torch.randint(3, (10,))
-    mine = share((x, y), [7, 3] + [0] * (size - 2), rank)
-    for number in range(5):
-        if fails and number == 2:
-            with contextlib.suppress(RuntimeError):  # shapes that do not fit; on the others a RankError
-                step((x[:, :3], y) if rank == 1 else share((x, y), [10] + [0] * (size - 1), rank))
-            refusing.refuses = True
-            with contextlib.suppress(ValueError):
-                step(mine)
-            refusing.refuses = False
-        step(mine)
-    bytes_sent = step.strategy.bytes_sent
-    return {"parameters": [p.detach() for p in model.parameters()], "bytes": bytes_sent, "rank": rank}
-
-
-def whole_with_momentum() -> list[Tensor]:
-    """The same in one process, without a codec."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer)
-    batch = torch.randn(10, 4, dtype=torch.float64), torch.randint(3, (10,))
-    for _ in range(5):
-        step(batch)
-    return [p.detach() for p in model.parameters()]
+    dtype, make = options.pop("dtype"), options.pop("compression", None)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    optimizer = options.pop("optimizer")(model.parameters())
+    if make is not None:
+        options["strategy"] = Replicate(compression=make())
+    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options, callbacks=[refusing]))
+    x, y = torch.randn(sum(sizes), 4, dtype=dtype), torch.randint(3, (sum(sizes),))
+    reports, mine = [], (x, y) if options["strategy"] == "local" else share((x, y), sizes, rank)
+    with counted_collectives() as count:
+        for number in range(4):
+            if fails and number == 2:
+                with contextlib.suppress(RuntimeError):  # shapes that do not fit; on the others a RankError
+                    step((x[:, :3], y) if rank == 1 else mine)
+                refusing.refuses = True
+                with contextlib.suppress(ValueError):
+                    step(mine)
+                refusing.refuses = False
+            reports.append(step(mine))
+    return {
+        "parameters": [p.detach() for p in model.parameters()],
+        "bits": digest([*model.parameters(), *[r.loss for r in reports], *[r.grad_norm for r in reports]]),
+        "reports": [(r.loss, r.grad_norm, r.rows, r.dropped, r.scale, r.updated) for r in reports],
+        "collectives": count[0],
+        "bytes": getattr(step.strategy, "bytes_sent", 0),
+    }
 
 
 @contextmanager
@@ -231,30 +204,12 @@ class Averaged(Replicate):
         return {p: value / dist.get_world_size() for p, value in super().reduce(gradients).items()}
 
 
-class LocalWeight(Replicate):
-    """Each rank divides by its own weight."""
-
-    def close(self, sums: Any) -> Any:
-        super().close(sums)
-        return sums.weigh()
-
-
 class ForgottenRank(Replicate):
     """What rank 0 has no gradient for is left out."""
 
     def reduce(self, gradients: Any) -> Any:
         mine = {*gradients}
         return {p: value for p, value in super().reduce(gradients).items() if dist.get_rank() or p in mine}
-
-
-class OwnScale(Replicate):
-    """Each rank keeps its own loss scale."""
-
-    def close(self, sums: Any) -> Any:
-        scale = sums.task.scale.state()
-        weights = super().close(sums)
-        sums.task.scale.load(scale)
-        return weights
 
 
 class OwnLoss(Replicate):
@@ -266,7 +221,7 @@ class OwnLoss(Replicate):
         return weights
 
 
-MUTATIONS = {kind.__name__: kind for kind in (Averaged, LocalWeight, ForgottenRank, OwnScale, OwnLoss)}
+MUTATIONS = {kind.__name__: kind for kind in (Averaged, ForgottenRank, OwnLoss)}
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -92,17 +91,6 @@ def noticed(rank: int, size: int, name: str, at: int = AT) -> tuple[int, str]:
     return -1, ""
 
 
-def collectives(rank: int, size: int) -> list[int]:
-    """Messages of each of some steps."""
-    model, found = Shifted(), list[int]()
-    step = ab.Step(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), micro_batch=2)
-    with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as sent:
-        for index in range(5):
-            step(rows(rank, index))
-            found.append(sent.call_count - sum(found))
-    return found
-
-
 def same_rows(rank: int, size: int) -> str:
     model = Shifted()
     step = ab.Step(
@@ -131,30 +119,3 @@ def in_a_half(rank: int, size: int) -> float:
     F.cross_entropy(same(x), y).backward()
     pairs = zip(model.parameters(), same.parameters(), strict=True)
     return max(float((one - (p.detach() - p.grad)).abs().max()) for one, p in pairs if p.grad is not None)
-
-
-def told(rank: int, size: int) -> dict[str, str]:
-    """What is said of wrappers that were told something."""
-
-    def ignoring(model: Any) -> Any:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["body.0.bias"])
-        return DistributedDataParallel(model)
-
-    def with_buffer_hook(model: Any) -> Any:
-        wrapped: Any = DistributedDataParallel(model)
-        wrapped._register_buffer_comm_hook(None, print)
-        return wrapped
-
-    def with_hook(model: Any) -> Any:
-        wrapped = DistributedDataParallel(model)
-        wrapped.register_forward_hook(lambda *_: None)
-        return wrapped
-
-    found: dict[str, str] = {}
-    for wrap in (ignoring, with_buffer_hook, with_hook):
-        model = Shifted()
-        try:
-            ab.Step(wrap(model), nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-        except ab.core.errors.PlanError as error:
-            found[wrap.__name__] = str(error)
-    return found

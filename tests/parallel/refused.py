@@ -16,7 +16,6 @@ X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.aran
 
 
 def make(
-    odd: bool,
     *,
     width: int = 4,
     seed: int = 0,
@@ -24,8 +23,6 @@ def make(
     smoothing: float = 0.0,
     clip_norm: float | None = None,
     rows: Any = (X, Y),
-    updates: int = 0,
-    terms: bool = False,
 ) -> Callable[[], object]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
@@ -47,7 +44,7 @@ def different(rank: int, size: int) -> dict[str, str]:
     """What the last rank differs in, and what every rank is told."""
     said = {}
     for part, options in DIFFERENT.items():
-        said[part] = told(make(rank == size - 1, **(options if rank == size - 1 else {})))
+        said[part] = told(make(**(options if rank == size - 1 else {})))
     return said
 
 
@@ -73,8 +70,13 @@ def others(rank: int, size: int) -> dict[str, str]:
 
         return call
 
-    hooked = DistributedDataParallel(linear())
+    hooked, ignoring = DistributedDataParallel(linear()), linear()
     hooked.register_comm_hook(None, fp16_compress_hook)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["bias"])
+    with_buffer_hook: Any = DistributedDataParallel(linear())
+    with_buffer_hook._register_buffer_comm_hook(None, print)
+    with_forward_hook = DistributedDataParallel(linear())
+    with_forward_hook.register_forward_hook(lambda *_: None)
     found = linear()
     found.weight.grad = torch.ones(3, 4)
     norm = nn.Sequential(linear(), nn.BatchNorm1d(3))
@@ -135,10 +137,13 @@ def others(rank: int, size: int) -> dict[str, str]:
         "sync": told(step_of(sync, batch_norm="micro")),
         "lazy": told(step_of(nn.LazyLinear(3))),
         "hook": told(step_of(hooked)),
+        "ignoring": told(step_of(DistributedDataParallel(ignoring))),
+        "buffer hook": told(step_of(with_buffer_hook)),
+        "forward hook": told(step_of(with_forward_hook)),
         "DataParallel": told(step_of(DataParallel(linear()))),
         "found": told(step_of(found)),
         "BatchNorm": told(step_of(norm)),
         "sparse": told(embedded),
-        "nothing": repr(make(False, rows=None)()),
-        "after": told(make(False)),
+        "nothing": repr(make(rows=None)()),
+        "after": told(make()),
     }

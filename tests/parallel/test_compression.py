@@ -273,23 +273,3 @@ def test_a_momentum_beside_the_codecs_own_is_refused() -> None:
     for momentum in (0.0, 0.9):
         with pytest.raises(PlanError, match=r"got Adam with {'betas'"):
             dgc(momentum=momentum).check([torch.optim.Adam(parameters())])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sparsity": 1.0}, "sparsity to be at least 0 and below 1, got 1.0"),
-        ({"momentum": -0.1}, "momentum to be at least 0 and below 1, got -0.1"),
-        ({"warmup_updates": -1}, "at least 0, got -1"),
-        ({"clip_norm": 1.0}, "got 1.0 and ranks=None"),
-        ({"clip_norm": 0.0, "ranks": 2}, "got 0.0 and ranks=2"),
-    ],
-)
-def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        dgc(**options)
-
-
-def test_another_cast_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"Expected one of \('fp16', 'bf16'\), got 'fp8'"):
-        Cast("fp8")  # pyright: ignore[reportArgumentType]

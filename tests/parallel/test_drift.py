@@ -23,17 +23,9 @@ def test_a_drift_in_the_first_step_is_noticed_at_once_and_none_where_none_is(two
     assert two.run(drifting.noticed, "") == [(-1, "")] * 2
 
 
-def test_nothing_is_sent_besides(two: Ranks) -> None:
-    assert two.run(drifting.collectives) == [[1] * 5] * 2
-
-
 def test_the_same_rows_on_all_ranks_are_warned_of(two: Ranks) -> None:
     assert all("made of copies" in said for said in two.run(drifting.same_rows))
 
 
-def test_what_a_wrapper_was_told_is_obeyed_or_refused(two: Ranks, four: Ranks) -> None:
-    for found in two.run(drifting.told):
-        assert "ignored parameters" in found["ignoring"]
-        assert "buffer hook" in found["with_buffer_hook"]
-        assert "hooks of its own" in found["with_hook"]
+def test_the_group_of_a_wrapper_is_used(four: Ranks) -> None:
     assert max(four.run(drifting.in_a_half)) < tolerance(drifting.torch.float64, 10)

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import anybatch as ab
-from anybatch.cli import main
 from anybatch.parallel.on_ray import RayCluster
 from tests.parallel.deadly import AGENTS, GONE_S, having, stay
 
@@ -134,23 +133,6 @@ def test_without_ray_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ab.AnybatchError, match="pip install"):
         RayCluster()
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (["--servers", "0"], "Expected servers to be a whole number of at least 1, got 0"),
-        (["--servers", "1", "--workers", "0"], "Expected workers to be a whole number of at least 1, got 0"),
-        (["--servers", "1", "--ranks", "2"], "Expected --ranks to be 1 with --servers, got 2"),
-        (["--workers", "2"], "Expected --servers with --workers, got none"),
-    ],
-)
-def test_the_command_refuses(
-    options: list[str], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(["train", "lenet5", "--out", str(tmp_path / "run"), *options]) == 1
-    assert match in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 class Echo:

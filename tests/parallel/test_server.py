@@ -1,8 +1,8 @@
 """Parameter servers in one process: exact, whoever ends when; what is refused."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch import Options
-from anybatch.core import RankError, tree
+from anybatch.core import NonFiniteLossError, RankError, tree
 from anybatch.parallel import ParameterServer
 from anybatch.parallel.server import COUNTED, NOT_FINITE, Layout, ServerShard
-from anybatch.testing import reference_step, relative_error, tolerance
+from anybatch.testing import reference_step, relative_error
 from tests.options import flat
 from tests.parallel.inline import Inline
 
@@ -52,40 +51,67 @@ LOSSES: dict[str, Callable[[], Any]] = {
 }
 
 
+def served(servers: int = 2, workers: int = 3, *, cluster: Inline | None = None, **options: Any) -> Any:
+    return ParameterServer(servers, workers, cluster=cluster or Inline(0), **options)
+
+
+def step_of(
+    model: nn.Module,
+    strategy: Any = "local",
+    *,
+    optimizer: Callable[..., Any] = torch.optim.SGD,
+    lr: float = 0.1,
+    loss: Any = None,
+    scheduler: Callable[[Any], Any] | None = None,
+    **options: Any,
+) -> ab.Step:
+    made = optimizer(model.parameters(), lr=lr)
+    options |= {"strategy": strategy, "scheduler": scheduler and scheduler(made)}
+    return ab.Step(model, loss or nn.CrossEntropyLoss(), made, **flat(options))
+
+
+class Trained(NamedTuple):
+    """Parameters, state of the optimizer and reports after some updates, and what is drawn then."""
+
+    parameters: list[Tensor]
+    state: Any
+    reports: list[ab.StepReport]
+    drawn: Tensor
+
+
 def updates(
     count: int = 3,
     *,
     cluster: Inline | None = None,
-    optimizer: Callable[..., Any] = torch.optim.AdamW,
+    server: Mapping[str, Any] = {},
     dropout: float = 0.0,
-    loss: Any = None,
-    servers: int = 2,
-    workers: int = 3,
+    make_loss: Callable[[], Any] = nn.CrossEntropyLoss,
+    edit: Callable[[ab.Step, Any], object] = lambda *_: None,
     between: Callable[[int, ParameterServer], object] = lambda *_: None,
-    scheduler: Callable[[Any], Any] = lambda _: None,
     **options: Any,
-) -> tuple[list[Tensor], Any, Any]:
-    """Parameters, state of the optimizer, and reports after some updates; alone without a cluster."""
-    model = network(dropout)
-    made = optimizer(model.parameters(), lr=0.01)
-    strategy: Any = "local" if cluster is None else ParameterServer(servers, workers, cluster=cluster)
-    options = {"micro_batch": 4, "scheduler": scheduler(made), **options}
-    step = ab.Step(model, loss or nn.CrossEntropyLoss(), made, **flat(options, strategy=strategy))
+) -> Trained:
+    """Train alone without a cluster; before each update but the first the program may edit what it has."""
+    strategy = "local" if cluster is None else served(cluster=cluster, **server)
+    loss = make_loss()
+    options = {"optimizer": torch.optim.AdamW, "lr": 0.01, "micro_batch": 4} | options
+    step = step_of(network(dropout), strategy, loss=loss, **options)
     torch.manual_seed(7)
     reports = []
     for number in range(count):
+        if number:
+            edit(step, loss)
         if cluster is not None:
             between(number, strategy)
-        reports.append(step(batch(number)))
-    return [p.detach().clone() for p in model.parameters()], made.state_dict()["state"], reports
+        rows = batch(number)
+        reports.append(step([*zip(*rows, strict=True)] if step.collate else rows))
+    parameters = [p.detach().clone() for p in step.model.parameters()]
+    return Trained(parameters, step.optimizers[0].state_dict()["state"], reports, torch.rand(3))
 
 
-def same_bits(one: Any, other: Any) -> bool:
+def same_bits(one: Trained, other: Trained) -> bool:
     pairs = zip(tree.flatten(one[:2]).leaves, tree.flatten(other[:2]).leaves, strict=True)
-    same = [(r.loss, r.grad_norm, r.rows) for r in one[2]] == [
-        (r.loss, r.grad_norm, r.rows) for r in other[2]
-    ]
-    return same and all(torch.equal(a, b) for a, b in pairs)
+    told = [[(r.loss, r.grad_norm, r.rows) for r in each.reports] for each in (one, other)]
+    return told[0] == told[1] and all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize(
@@ -96,67 +122,20 @@ def test_the_gradient_is_that_of_the_whole_batch(loss: str, servers: int, worker
     model, made = network(), LOSSES[loss]()
     expected = reference_step(model, made, batch())
     before = copy.deepcopy(dict(model.named_parameters()))
-    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    server = ParameterServer(servers, workers, cluster=Inline(servers + workers))
-    report = ab.Step(model, made, sgd, micro_batch=4, options=Options(strategy=server))(batch())
+    server = served(servers, workers, cluster=Inline(servers + workers))
+    report = step_of(model, server, lr=1.0, loss=made, micro_batch=4)(batch())
     found = {name: before[name].detach() - p.detach() for name, p in model.named_parameters()}
     assert relative_error(found, expected.gradients) < EXACT
     assert abs(report.loss - expected.loss) < EXACT * abs(expected.loss)
     assert report.rows == ROWS
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
-def test_many_updates_are_those_of_one_process(optimizer: Any) -> None:
-    alone = updates(20, optimizer=optimizer, clip_norm=0.3)
-    told = list[Any]()
-    served = updates(20, optimizer=optimizer, clip_norm=0.3, cluster=Inline(1), callbacks=[told.append])
-    assert told == served[2]
-    allowed = tolerance(torch.float64, 20 * ROWS)
-    for one, other in zip(tree.flatten(alone[:2]).leaves, tree.flatten(served[:2]).leaves, strict=True):
-        assert relative_error({"": other.double()}, {"": one.double()}) < allowed
-    assert [r.update for r in served[2]] == [*range(1, 21)]
-
-
-def test_a_scheduler_sees_each_update() -> None:
-    def half(made: Any) -> Any:
-        return torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)
-
-    alone, served = updates(scheduler=half), updates(scheduler=half, cluster=Inline(1))
-    assert [r.learning_rate for r in served[2]] == [r.learning_rate for r in alone[2]] == [0.01, 5e-3, 2.5e-3]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_bits_depend_on_no_worker(seed: int) -> None:
     """Nor on the order in which workers get on; dropout is drawn for the unit."""
-    expected = updates(dropout=0.5, cluster=Inline(100), workers=1)
-    assert same_bits(updates(dropout=0.5, cluster=Inline(seed), workers=1 + 2 * seed), expected)
-
-
-def by_samples(samples: Any) -> tuple[Tensor, Tensor]:
-    return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"memory": "2GiB"},
-        {"micro_batch": 4, "collate": by_samples},
-        {"micro_batch": 4, "recompute": ["0"]},
-        {"accumulate": torch.float64},
-    ],
-    ids=lambda options: [*options][-1],
-)
-def test_workers_have_the_options_of_the_step(options: dict[str, Any]) -> None:
-    def train(strategy: Any) -> dict[str, Tensor]:
-        model = network()
-        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-        step = ab.Step(model, nn.CrossEntropyLoss(), sgd, **flat(options, strategy=strategy))
-        rows = batch()
-        for _ in range(3):
-            step([*zip(*rows, strict=True)] if "collate" in options else rows)
-        return {name: p.detach() for name, p in model.named_parameters()}
-
-    assert relative_error(train(ParameterServer(2, 2, cluster=Inline(0))), train("local")) < EXACT
+    expected = updates(dropout=0.5, cluster=Inline(100), server={"workers": 1})
+    found = updates(dropout=0.5, cluster=Inline(seed), server={"workers": 1 + 2 * seed})
+    assert same_bits(found, expected)
 
 
 class EndAt:
@@ -245,7 +224,7 @@ def test_a_slow_worker_holds_nobody_up() -> None:
         if number == 2:
             cluster.slow = {3}  # the second worker, after two servers
 
-    found = updates(4, cluster=cluster, workers=2, between=between)
+    found = updates(4, cluster=cluster, server={"workers": 2}, between=between)
     assert same_bits(found, updates(4, cluster=Inline(99)))
     assert counts[3]["back-ups"] > counts[2]["back-ups"]
 
@@ -253,57 +232,30 @@ def test_a_slow_worker_holds_nobody_up() -> None:
 def test_what_happens_in_each_step_adds_up() -> None:
     """Mutation: a step tells what earlier ones did as well."""
     end = EndAt("Worker", "fold", "after", 10)
-    model, server = network(), ParameterServer(2, 3, cluster=Inline(1, end))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, options=Options(strategy=server))
+    server = served(cluster=Inline(1, end))
+    step = step_of(network(), server)
     told = [step(batch(number)).counts for number in range(3)]
     server.stop()
     assert [one["pushes"] for one in told] == [16] * 3
     assert sum(one.get("workers replaced", 0) for one in told) == 1
     assert server.counts["pushes"] == 48
-    elements = sum(p.numel() for p in model.parameters())
+    elements = sum(p.numel() for p in step.model.parameters())
     assert server.counts["bytes pushed"] == sum(one["bytes pushed"] for one in told) == 24 * 8 * elements
     assert server.counts["workers replaced"] == 1
 
 
 def test_more_workers_than_rows_wait() -> None:
-    model = network()
-    server = ParameterServer(1, 6, cluster=Inline(0))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, options=Options(strategy=server))
-    assert step(batch(rows=2)).rows == 2
+    assert step_of(network(), served(1, 6))(batch(rows=2)).rows == 2
 
 
-def test_a_failed_unit_leaves_all_as_before_and_the_next_step_goes_on() -> None:
-    def step_and_model() -> Any:
-        model = network()
-        server = ParameterServer(2, 2, cluster=Inline(0))
-        adam = torch.optim.Adam(model.parameters())
-        return ab.Step(model, nn.CrossEntropyLoss(), adam, options=Options(strategy=server)), model
+@pytest.mark.parametrize("error", [NonFiniteLossError, KeyboardInterrupt])
+def test_a_step_that_fails_leaves_all_as_before_and_the_next_one_goes_on(error: type[BaseException]) -> None:
+    """A unit that is not finite, and Ctrl-C between the updates of two shards."""
 
-    step, model = step_and_model()
-    step(batch(0))
-    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    x, y = batch(1)
-    with pytest.raises(ab.AnybatchError, match="Expected a finite loss"):
-        step((torch.where(torch.arange(ROWS)[:, None] == 30, torch.nan, x), y))
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    step(batch(2))
-    other, expected = step_and_model()
-    other(batch(0))
-    other(batch(2))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    def adam(cluster: Inline) -> ab.Step:
+        return step_of(network(), served(2, 2, cluster=cluster), optimizer=torch.optim.Adam, lr=0.01)
 
-
-def test_ctrl_c_between_the_updates_of_two_shards_leaves_all_as_before() -> None:
-    model, cluster = network(), Inline(0)
-    adam = torch.optim.Adam(model.parameters(), lr=0.01)
-    server = ParameterServer(2, 2, cluster=cluster)
-    step = ab.Step(model, nn.CrossEntropyLoss(), adam, options=Options(strategy=server))
-    step(batch(0))
-    before = copy.deepcopy(model.state_dict())
-    committed = []
+    cluster, committed = Inline(0), list[int]()
 
     def stop(process: Any, method: str, when: str) -> bool:
         committed.extend([process.number] if method == "commit" else [])
@@ -312,67 +264,41 @@ def test_ctrl_c_between_the_updates_of_two_shards_leaves_all_as_before() -> None
             raise KeyboardInterrupt
         return False
 
-    cluster.end = stop
-    with pytest.raises(KeyboardInterrupt):
-        step(batch(1))
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    step(batch(2))
-    other = network()
-    adam = torch.optim.Adam(other.parameters(), lr=0.01)
-    step = ab.Step(
-        other, nn.CrossEntropyLoss(), adam, options=Options(strategy=ParameterServer(2, 2, cluster=Inline(0)))
-    )
+    step, other, (x, y) = adam(cluster), adam(Inline(0)), batch(1)
     step(batch(0))
+    before, random = copy.deepcopy(step.model.state_dict()), torch.get_rng_state()
+    if error is KeyboardInterrupt:
+        cluster.end = stop
+    else:
+        x = torch.where(torch.arange(ROWS)[:, None] == 30, torch.nan, x)
+    with pytest.raises(error):
+        step((x, y))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(before[name], value) for name, value in step.model.state_dict().items())
     step(batch(2))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    for number in (0, 2):
+        other(batch(number))
+    assert all(map(torch.equal, step.model.parameters(), other.model.parameters()))
 
 
 def test_a_parameter_without_gradient_is_left_alone() -> None:
     """Weight decay and momentum are for those that the loss reaches."""
     model = nn.ModuleDict({"used": nn.Linear(4, 3), "not": nn.Linear(4, 3)}).double()
-    adam = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     before = copy.deepcopy(model["not"].state_dict())
 
     def loss(model: Any, micro: Any) -> ab.Total:
         scores = model["used"](micro[0])
         return ab.Total(nn.functional.cross_entropy(scores, micro[1], reduction="sum"), len(micro[1]))
 
-    ab.Step(model, loss, adam, options=Options(strategy=ParameterServer(2, 2, cluster=Inline(0))))(batch())
+    step = step_of(model, served(2, 2), optimizer=torch.optim.AdamW, loss=loss)  # which decays weights
+    step(batch())
     assert all(torch.equal(before[name], value) for name, value in model["not"].state_dict().items())
-    assert len(adam.state_dict()["state"]) == 2
-
-
-def test_what_the_driver_changes_reaches_the_servers() -> None:
-    def train(strategy: Any) -> list[Tensor]:
-        model = network()
-        adam = torch.optim.Adam(model.parameters(), lr=0.01)
-        step = ab.Step(
-            model,
-            nn.CrossEntropyLoss(),
-            adam,
-            options=Options(strategy=strategy, scheduler=torch.optim.lr_scheduler.StepLR(adam, 2, 0.5)),
-        )
-        step(batch(0))
-        kept, values = copy.deepcopy(adam.state_dict()), copy.deepcopy(model.state_dict())
-        step(batch(1))
-        model.load_state_dict(values)
-        step(batch(2))
-        adam.load_state_dict(kept)
-        adam.param_groups[0]["weight_decay"] = 0.1
-        step(batch(3))
-        return [p.detach() for p in model.parameters()]
-
-    pairs = zip(train(ParameterServer(2, 2, cluster=Inline(0))), train("local"), strict=True)
-    for one, other in pairs:
-        assert relative_error({"": one}, {"": other}) < tolerance(torch.float64, 4 * ROWS)
+    assert len(step.optimizers[0].state_dict()["state"]) == 2
 
 
 def test_a_run_that_is_resumed_ends_in_the_same_bits(tmp_path: Any) -> None:
     def trainer(out: str, cluster: Inline) -> ab.Trainer:
-        model = network(0.5)
-        adam = torch.optim.AdamW(model.parameters(), lr=0.01)
-        server = ParameterServer(2, 2, cluster=cluster)
-        step = ab.Step(model, nn.CrossEntropyLoss(), adam, options=Options(strategy=server))
+        step = step_of(network(0.5), served(2, 2, cluster=cluster), optimizer=torch.optim.AdamW, lr=0.01)
         return ab.Trainer(
             step, batch(rows=100), batch_size=20, out=tmp_path / out, save_every=2, progress=False
         )

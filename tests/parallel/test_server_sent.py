@@ -8,14 +8,13 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core import PlanError, tree
-from anybatch.parallel import ParameterServer, fingerprint
+from anybatch.parallel import fingerprint
 from anybatch.parallel.on_ray import RayCluster
 from anybatch.parallel.server import ServerShard
 from anybatch.parallel.worker import Worker
 from anybatch.testing import relative_error, tolerance
-from tests.options import flat
 from tests.parallel.inline import Inline
-from tests.parallel.test_server import EXACT, ROWS, batch, network
+from tests.parallel.test_server import EXACT, ROWS, batch, network, served, step_of
 
 # ---- the state of the optimizer
 
@@ -38,7 +37,7 @@ def test_the_state_of_the_optimizer_is_where_the_next_update_is_made() -> None:
 
     allowed = tolerance(torch.float64, 8 * ROWS)
     for names in ([1], [1, "local"], [1, 2, "local"]):
-        strategies = [ParameterServer(n, 2, cluster=Inline(n)) if isinstance(n, int) else n for n in names]
+        strategies = [served(n, 2, cluster=Inline(n)) if isinstance(n, int) else n for n in names]
         pairs = zip(moved(strategies), moved(["local"]), strict=True)
         assert all(relative_error({"": one}, {"": other}) < allowed for one, other in pairs)
 
@@ -66,13 +65,10 @@ class Reader:
 )
 def test_collate_is_called_on_workers_alone(options: dict[str, Any]) -> None:
     def parameters(rows: Any, **more: Any) -> list[Tensor]:
-        model = network()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        server = ParameterServer(2, 2, cluster=Inline(0))
-        step = ab.Step(model, nn.CrossEntropyLoss(), sgd, **flat({**options, **more}, strategy=server))
+        step = step_of(network(), served(2, 2), **options, **more)
         for _ in range(3):
             assert step(rows).rows == ROWS
-        return [p.detach() for p in model.parameters()]
+        return [p.detach() for p in step.model.parameters()]
 
     found = parameters([*range(ROWS)], collate=Reader(batch()))
     pairs = zip(found, parameters(batch()), strict=True)
@@ -83,20 +79,10 @@ def test_a_trainer_sends_what_the_data_gives_for_a_row() -> None:
     """Numbers, read on workers; samples of a data set are read here. Validation is here, too."""
 
     def trained(data: Any, collate: Any, validation: Any = None) -> list[Tensor]:
-        model = network()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        server = ParameterServer(2, 2, cluster=Inline(0))
-        step = ab.Step(
-            model,
-            nn.CrossEntropyLoss(),
-            sgd,
-            micro_batch=4,
-            collate=collate,
-            options=ab.Options(strategy=server),
-        )
+        step = step_of(network(), served(2, 2), micro_batch=4, collate=collate)
         trainer = ab.Trainer(step, data, validation, batch_size=10, progress=False)
         trainer.fit(epochs=2)
-        return [p.detach() for p in model.parameters()]
+        return [p.detach() for p in step.model.parameters()]
 
     rows = batch()
     dataset = torch.utils.data.TensorDataset(*rows)
@@ -125,14 +111,12 @@ def test_model_and_rows_are_on_the_device_of_the_worker(device: Any, expected: s
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)  # as for CUDA, in place
     monkeypatch.setattr(fingerprint, "checksum", lambda value: 0)  # which needs numbers
     SEEN.clear()
-    model = network()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    server = ParameterServer(1, 1, cluster=Inline(0), device=device)
+    step = step_of(network(), served(1, 1, device=device), loss=seen)
     with pytest.raises(InterruptedError):
-        ab.Step(model, seen, sgd, options=ab.Options(strategy=server))(batch())
+        step(batch())
     assert [*SEEN] == [{expected}]
-    assert {one.device.type for one in model.parameters()} == {"cpu"}
-    assert {p.device.type for group in sgd.param_groups for p in group["params"]} == {"cpu"}
+    assert {one.device.type for one in step.model.parameters()} == {"cpu"}
+    assert {p.device.type for group in step.optimizers[0].param_groups for p in group["params"]} == {"cpu"}
 
 
 class Asked:

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -18,6 +17,7 @@ from tests.options import flat
 from tests.snapshots import same
 
 UPDATES, ROWS, CLASSES, LENGTH = 8, 12, 5, 6
+CLIPS = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}
 Batch = tuple[Any, Tensor]
 MakeBatch = Callable[[torch.dtype], Batch]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -101,7 +101,7 @@ def assert_identical(
     *,
     dtype: torch.dtype = torch.float32,
     micro_batch: int | None = None,
-    clip_norm: float = math.inf,
+    clip: tuple[str, float] = ("norm", math.inf),
     make_scheduler: Callable[[Optimizer], Any] = lambda optimizer: (),
 ) -> None:
     """Losses where uncut, parameters, buffers and optimizer state after all updates, bit for bit."""
@@ -120,8 +120,8 @@ def assert_identical(
                 loss, weight = torch.zeros(()), problem.weight(y)
                 for part, target in zip(x.split(micro_batch), y.split(micro_batch), strict=True):
                     (summed(model(part), target) / weight).backward()
-            if clip_norm < math.inf:
-                clip_grad_norm_(model.parameters(), clip_norm)
+            if clip[1] < math.inf:
+                CLIPS[clip[0]](model.parameters(), clip[1])
             optimizer.step()
             optimizer.zero_grad()
             if scheduler:
@@ -132,7 +132,7 @@ def assert_identical(
 
     def by_step(model: nn.Module, optimizer: Optimizer) -> Callable[[Batch], StepReport]:
         norm = None if micro_batch is None else "micro"
-        options = {"micro_batch": micro_batch, "clip_norm": clip_norm, "batch_norm": norm}
+        options = {"micro_batch": micro_batch, f"clip_{clip[0]}": clip[1], "batch_norm": norm}
         return Step(model, problem.loss, optimizer, **flat(options, scheduler=make_scheduler(optimizer)))
 
     torch.manual_seed(0)
@@ -193,23 +193,27 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
 }
 
 
-@pytest.mark.parametrize("clip_norm", [0.5, 1e6])
+@pytest.mark.parametrize("clip", [("norm", 0.5), ("norm", 1e6), ("value", 0.05)])
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_clipped_and_scheduled_step_is_the_loop(
-    name: str, make_optimizer: MakeOptimizer, clip_norm: float
+    name: str, make_optimizer: MakeOptimizer, clip: tuple[str, float]
 ) -> None:
-    options: dict[str, Any] = {"clip_norm": clip_norm, "make_scheduler": SCHEDULERS[name]}
-    assert_identical(MODELS["conv"], make_optimizer, **options)
+    assert_identical(MODELS["conv"], make_optimizer, clip=clip, make_scheduler=SCHEDULERS[name])
 
 
 # ---- cut
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-@pytest.mark.parametrize(("micro_batch", "clip_norm"), [(1, 0.5), (4, math.inf), (5, 0.5)])
+@pytest.mark.parametrize(
+    ("micro_batch", "clip"),
+    [(1, ("norm", 0.5)), (4, ("norm", math.inf)), (5, ("norm", 0.5)), (5, ("value", 0.05))],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_cut_step_is_the_loop_with_the_same_cut(
-    name: str, micro_batch: int, clip_norm: float, make_optimizer: MakeOptimizer
+    name: str, micro_batch: int, clip: tuple[str, float], make_optimizer: MakeOptimizer
 ) -> None:
-    assert_identical(MODELS[name], make_optimizer, micro_batch=micro_batch, clip_norm=clip_norm)
+    assert_identical(
+        MODELS[name], make_optimizer, micro_batch=micro_batch, clip=clip, make_scheduler=SCHEDULERS["step"]
+    )

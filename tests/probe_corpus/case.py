@@ -164,6 +164,26 @@ class Words(nn.Module):
         return self.compute(self, input_ids, attention_mask)
 
 
+class Experts(nn.Module):
+    """Each row goes to one expert, which sees any number of them; those for which there is no room pass by.
+
+    What an expert draws has as many lines as rows were sent to it.
+    """
+
+    def __init__(self, count: int, *, room: float = 1.0, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.gate, self.room = nn.Linear(6, count), room
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(dropout)) for _ in range(count)]
+        self.experts = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, room, out = self.gate(x).softmax(dim=1), max(1, int(len(x) * self.room)), x
+        for index, expert in enumerate(self.experts):
+            sent = (shares.argmax(dim=1) == index).nonzero()[:room, 0]
+            out = out.index_add(0, sent, expert(x[sent]) * shares[sent, index, None])
+        return out
+
+
 class Tagger(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from tests.probe_corpus.case import (
     Batch,
     Case,
     Corpus,
+    Experts,
     Tagger,
     Vectors,
     Words,
@@ -51,21 +52,12 @@ class Series(nn.Module):
         return self.head(self.reader(*[x] * 3, need_weights=False)[0].mean(dim=1))
 
 
-class Router(nn.Module):
-    """Sends each row to one of two experts; those for which there is no room pass by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(6, 2), nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
-        with torch.no_grad():
-            self.gate.bias.copy_(torch.tensor([1.5, -1.5]))  # most rows want the first expert
-
-    def forward(self, x: Tensor) -> Tensor:
-        shares, room, out = self.gate(x).softmax(dim=1), max(1, len(x) // 2), x
-        for index, expert in enumerate(self.experts):
-            sent = (shares.argmax(dim=1) == index).nonzero()[:room, 0]
-            out = out.index_add(0, sent, expert(x[sent]) * shares[sent, index, None])
-        return out
+def crowded() -> nn.Module:
+    """Most rows want the first expert, and there is no room for all of them."""
+    experts = Experts(2, room=0.5)
+    with torch.no_grad():
+        experts.gate.bias.copy_(torch.tensor([1.5, -1.5]))
+    return experts
 
 
 def before(name: str, forward: Any) -> Case:
@@ -117,8 +109,8 @@ FAULTS.of(
 )
 FAULTS.of(
     "meeting, position",
-    "Router|Mixup",
-    router_with_capacity=lambda: classifier(Router()),
+    "Experts|Mixup",
+    router_with_capacity=lambda: classifier(crowded()),
     # Each row is mixed with another, chosen at random.
     rows_mixed_at_random=lambda: regression(
         layer("Mixup", lambda x: 0.7 * x + 0.3 * x[torch.randperm(len(x))]), outputs=CLASSES

@@ -18,6 +18,7 @@ from tests.probe_corpus.case import (
     Batch,
     Case,
     Corpus,
+    Experts,
     Tagger,
     Words,
     classifier,
@@ -81,31 +82,12 @@ def recomputed() -> nn.Module:
     return layer("Recomputed", forward, block=block)
 
 
-class Experts(nn.Module):
-    """Each row goes to one expert, and there is room for all: an expert sees any number of rows, or none.
-
-    What an expert draws has as many lines as rows were sent to it.
-    """
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.gate = nn.Linear(6, 3)
-        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Dropout(p)) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        shares, out = self.gate(x).softmax(dim=1), x
-        for index, expert in enumerate(self.experts):
-            sent = (shares.argmax(dim=1) == index).nonzero()[:, 0]
-            out = out.index_add(0, sent, expert(x[sent]) * shares[sent, index, None])
-        return out
-
-
 SOUND.of(
     drop_path_by_row=lambda: classifier(Drop("row"), Drop("row")),
     layers_dropped_by_one_draw=lambda: classifier(*[Drop("torch") for _ in range(3)]),
     layers_dropped_by_python=lambda: classifier(*[Drop("Python") for _ in range(3)]),
     gradient_checkpointing=lambda: classifier(recomputed(), recomputed()),
-    experts_with_dropout=lambda: classifier(Experts(0.3)),
+    experts_with_dropout=lambda: classifier(Experts(3, dropout=0.3)),
 )
 
 # ---- what models carry

@@ -58,39 +58,6 @@ def test_hooks_that_update_are_refused(
     assert all(map(torch.equal, weights, model.parameters()))
 
 
-def refuse(found: object) -> None:
-    raise ValueError("no")
-
-
-def _scheduled(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 / (1 - update))
-
-
-@pytest.mark.parametrize("in_window", [False, True])
-@pytest.mark.parametrize("what", ["update", "parameters", "scheduler"])
-def test_an_error_after_the_update_says_that_it_was_made(what: str, in_window: bool) -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {
-        "update": {"callbacks": [refuse]},
-        "parameters": {"callbacks": [SimpleNamespace(parameters=refuse)]},
-        "scheduler": {"scheduler": _scheduled(optimizer)},
-    }[what]
-    made, same = step(model, optimizer=optimizer, **options), net()
-    same.load_state_dict(model.state_dict())
-    step(same)(ROWS)
-    window = made.window() if in_window else None
-    if window is not None:
-        window.add(ROWS)
-    with pytest.raises((ValueError, ZeroDivisionError), match=r"no|division") as caught:
-        made(ROWS) if window is None else window.close()
-    assert "Update 1 was made" in caught.value.__notes__[0]
-    assert made.open_window is None
-    assert all(one.grad is None for one in model.parameters())
-    for one, other in zip(model.parameters(), same.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
-
-
 class NoSingles(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         if len(input) == 1:

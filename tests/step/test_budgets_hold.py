@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.core import BudgetError
 from anybatch.engine import strategy, window
 from anybatch.testing import relative_error, tolerance
 from tests.options import flat
@@ -72,13 +71,6 @@ def test_a_budget_survives_any_number_of_out_of_memory_errors(seed: int) -> None
     run(seed)
 
 
-def test_a_budget_below_what_is_held_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Limited()
-    model.most = 0
-    with pytest.raises(BudgetError, match="above parameters, gradients"):
-        make(model, LOSSES["whole batch"], memory="8KB")((torch.randn(9, 6).double(), torch.randint(4, (9,))))
-
-
 @pytest.mark.parametrize("rows", [3, 40])
 def test_an_error_of_the_model_comes_through_as_itself(rows: int) -> None:
     def fail(*_: Any) -> None:
@@ -113,13 +105,6 @@ def test_memory_that_runs_out_after_the_last_micro_batch_is_tried_in_smaller_par
     assert (report.updated, report.micro_batches, len(calls) > 1) == (True, 2, True)
     named = [dict(one.named_parameters()) for one in (model, twin)]
     assert relative_error(*named) <= tolerance(torch.float64, 9)
-
-
-def test_a_fixed_size_is_checked_against_the_budget() -> None:
-    batch = torch.randn(40, 6).double(), torch.randint(4, (40,))
-    assert make(Limited(), by_rows, memory="1MB", micro_batch=8)(batch).cut == (8,) * 5
-    with pytest.raises(BudgetError, match="32 rows at a time"):
-        make(Limited(), by_rows, memory="45KB", micro_batch=32)(batch)
 
 
 def test_auto_keeps_the_cut_by_length() -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,33 +108,6 @@ def test_a_trainer_attaches_its_callbacks_while_it_fits_and_saves(tmp_path: Path
     assert heard == (len(own.events), len(failing.events))
 
 
-class Misspelt(ab.Callback):
-    def gradient(self, gradients: Any) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("callbacks", "match"),
-    [
-        ([None], "got None, which has none of them. Give it one of begin"),
-        (None, r"a list of callbacks, got None. Write callbacks=\[...\]"),
-        (ab.EMA(0.5), r"a list of callbacks, got EMA\(decay=0.5, buffers=False, validate=True\)"),
-        ([ab.EMA], r"got the class EMA. Pass an object: EMA\(...\)"),
-        ([ab.Callback()], "which has none of them"),
-        ([SimpleNamespace(on_update=print)], "a method 'on_update', which is never called. Call it 'update'"),
-        ([Misspelt()], r"Misspelt\(\) with a method 'gradient', which is never called. Call it 'gradients'"),
-    ],
-)
-def test_what_is_no_callback_is_refused_at_every_door(callbacks: Any, match: str) -> None:
-    step = make()
-    for door in (
-        partial(ab.Step, step.model, step.loss, step.optimizers),
-        partial(ab.BatchLoss, step.model, step.loss),
-        partial(ab.Trainer, step, (X, Y), batch_size=4),
-    ):
-        with pytest.raises(PlanError, match=match):
-            door(callbacks=callbacks)
-
-
 @pytest.mark.parametrize("error", [ValueError, NO_MEMORY, NonFiniteLossError])
 @pytest.mark.parametrize("name", [*BEFORE, "parameters", "update"])
 @pytest.mark.parametrize("way", ["step", "window"])
@@ -172,13 +144,6 @@ def test_memory_that_a_callback_lacks_when_told_of_a_redone_micro_batch_is_raise
     step.model.register_forward_pre_hook(run_out)
     with pytest.raises(NO_MEMORY, match="in a callback"), same_as_before(step):
         step((X, Y))
-
-
-def test_callbacks_of_a_training_refuse_a_step_alone_before_it_updates() -> None:
-    step = make(ab.LossMonitor())
-    with pytest.raises(PlanError, match=r"LossMonitor\(every=1\) in a training"), same_as_before(step):
-        step((X, Y))
-    in_trainer(step)
 
 
 def test_metrics_are_callbacks_and_all_say_what_they_are() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch import Step
 from anybatch.core import torch_private as private
-from anybatch.core.errors import BatchError, BudgetError, PlanError
+from anybatch.core.errors import BatchError, PlanError
 from anybatch.engine import Plan
 from anybatch.step.decide import PATIENCE, Limits
 from anybatch.testing import relative_error
@@ -24,6 +24,7 @@ from tests.budgets import (
     make,
     measured,
     metered,
+    refused,
     rows_of,
     sgd,
 )
@@ -56,13 +57,6 @@ def squares(rows: int = 8) -> Any:
 
 def parameters(step: Any) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in step.model.named_parameters()}
-
-
-def refused(step: Any, batch: Any, match: str = "By readings the smallest budget") -> int:
-    """The smallest budget that is named where a batch is refused, which changes nothing."""
-    with same_as_before(step), pytest.raises(BudgetError, match=match) as caught:
-        step(batch)
-    return caught.value.smallest
 
 
 @pytest.mark.parametrize(
@@ -98,14 +92,6 @@ def test_the_real_step_takes_what_was_foreseen(options: dict[str, Any]) -> None:
     assert 0.5 * memory < found <= memory
     assert report.plan.micro_batch == options.get("micro_batch", report.plan.micro_batch)
     assert "recompute" not in options or report.plan.blocks == step.planning.settings.blocks
-
-
-def test_a_budget_that_is_too_small_changes_nothing_and_the_smallest_is_enough() -> None:
-    batch = vectors(rows=4, length=4_000)
-    least = refused(make(net, memory=1_000_000), batch)
-    refused(make(net, memory=int(0.9 * least)), batch)
-    step = make(net, memory=least)
-    assert 0.9 * least <= measured(step, batch) <= 1.03 * least
 
 
 def test_batch_norm_is_never_cut(made: list[Any]) -> None:

@@ -14,7 +14,7 @@ from anybatch.core import BudgetError, NonFiniteLossError, PlanError
 from anybatch.engine import admit
 from anybatch.planner import readings
 from anybatch.testing import relative_error
-from tests.budgets import Untraceable, metered
+from tests.budgets import Untraceable, metered, refused
 from tests.options import flat
 from tests.snapshots import same_as_before
 
@@ -53,13 +53,6 @@ def rungs_of(step: Step) -> list[dict[str, Any]]:
     assert step.planning.budget is not None
     (ladder,) = step.planning.budget.state()
     return ladder["rungs"]
-
-
-def refused(step: Step, batch: Any, match: str = "By readings the smallest budget") -> int:
-    """The smallest budget that is named where a batch is refused, which changes nothing."""
-    with same_as_before(step), pytest.raises(BudgetError, match=match) as caught:
-        step(batch)
-    return caught.value.smallest
 
 
 @pytest.mark.parametrize("check", [True, False])

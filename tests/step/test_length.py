@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import anybatch as ab
 from anybatch.core import Micro
-from anybatch.core.errors import AnybatchError, BatchError, LossError, NonFiniteLossError, WindowError
+from anybatch.core.errors import AnybatchError, BatchError, LossError, NonFiniteLossError
 from anybatch.losses import find_paddings
 from anybatch.step import ByLength
 from anybatch.testing import GradientRecorder, reference_step, relative_error
@@ -278,25 +278,6 @@ def test_a_column_as_wide_as_the_rows_are_long_is_named_and_may_be_kept(name: An
     assert report.checked
     with pytest.raises(BatchError, match="'tokens'" if name != 1 else "0, 1, 2"):
         ab.Step(*given, options=ab.Options(order=ByLength(keep=("feature",))))(batch)
-
-
-def test_what_has_no_order_is_refused() -> None:
-    model = Tagger()
-    given: Any = (model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-    kept: Any = ByLength(keep=(1,))
-    for wrong in (
-        {"order": "size"},
-        {"order": "length", "batch_norm": "micro"},
-        {"order": kept, "batch_norm": "micro"},
-    ):
-        with pytest.raises(AnybatchError, match="order"):
-            ab.Step(*given, **flat(wrong))
-    with pytest.raises(WindowError, match="whole batches"):
-        ab.Step(*given, options=ab.Options(order="length")).window()
-    with pytest.raises(AnybatchError, match="samples whose lengths"):
-        ab.Step(*given, options=ab.Options(order="length"), collate=torch.tensor)([1, 2])
-    with pytest.raises(BatchError, match=r"got 1\. .*with a collate"):
-        ab.Step(*given, options=ab.Options(order=kept), collate=torch.tensor)([[1, 2], [3]])
 
 
 @pytest.mark.parametrize(

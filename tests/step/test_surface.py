@@ -1,7 +1,5 @@
 """What a step shows and refuses: read-only attributes, warnings, reports, choices, what goes around it."""
 
-import re
-from collections.abc import Callable
 from dataclasses import fields
 from inspect import signature
 from typing import Any, Literal, get_type_hints
@@ -12,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-import anybatch as ab
 from anybatch import AnybatchError, Options, Step, StepReport, Terms, Total
 from anybatch.core.errors import BatchError, PlanError
 from tests.options import flat
@@ -179,37 +176,6 @@ def literals(hint: Any) -> list[tuple[object, ...]]:
     return [hint.__args__] if getattr(hint, "__origin__", None) is Literal else inner
 
 
-MODEL = nn.Linear(3, 2)
-GIVEN: Any = (MODEL, F.mse_loss, torch.optim.SGD(MODEL.parameters(), lr=0.5))
-STEP: Any = ab.Step
-OTHERS: Any = ab  # as an untyped program sees it
-
-
-@pytest.mark.parametrize(
-    ("call", "advice"),
-    [
-        (lambda: STEP(*GIVEN, batch_norm="micro"), "Write options=ab.Options(batch_norm=...)."),
-        (lambda: STEP(*GIVEN, batchnorm="micro"), "Did you mean options=ab.Options(batch_norm=...)?"),
-        (lambda: STEP(*GIVEN, micro_bach=4), "Did you mean micro_batch=...?"),
-        (lambda: STEP(*GIVEN, gradient_accumulation_steps=4), "Write micro_batch=..., the rows"),
-        (lambda: STEP(*GIVEN, max_grad_norm=1.0), "Write clip_norm=..., the largest 2-norm"),
-        (lambda: STEP(*GIVEN, amp=True), 'Write precision="bf16-mixed"'),
-        (lambda: STEP(*GIVEN, tensorboard=True), "It takes model, loss, optimizer, micro_batch"),
-        (lambda: STEP(*GIVEN, options={"check": False}), "Write options=ab.Options(...)."),
-        (lambda: OTHERS.Options(clip_norm=1.0), "Write Step(..., clip_norm=...)."),
-        (lambda: OTHERS.Options(non_finit="skip"), "Did you mean non_finite=...?"),
-        (lambda: OTHERS.BatchLoss(*GIVEN[:2], clip_norm=1.0), "Do it in your loop after backward()"),
-        (lambda: OTHERS.BatchLoss(*GIVEN[:2], check=False), "Write options=ab.Options(check=...)."),
-        (lambda: OTHERS.plan(*GIVEN, (X, Y), recompute="all"), "Write options=ab.Options(recompute=...)."),
-        (lambda: OTHERS.check(*GIVEN[:2], (X, Y), batch_norm="frozen"), "ab.Options(batch_norm=...)."),
-    ],
-)
-def test_a_keyword_of_another_place_or_name_is_told_its_own(call: Callable[[], Any], advice: str) -> None:
-    with pytest.raises(TypeError, match=r"^Expected .*, got .*" + re.escape(advice)) as told:
-        call()
-    assert isinstance(told.value, AnybatchError)
-
-
 def test_a_step_has_few_parameters_and_each_option_is_documented() -> None:
     assert len(signature(Step).parameters) <= 11
     told = str(Options.__doc__)
@@ -266,27 +232,15 @@ def test_samples_with_labels_go_through_a_collate() -> None:
     assert met[-2:] == [3, 1]
 
 
-def by_accelerate(model: nn.Module, optimizer: Any) -> Any:
-    accelerate = pytest.importorskip("accelerate")
-    return accelerate.Accelerator(cpu=True).prepare(optimizer)
-
-
-def by_fabric(model: nn.Module, optimizer: Any) -> Any:
-    fabric = pytest.importorskip("lightning_fabric")
-    return fabric.Fabric(accelerator="cpu").setup(model, optimizer)[1]
-
-
-@pytest.mark.parametrize("wrap", [by_accelerate, by_fabric])
-def test_wrapped_optimizers_make_the_same_updates(
-    wrap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_of_fabric_makes_the_same_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which Fabric's first import sets
+    fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu")
     trained: list[list[Tensor]] = []
     for is_wrapped in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(3, 4)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
-        optimizer = wrap(model, optimizer) if is_wrapped else optimizer
+        optimizer = fabric.setup(model, optimizer)[1] if is_wrapped else optimizer
         step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=3, clip_norm=0.5)
         reports = [step(make_batch(seed)) for seed in range(3)]
         with step.window() as window:

@@ -1,0 +1,85 @@
+"""Loops of accelerate and of Lightning: gradient, losses and checkpoints of the whole batch, in any cut."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anybatch.testing import relative_error, tolerance
+from tests.homes.tasks import HOSTS, LOSSES, MOST, ROWS, UPDATES, Net, data, on_rank, was_killed
+from tests.parallel.spawned import spawned
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # advice of the hosts
+EXACT, WRONG = 1e-12, 1e-3
+# Those that are installed; here, because a first import sets environment variables.
+MODULES = {name: import_module(module) for name, module in HOSTS.items() if find_spec(name)}
+BUDGETS = {"tokens": "1300KB", "weighted": "700KB", "contrastive": "1000KB"}
+
+
+@pytest.fixture(params=MODULES)
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A host. Variables that accelerate sets are undone."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    return request.param
+
+
+@pytest.fixture
+def host(name: str) -> Any:
+    return MODULES[name]
+
+
+@pytest.mark.parametrize("task", LOSSES)
+def test_updates_are_those_of_the_whole_batch(host: Any, task: str) -> None:
+    whole, cut, alone = host.train(task), host.train(task, is_cut=True), host.train(task, parts=4)
+    assert cut.report.micro_batches == 4
+    assert len(cut.gradients) == len(whole.gradients) == len(alone.gradients) == UPDATES
+    assert relative_error(cut.gradients[0], whole.gradients[0]) <= EXACT
+    assert relative_error(alone.gradients[0], whole.gradients[0]) >= WRONG
+    assert relative_error(cut.parameters, whole.parameters) <= tolerance(torch.float64, 4 * UPDATES)
+    assert relative_error(torch.tensor(cut.losses), torch.tensor(whole.losses)) <= EXACT
+    assert cut.rates == whole.rates
+
+
+@pytest.mark.parametrize("task", LOSSES)
+@pytest.mark.parametrize("way", ["budget", "out of memory"])
+def test_memory_is_kept_and_every_update_made(host: Any, task: str, way: str) -> None:
+    width = 2048 if way == "budget" else 16  # much more than the host holds beside
+    limit: Any = {"memory": BUDGETS[task]} if way == "budget" else {"most": MOST}
+    whole = host.train(task, width=width)
+    cut = host.train(task, is_cut=True, micro_batch=None, width=width, **limit)
+    assert cut.report.micro_batches > 1
+    assert len(cut.gradients) == UPDATES
+    assert relative_error(cut.gradients[0], whole.gradients[0]) <= EXACT
+    assert relative_error(cut.parameters, whole.parameters) <= tolerance(torch.float64, 24 * UPDATES)
+
+
+@pytest.mark.parametrize("task", LOSSES)
+def test_resume_after_a_kill_is_the_unbroken_run(host: Any, task: str, tmp_path: Path) -> None:
+    assert was_killed(lambda: host.halves(task, tmp_path / "killed", dies=True))
+    unbroken = host.halves(task, tmp_path / "unbroken")
+    resumed = host.halves(task, tmp_path / "killed")
+    assert len(resumed.gradients) == len(unbroken.gradients)
+    assert relative_error(resumed.parameters, unbroken.parameters) == 0
+    for path in (tmp_path / "killed").rglob("*"):  # nothing of ours
+        assert path.is_dir() or not any(one in path.read_bytes() for one in (b"anybatch.", b"WholeBatch"))
+
+
+@pytest.mark.slow
+def test_ranks_are_one_batch_and_reduced_once(name: str) -> None:
+    with spawned(2) as ranks:
+        for task in LOSSES:
+            found = ranks.run(on_rank, name, task, True, seconds=240.0)
+            alone = ranks.run(on_rank, name, task, False)
+            net = Net(most=2 * ROWS).double()
+            loss = LOSSES[task](net, [part[: 2 * ROWS] for part in data(task, batches=6)])
+            loss.backward()
+            expected = [p.grad for p in net.parameters()]
+            for one in found:
+                assert relative_error([*one.gradients[0].values()], expected) <= EXACT
+                assert relative_error(one.losses[0], loss.item()) <= EXACT
+                assert all(map(torch.equal, one.parameters, found[0].parameters))
+            assert relative_error([*alone[0].gradients[0].values()], expected) >= WRONG
