@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from anybatch.core import (
     AnybatchError,
     Batch,
+    BatchError,
     Cut,
     Functions,
     LossError,
@@ -23,6 +24,8 @@ from anybatch.core import (
     call,
     ran_out_of_memory,
     released,
+    torch_private as private,
+    tree,
 )
 from anybatch.engine.division import UNDECIDED, Division
 from anybatch.engine.gradients import Apart, InPlace, accumulation_dtype
@@ -245,6 +248,23 @@ class Part:
     def rows_in_words(self, rows: Sequence[int]) -> str:
         """Return these rows by their numbers in the window."""
         return self.batch.rows_in_words(self.offset + rows[0], self.offset + rows[-1] + 1)
+
+    def devices(self) -> str:
+        """Return a note for an error if the rows, the model and the loss are on several devices; else ""."""
+        network, leaves = self.task.network, getattr(self.batch, "leaves", ())
+        if self._micro is not None:
+            with suppress(BatchError):  # `collate` may return other objects
+                leaves = tree.flatten(self._micro.rows).leaves
+        buffers = [one for each in network.modules for one in private.buffers_of(each).values()]
+        found = {
+            "rows": {str(one.device) for one in leaves},
+            "parameters": {*map(str, network.devices)},
+            "buffers": {str(one.device) for one in buffers if one is not None},
+        }
+        if len(set[str]().union(*found.values())) < 2:
+            return ""
+        told = ", ".join(f"{name} on {' and '.join(sorted(ones))}" for name, ones in found.items() if ones)
+        return f"Got {told}. Move rows to the model with .to(device), or in collate=; a loss with loss.to(device)."
 
     # ---- forward and backward
 
