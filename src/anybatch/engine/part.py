@@ -264,7 +264,7 @@ class Part:
         if len(set[str]().union(*found.values())) < 2:
             return ""
         told = ", ".join(f"{name} on {' and '.join(sorted(ones))}" for name, ones in found.items() if ones)
-        return f"Got {told}. Move rows to the model with .to(device), or in collate=; a loss with loss.to(device)."
+        return f"Got {told}. Move rows with .to(device), or in collate=; a loss with loss.to(device)."
 
     # ---- forward and backward
 

@@ -16,7 +16,20 @@ from anybatch.core import LossError
 from anybatch.losses.model import read
 from anybatch.losses.model.intercept import Watch
 from anybatch.testing import GradientRecorder, relative_error
-from tests.losses.own_losses import BATCH, CLASSES, LABELS, REFUSED, WEIGHTS, Own, X, size, tokens, whole_of
+from tests.device import needs_cpu
+from tests.losses.own_losses import (
+    BATCH,
+    CLASSES,
+    LABELS,
+    MASKED,
+    REFUSED,
+    WEIGHTS,
+    Own,
+    X,
+    size,
+    tokens,
+    whole_of,
+)
 from tests.snapshots import same
 
 LIMIT = 1e-12
@@ -188,7 +201,8 @@ def test_settings_that_change_within_a_step_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [("mean", "folded rows"), ("tokens", "labels masked inside"), ("tokens", "contrast")]
+    ("first", "then"),
+    [("mean", "folded rows"), pytest.param("tokens", MASKED, marks=needs_cpu), ("tokens", "contrast")],
 )
 def test_a_fault_that_begins_later_is_refused_by_name(first: str, then: str) -> None:
     model = Own(READ[first])
