@@ -263,7 +263,7 @@ COMMANDS: Mistakes = {
     "train lenet5 --lr-scale linear --base-batch-size 0": ("base_batch_size", "got 0"),
     "train lenet5 --resume nowhere": ("nowhere: expected the folder of a run", "Check the path"),
     f"train lenet5 --seed {'9' * 30}": ("--seed", "2**63"),
-    "train lenet5 --device meta": ("got 'meta'", "cpu, cuda or auto"),
+    "train lenet5 --device meta": ("got 'meta'", "Use cpu or auto"),
     "train lenet5 --patience 0": ("--patience to be at least 1, got 0",),
     "train lenet5 --patience 2": ("--patience to be given with --validation above 0, got 2",),
     "train lenet5 --ema nan": ("--ema to be from 0 to below 1, got nan",),

@@ -346,7 +346,7 @@ def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = F
             )
             if any(device.type == "meta" for device in known):
                 advice = (
-                    'To plan, name the device to plan for, as in device="cuda" or --device cuda; to run the '
+                    'To plan, name the device to plan for, as in device="cpu" or --device cpu; to run the '
                     "model, give it real weights, as in model.to_empty(device=...)."
                 )
             raise BatchError(

@@ -58,8 +58,8 @@ class ParameterServer(Single):
         staleness: with a rule, units that a worker may be ahead of the slowest.
         compression: sends fewer bytes to servers, and changes the result: `Cast("bf16")`, or with a rule also
             `DeepGradientCompression(...)`, which keeps a part of each push on its worker.
-        device: device of workers: "cpu" or "cuda"; None for the device of the model. With "cuda" each worker
-            has one GPU.
+        device: kind of the device of workers, such as "cpu"; None for that of the model. On any but the CPU
+            each worker has one GPU.
 
     Attributes:
         counts: totals so far: pushes to each server, bytes pushed, pushes refused, staleness of all pushes,
@@ -322,7 +322,7 @@ class ParameterServer(Single):
             self._scheduler.end()
             self._scheduler = None
         if self._cluster is None:
-            self._cluster = _cluster(self._where, int(device == "cuda"))
+            self._cluster = _cluster(self._where, int(device != "cpu"))
         try:
             scheduler = Scheduler(
                 self._cluster,
