@@ -13,7 +13,7 @@ from anybatch.cli import train as cli
 from anybatch.core.errors import AnybatchError, BatchError, OptimizerError, PlanError
 from anybatch.recompute import offload
 from tests.accelerator.programs import CLASSES, Batch, moved
-from tests.accelerator.simulated import load
+from tests.accelerator.simulated import load, uncounted
 from tests.options import flat
 from tests.snapshots import same_as_before
 
@@ -145,7 +145,6 @@ def first(step: ab.Step, batch: Batch) -> object:
 
 def mistakes() -> dict[str, str]:
     """What is said to each mistake; all is as before."""
-    sim = load()
     step, (x, y) = build()
     calls: dict[str, Callable[[], object]] = {
         "the batch on the host": lambda: step((x.cpu(), y.cpu())),
@@ -157,12 +156,9 @@ def mistakes() -> dict[str, str]:
         with same_as_before(step), pytest.raises((BatchError, PlanError)) as caught:
             call()
         said[name] = str(caught.value)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("mem_get_info", "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
-            patch.delattr(sim, name)
-        with pytest.raises(AnybatchError) as refused:
-            first(*build(micro_batch=None, memory="80%"))
-        said["a share of unknown memory"] = str(refused.value)
+    with uncounted(), pytest.raises(AnybatchError) as refused:
+        first(*build(micro_batch=None, memory="80%"))
+    said["a share of unknown memory"] = str(refused.value)
     assert step((x, y)).updated
     return said
 
