@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -251,20 +252,21 @@ class Part:
 
     def devices(self) -> str:
         """Return a note for an error if the rows, the model and the loss are on several devices; else ""."""
-        network, leaves = self.task.network, getattr(self.batch, "leaves", ())
+        network, rows = self.task.network, getattr(self.batch, "leaves", ())
         if self._micro is not None:
             with suppress(BatchError):  # `collate` may return other objects
-                leaves = tree.flatten(self._micro.rows).leaves
+                rows = tree.flatten(self._micro.rows).leaves
         buffers = [one for each in network.modules for one in private.buffers_of(each).values()]
-        found = {
-            "rows": {str(one.device) for one in leaves},
-            "parameters": {*map(str, network.devices)},
-            "buffers": {str(one.device) for one in buffers if one is not None},
+        found = {"rows": rows, "parameters": network.everyone, "buffers": buffers}
+        places = {
+            name: sorted({str(one.device) for one in ones if one is not None}) for name, ones in found.items()
         }
-        if len(set[str]().union(*found.values())) < 2:
+        told = [f"{name} on {' and '.join(ones)}" for name, ones in places.items() if ones]
+        if len({*chain.from_iterable(places.values())}) < 2:
             return ""
-        told = ", ".join(f"{name} on {' and '.join(sorted(ones))}" for name, ones in found.items() if ones)
-        return f"Got {told}. Move rows with .to(device), or in collate=; a loss with loss.to(device)."
+        return (
+            f"Got {', '.join(told)}. Move rows with .to(device), or in collate=; a loss with loss.to(device)."
+        )
 
     # ---- forward and backward
 

@@ -47,7 +47,7 @@ class MemoryReading:
             if any(one.type != "cpu" for one in found):
                 if accelerator.in_use() is not None:
                     is_counted = all(accelerator.forget_peak(one) is not None for one in found)
-                    start = _start_statistics if is_counted else _start_storages
+                    start = _start_statistics if is_counted else _Following
                     reading = cls(partial(start, found), is_exact=is_counted)
             elif not private.is_profiling() and _has_events():
                 reading = cls(private.start_memory_events, is_exact=_mallinfo() is not None)
@@ -107,46 +107,39 @@ def _start_statistics(devices: Iterable[torch.device]) -> Callable[[], list[int]
     return changes
 
 
-def _start_storages(devices: Set[torch.device]) -> Callable[[], list[int]]:
-    mode = _Storages(devices)
-    mode.__enter__()
-
-    def changes() -> list[int]:
-        mode.__exit__(None, None, None)
-        return mode.changes
-
-    return changes
-
-
-class _Storages(private.TorchDispatchMode):
-    """The beginnings and ends of the storages that operations return, in bytes."""
+class _Following(private.TorchDispatchMode):
+    """The beginnings and ends of the storages that operations return, in bytes; called, it ends."""
 
     def __init__(self, devices: Set[torch.device]) -> None:
         super().__init__()
-        self._devices, self.changes = devices, list[int]()
+        self._devices, self._changes = devices, list[int]()
         self._followed: dict[int, weakref.ref[Any]] = {}
+        self.__enter__()
+
+    def __call__(self) -> list[int]:
+        self.__exit__(None, None, None)
+        return self._changes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {id(one.untyped_storage()) for one in tensors_in((args, kwargs)) if _is_strided(one)}
-        for one in tensors_in(result):
-            if one.device in self._devices and _is_strided(one):
-                storage = one.untyped_storage()
-                key, size = id(storage), storage.nbytes()
-                if key not in given and key not in self._followed:
-                    self.changes.append(size)
-                    self._followed[key] = weakref.ref(storage, partial(self._end, key, size))
+        given = {id(one) for _, one in _storages((args, kwargs))}
+        for device, storage in _storages(result):
+            key, size = id(storage), storage.nbytes()
+            if device in self._devices and not (key in given or key in self._followed):
+                self._changes.append(size)
+                self._followed[key] = weakref.ref(storage, partial(self._end, key, size))
         return result
 
     def _end(self, key: int, size: int, _: object) -> None:
         del self._followed[key]
-        self.changes.append(-size)
+        self._changes.append(-size)
 
 
-def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
+def _storages(nest: Any) -> list[tuple[torch.device, torch.UntypedStorage]]:
+    found = [one for one in tensors_in(nest) if one.layout is torch.strided]
+    return [(one.device, one.untyped_storage()) for one in found]
 
 
 class _MallInfo(ctypes.Structure):
