@@ -241,8 +241,8 @@ class Ladder:
 def refuse_unread() -> PlanError:
     """Return the error for a step whose memory cannot be read."""
     return PlanError(
-        "Expected to read the memory of a few micro-batches for memory=, got none: a profiler or another "
-        "reading is open. Make one step before the profiler starts, or choose micro_batch= yourself."
+        "Expected to read the memory of a few micro-batches for memory=, got none: a profiler is open, or "
+        "another reading. Make one step before the profiler starts, or choose micro_batch= yourself."
     )
 
 
