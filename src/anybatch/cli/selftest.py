@@ -132,7 +132,7 @@ def _out_of_memory(step: Step, batch: Any) -> bool:
     """Run out of memory in forward with more than 6 rows, and in backward with more than 3."""
 
     def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError("planted")
+        raise torch.OutOfMemoryError(f"planted in {type(step.model).__name__}")
 
     def limit(model: nn.Module, inputs: object, output: Tensor) -> None:
         if len(output) > 3:
@@ -202,12 +202,14 @@ class _SelfTest:
         before, peaks, cuts = accelerator.forget_peak(self.device), list[int](), list[int]()
 
         def run(step: Step, batch: Any, times: int = 1) -> bool:
+            is_done = True
             for _ in range(times):
                 accelerator.forget_peak(self.device)
                 report = step(batch)
                 peaks.append((accelerator.peak_bytes(self.device) or 0) - (before or 0))
                 cuts.append(report.micro_batches)
-            return report.updated
+                is_done = is_done and report.updated
+            return is_done
 
         self.compare(case, torch.float32, run=run)  # in the first step, libraries take workspaces
         half = peaks[-1] // 2 or 16_000_000
