@@ -302,6 +302,9 @@ def drawn_again() -> list[list[float]]:
     state = rng.capture_process()
     older = {**state, "cuda": state["devices"]}
     del older["devices"]
+    rng.restore_process(
+        {**state, "devices": [torch.zeros(16, dtype=torch.uint8)]}
+    )  # another kind's: left out
     found: list[list[float]] = []
     for one in (state, state, older):
         rng.restore_process(one)

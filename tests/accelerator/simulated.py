@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch.utils import cpp_extension
 
@@ -132,6 +133,15 @@ def counted() -> Generator[dict[str, int]]:
     yield found
     found |= {name: value - before[name] for name, value in native.counts().items()}
     found["stops"] = found["items"] + found["waits"] + found["copies_out"]
+
+
+@contextmanager
+def uncounted() -> Generator[None]:
+    """Hide the statistics of the device's memory, as on MPS."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in vars(load()) if "mem" in name]:
+            patch.delattr(torch.sim, name)
+        yield
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from tests.accelerator.programs import contrast, moved, sgd
-from tests.accelerator.simulated import limited, load
+from tests.accelerator.simulated import limited, load, uncounted
 
 ROWS, CLASSES, LIMIT = 24, 4, 1e-12
 
@@ -89,22 +90,22 @@ def drawn(name: str, rows: int) -> tuple[Any, Any]:
     return model, {"x": x, "labels": batch[1]} if name == "own loss" else batch
 
 
-def budgets(name: str, shares: tuple[float, ...]) -> list[str]:
+def budgets(name: str, shares: tuple[float, ...], *, is_counted: bool = True) -> list[str]:
     """Return what is wrong with steps within shares of the plain peak."""
-    rows, sim, loss = ROWS * 8, load(), CASES[name][1]
+    rows, native, loss = ROWS * 8, load().native, CASES[name][1]
     plain, batch = drawn(name, rows)
     there = plain.to("sim")
     step = ab.Step(there, loss, sgd(there), options=ab.Options(check=False))
     on_device = moved(batch)
     for _ in range(2):
-        sim.reset_peak_memory_stats()
-        floor = sim.memory_allocated()
+        native.reset_peak()
+        floor = native.in_use()
         step(on_device)
     held = sum(
         one.nbytes
         for one in [*there.parameters(), *(on_device.values() if isinstance(on_device, dict) else on_device)]
     )
-    peak = sim.max_memory_allocated() - floor + held
+    peak = native.peak() - floor + held
     step(on_device)
     expected, wrong = {n: p.detach().cpu() for n, p in there.named_parameters()}, list[str]()
     for share in shares:
@@ -112,11 +113,11 @@ def budgets(name: str, shares: tuple[float, ...]) -> list[str]:
         model = model.to("sim")
         budget = int(share * peak)
         try:
-            step = ab.Step(model, loss, sgd(model), memory=budget)
-            step(on_device)
-            sim.reset_peak_memory_stats()
-            with limited(sim.memory_allocated() - held + budget):
-                reports = [step(on_device) for _ in range(2)]
+            with nullcontext() if is_counted else uncounted():
+                step = ab.Step(model, loss, sgd(model), memory=budget)
+                step(on_device)
+                with limited(native.in_use() - held + budget):
+                    reports = [step(on_device) for _ in range(2)]
         except ab.BudgetError as refused:
             is_true = not refused.smallest or refused.smallest > budget  # 0: below the floor
             wrong += [] if is_true else [f"{share}: refused, {refused.smallest} of {budget}"]
@@ -132,3 +133,13 @@ def budgets(name: str, shares: tuple[float, ...]) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_budgets_hold_against_a_hard_limit(sim: Any, name: str) -> None:
     assert sim(budgets, name, (0.6, 0.4, 0.25)) == []
+
+
+def without_statistics(name: str) -> list[str]:
+    return budgets(name, (0.6, 0.25), is_counted=False)
+
+
+@pytest.mark.parametrize("name", ["convolutions", "attention", "whole batch"])
+def test_budgets_hold_on_a_device_that_counts_no_memory(sim: Any, name: str) -> None:
+    """The storages that operations return are followed instead."""
+    assert sim(without_statistics, name) == []

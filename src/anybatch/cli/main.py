@@ -15,7 +15,7 @@ from anybatch.batchnorm import BATCH_NORM_CHOICES
 from anybatch.check import check, refuse_without_data
 from anybatch.cli import plan as plan_action, report as report_action, selftest, target, train as actions
 from anybatch.core import AnybatchError
-from anybatch.memory import CARDS
+from anybatch.memory import CARDS_BY_NAME
 from anybatch.parallel import is_launched, rank, record
 from anybatch.precision import NAMED, NON_FINITE_POLICIES
 from anybatch.recipes import RECIPES
@@ -32,7 +32,7 @@ _RECIPE_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "block_size": (int, "bert, gpt: the most tokens or characters of a row"),
     "label_smoothing": (float, "lenet5, resnet: how far targets are smoothed, from 0 to 1"),
 }
-_DEVICE = "cpu, cuda, cuda:1 or auto"
+_DEVICE = "cpu, an accelerator as torch names it, or auto"
 _JSON = "print one JSON object and nothing else on standard output"
 _PRECISION = f"{', '.join(NAMED)}: dtypes to store and compute in; the true ones store weights in 16 bits"
 
@@ -177,8 +177,8 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     add("--batch-norm", choices=BATCH_NORM_CHOICES, help="what a step does with BatchNorm")
     purpose = "the fastest plan within a budget, before anything runs"
     within = f"{together} what is fastest within --memory, or all of a batch with --memory none"
-    cards = ", ".join(f"cuda:{card}" for card in CARDS)
-    there = f"{_DEVICE} for where the target's model is, or a card that need not be here: {cards}"
+    there = f"{_DEVICE} for where the target's model is, or a card that need not be here: "
+    there += ", ".join(CARDS_BY_NAME)
     planned = _command(commands, "plan", purpose, plan_action.plan, micro_batch=within, device=there)
     add = planned.add_argument
     add("target", help=_TARGET)

@@ -487,7 +487,7 @@ def find_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise PlanError(
-            f"Expected a device of this machine, got {name!r} ({reason}). Use cpu, "
-            f"{'cuda' if here == 'cpu' else here} or auto."
+            f"Expected a device of this machine, got {name!r} ({reason}). Use "
+            f"{', '.join({'cpu': 0, here: 0})} or auto."
         ) from None
     return device

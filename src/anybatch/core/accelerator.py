@@ -8,6 +8,9 @@ import torch
 
 from anybatch.core import torch_private as private
 
+MATMUL: Any = torch.backends.cuda.matmul  # switches of matrix products, on ROCm as well
+DEVICES_BEFORE = "cuda"  # the name of "devices" in checkpoints until 2026-11-25
+
 
 def module_of(kind: str | torch.device) -> Any:
     """Return the module of a kind of device, such as `torch.cuda`; None if it has none."""
@@ -61,17 +64,18 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def allocated(device: torch.device) -> int:
-    """Return the bytes allocated on a device that counts them."""
-    return module_of(device).memory_allocated(device)
+    """Return the bytes allocated on a device; 0 if they are not counted."""
+    read = getattr(module_of(device), "memory_allocated", None)
+    return 0 if read is None else read(device)
 
 
 def forget_peak(device: torch.device) -> int | None:
     """Begin a new peak of a device; return the bytes allocated now, None if they are not counted."""
-    module = module_of(device)
-    if not hasattr(module, "reset_peak_memory_stats"):
+    try:
+        module_of(device).reset_peak_memory_stats(device)
+    except (AttributeError, RuntimeError):  # not counted by this kind, or by this allocator
         return None
-    module.reset_peak_memory_stats(device)
-    return module.memory_allocated(device)
+    return allocated(device)
 
 
 def free_and_total(device: torch.device) -> tuple[int, int] | None:

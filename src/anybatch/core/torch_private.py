@@ -389,7 +389,7 @@ def hooks_of_optimizer(optimizer: Optimizer) -> list[Callable[..., Any]]:
 
 
 def default_generators(device_module: Any) -> Sequence[torch.Generator]:
-    """Return the default generators of a module such as `torch.cuda`; MPS has one. If missing: none."""
+    """Return the default generators of a module such as `torch.xpu`; MPS has one. If missing: none."""
     found: Any = getattr(device_module, "default_generators", None)
     mps: Any = getattr(device_module, "_get_default_mps_generator", None)
     return found or (() if mps is None else (mps(),))

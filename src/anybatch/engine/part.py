@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from anybatch.core import (
     AnybatchError,
     Batch,
+    BatchError,
     Cut,
     Functions,
     LossError,
@@ -23,6 +25,8 @@ from anybatch.core import (
     call,
     ran_out_of_memory,
     released,
+    torch_private as private,
+    tree,
 )
 from anybatch.engine.division import UNDECIDED, Division
 from anybatch.engine.gradients import Apart, InPlace, accumulation_dtype
@@ -243,6 +247,24 @@ class Part:
     def rows_in_words(self, rows: Sequence[int]) -> str:
         """Return these rows by their numbers in the window."""
         return self.batch.rows_in_words(self.offset + rows[0], self.offset + rows[-1] + 1)
+
+    def devices(self) -> str:
+        """Return a note for an error if the rows, the model and the loss are on several devices; else ""."""
+        network, rows = self.task.network, getattr(self.batch, "leaves", ())
+        if self._micro is not None:
+            with suppress(BatchError):  # `collate` may return other objects
+                rows = tree.flatten(self._micro.rows).leaves
+        buffers = [one for each in network.modules for one in private.buffers_of(each).values()]
+        found = {"rows": rows, "parameters": network.everyone, "buffers": buffers}
+        places = {
+            name: sorted({str(one.device) for one in ones if one is not None}) for name, ones in found.items()
+        }
+        told = [f"{name} on {' and '.join(ones)}" for name, ones in places.items() if ones]
+        if len({*chain.from_iterable(places.values())}) < 2:
+            return ""
+        return (
+            f"Got {', '.join(told)}. Move rows with .to(device), or in collate=; a loss with loss.to(device)."
+        )
 
     # ---- forward and backward
 

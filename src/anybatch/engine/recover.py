@@ -74,6 +74,8 @@ def recover(error: Exception, part: Part, before: Snapshot) -> None:
         _recover_memory(said, part, before)
     else:
         note(error, f"This error was raised in {part.place()}.")
+        if isinstance(error, RuntimeError) and (told := part.devices()):
+            note(error, told)
         try:
             raise error
         finally:

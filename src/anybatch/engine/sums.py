@@ -158,8 +158,9 @@ class Sums:
                 raise LossError(
                     f"Expected the weights of the micro-batches to add up to the batch's {known[name]:g} for "
                     f"{name!r}, got {added:g}. "
-                    "Rows that differ in length (padding) do not weigh the same: "
-                    "return ab.Total(sum, number of valid elements)."
+                    "Rows that differ in length (padding) do not weigh the same: return ab.Total(sum, number "
+                    "of valid elements). If the model makes its own targets, bring a list of samples with a "
+                    "`collate`, or the rows in a step.window()."
                 )
         is_plain_loss = not (self.task.optimizers or torch.is_grad_enabled())  # nobody updates
         if not (self.has_flowed or is_plain_loss) and any(known.values()):

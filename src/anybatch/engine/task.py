@@ -206,8 +206,10 @@ def gather(
     """Read all parts of a step: callers unfreeze layers and change settings between steps.
 
     Raises:
-        OptimizerError: there is nothing to train.
+        OptimizerError: there is nothing to train, or the model's parameters were replaced.
     """
+    if optimizers:  # moved to another kind of device, a model has new parameters
+        check_optimizers(optimizers, {*model.parameters(), *module_of(loss).parameters()})
     held = held or owned(optimizers)
     trainable = [p for p in held if p.requires_grad]
     if not trainable:
@@ -344,7 +346,7 @@ def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = F
             )
             if any(device.type == "meta" for device in known):
                 advice = (
-                    'To plan, name the device to plan for, as in device="cuda" or --device cuda; to run the '
+                    'To plan, name the device to plan for, as in device="cpu" or --device cpu; to run the '
                     "model, give it real weights, as in model.to_empty(device=...)."
                 )
             raise BatchError(

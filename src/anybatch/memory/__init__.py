@@ -1,7 +1,7 @@
 """Memory of a step: the ledger, the meter that fills it, fake tensors, devices."""
 
 from anybatch.memory.device import (
-    CARDS as CARDS,
+    CARDS_BY_NAME as CARDS_BY_NAME,
     Device as Device,
     find_device as find_device,
     parse_memory as parse_memory,

@@ -45,11 +45,9 @@ _GPUS: dict[str, tuple[str, float, float, float]] = {
     "l4": ("24GB", 30.3e12, 121e12, 0.30e12),
     "a10": ("24GB", 31.2e12, 125e12, 0.60e12),
 }
-#: Cards that can be planned for without having one, as in "cuda:a100".
-CARDS = tuple(_GPUS)
-
 _CARDS_ARE = "cuda"  # the kind of all of them
-CARDS_BY_NAME = tuple(f"{_CARDS_ARE}:{card}" for card in CARDS)
+#: Cards that can be planned for without having one.
+CARDS_BY_NAME = tuple(f"{_CARDS_ARE}:{card}" for card in _GPUS)
 _TYPICAL = "rtx3060"  # the card assumed where none is named, and for other accelerators
 _REACHED = 0.5  # share of the published figures that ordinary models reach
 _LINK = 20e9  # bytes per second over PCIe 4 with 16 lanes, as measured by many

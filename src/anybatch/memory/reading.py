@@ -4,13 +4,14 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Set
 from functools import cache, partial
 from typing import Any
 
 import torch
 
-from anybatch.core import accelerator, torch_private as private
+from anybatch.core import accelerator, tensors_in, torch_private as private
 
 _MARK = 12_347  # bytes: an allocation of this size marks the end of the forward in the events
 _ALLOWANCE = 1.25  # factor if nodes of the graph are not seen
@@ -22,8 +23,9 @@ class MemoryReading:
 
     On the CPU it uses torch's profiler without operators (allocations of the thread; some 15 us and, at the
     end, 2.3 to 2.9 KB per event), and at `mark` adds other memory of malloc, such as nodes of the graph. On
-    accelerators it uses the allocators' statistics, added up, and resets their peaks. Without glibc it adds a
-    quarter to the bytes seen (`is_exact` is False). End it in the thread that began it.
+    accelerators it uses the allocators' statistics, added up, and resets their peaks; if there are none, it
+    follows the storages that operations return. Then, and without glibc, it adds a quarter to the bytes seen
+    (`is_exact` is False). End it in the thread that began it.
     """
 
     def __init__(self, start: "_Start", *, is_exact: bool) -> None:
@@ -36,7 +38,7 @@ class MemoryReading:
 
     @classmethod
     def begin(cls, devices: Iterable[torch.device | str]) -> "MemoryReading | None":
-        """Start a reading; return None if another one or a profiler is open, or no device can be read."""
+        """Start a reading; return None if another one or a profiler is open."""
         found = {torch.device(one) for one in devices}
         if not _open.acquire(blocking=False):
             return None
@@ -44,11 +46,11 @@ class MemoryReading:
         try:
             if any(one.type != "cpu" for one in found):
                 if accelerator.in_use() is not None:
-                    reading = cls(partial(_start_statistics, found), is_exact=True)
+                    is_counted = all(accelerator.forget_peak(one) is not None for one in found)
+                    start = _start_statistics if is_counted else _Following
+                    reading = cls(partial(start, found), is_exact=is_counted)
             elif not private.is_profiling() and _has_events():
                 reading = cls(private.start_memory_events, is_exact=_mallinfo() is not None)
-        except RuntimeError:  # an allocator without statistics
-            return None
         finally:
             if reading is None:
                 _open.release()
@@ -95,12 +97,7 @@ _Start = Callable[[], Callable[[], list[int] | None]]
 
 
 def _start_statistics(devices: Iterable[torch.device]) -> Callable[[], list[int]]:
-    before: dict[torch.device, int] = {}
-    for one in devices:
-        held = None if one.type == "cpu" else accelerator.forget_peak(one)
-        if held is None:
-            raise RuntimeError(f"Expected a device that counts its memory, got {one}.")
-        before[one] = held
+    before = {one: accelerator.allocated(one) for one in devices}
 
     def changes() -> list[int]:
         peak = sum((accelerator.peak_bytes(one) or 0) - held for one, held in before.items())
@@ -108,6 +105,41 @@ def _start_statistics(devices: Iterable[torch.device]) -> Callable[[], list[int]
         return [peak, left - peak]
 
     return changes
+
+
+class _Following(private.TorchDispatchMode):
+    """The beginnings and ends of the storages that operations return, in bytes; called, it ends."""
+
+    def __init__(self, devices: Set[torch.device]) -> None:
+        super().__init__()
+        self._devices, self._changes = devices, list[int]()
+        self._followed: dict[int, weakref.ref[Any]] = {}
+        self.__enter__()
+
+    def __call__(self) -> list[int]:
+        self.__exit__(None, None, None)
+        return self._changes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {id(one) for _, one in _storages((args, kwargs))}
+        for device, storage in _storages(result):
+            key, size = id(storage), storage.nbytes()
+            if device in self._devices and not (key in given or key in self._followed):
+                self._changes.append(size)
+                self._followed[key] = weakref.ref(storage, partial(self._end, key, size))
+        return result
+
+    def _end(self, key: int, size: int, _: object) -> None:
+        del self._followed[key]
+        self._changes.append(-size)
+
+
+def _storages(nest: Any) -> list[tuple[torch.device, torch.UntypedStorage]]:
+    found = [one for one in tensors_in(nest) if one.layout is torch.strided]
+    return [(one.device, one.untyped_storage()) for one in found]
 
 
 class _MallInfo(ctypes.Structure):

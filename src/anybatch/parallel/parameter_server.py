@@ -55,8 +55,8 @@ class ParameterServer(Strategy):
         cluster: address of a Ray cluster, such as "10.0.0.1:6379". None starts Ray on this machine.
         units: number of parts of a batch, at least one per worker; with two or more the rows of the next unit
             arrive in time. The result depends on it as on the size of micro-batches.
-        device: device of workers: "cpu" or "cuda"; None for the device of the model. With "cuda" each worker
-            has one GPU.
+        device: kind of the device of workers, such as "cpu"; None for that of the model. On any but the CPU
+            each worker has one GPU.
 
     Attributes:
         counts: totals so far: pushes to each server, bytes pushed, pushes refused, units given to a second
@@ -274,7 +274,7 @@ class ParameterServer(Strategy):
             self._scheduler.end()
             self._scheduler = None
         if self._cluster is None:
-            self._cluster = _cluster(self._where, int(device == "cuda"))
+            self._cluster = _cluster(self._where, int(device != "cpu"))
         try:
             scheduler = Scheduler(
                 self._cluster,

@@ -242,8 +242,7 @@ def refuse_unread() -> PlanError:
     """Return the error for a step whose memory cannot be read."""
     return PlanError(
         "Expected to read the memory of a few micro-batches for memory=, got none: a profiler is open, or "
-        "this device counts no memory. Make one step before the profiler starts, or choose micro_batch= "
-        "yourself."
+        "another reading. Make one step before the profiler starts, or choose micro_batch= yourself."
     )
 
 

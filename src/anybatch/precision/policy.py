@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from anybatch.core import PlanError
+from anybatch.core import PlanError, accelerator
 
 Short = Literal["bfloat16", "float16"]
 _SHORT, _COMPUTE = get_args(Short), (*get_args(Short), "float32", "tf32")
@@ -125,17 +125,16 @@ class Precision:
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-_MATMUL: Any = torch.backends.cuda.matmul
 _CUDNN: Any = torch.backends.cudnn
 _FULL_SUMS = (
-    (_MATMUL, "allow_fp16_reduced_precision_reduction", False),
-    (_MATMUL, "allow_bf16_reduced_precision_reduction", False),
-    (_MATMUL, "allow_fp16_accumulation", False),
+    (accelerator.MATMUL, "allow_fp16_reduced_precision_reduction", False),
+    (accelerator.MATMUL, "allow_bf16_reduced_precision_reduction", False),
+    (accelerator.MATMUL, "allow_fp16_accumulation", False),
 )
 _TF32 = (
-    tuple((holder, "fp32_precision", "tf32") for holder in (_MATMUL, _CUDNN.conv, _CUDNN.rnn))
+    tuple((holder, "fp32_precision", "tf32") for holder in (accelerator.MATMUL, _CUDNN.conv, _CUDNN.rnn))
     if hasattr(_CUDNN, "conv")
-    else ((_MATMUL, "allow_tf32", True), (_CUDNN, "allow_tf32", True))  # before torch 2.9
+    else ((accelerator.MATMUL, "allow_tf32", True), (_CUDNN, "allow_tf32", True))  # before torch 2.9
 )
 
 

@@ -127,10 +127,11 @@ def capture_process() -> dict[str, Any]:
 
 
 def restore_process(state: Mapping[str, Any]) -> None:
-    """Restore the result of `capture_process`; an accelerator's only if it has as many devices."""
+    """Restore the result of `capture_process`; of accelerators only if they are of that kind and number."""
     with private.disable_current_modes():
-        saved = tuple(state["devices"] if "devices" in state else state["cuda"])  # its name until 2026-11-25
-        restore(RandomState(state["cpu"], saved if len(saved) == len(accelerator.generators()) else ()))
+        saved = tuple(state["devices" if "devices" in state else accelerator.DEVICES_BEFORE])
+        sizes = [len(one.get_state()) for one in accelerator.generators()]
+        restore(RandomState(state["cpu"], saved if [*map(len, saved)] == sizes else ()))
         random.setstate(state["python"])
         if "numpy" in state and (numpy := numpy_random()) is not None:
             name, keys, *rest = state["numpy"]

@@ -49,8 +49,8 @@ def plan(
         memory: "12GB", "2GiB", "80%" of the device, "auto" for what is free, or bytes; None for no limit:
             then nothing is chosen, and the plan is that of `micro_batch` and `Options(recompute=...)`.
         rows: of the logical batch; None for those of `batch`.
-        device: "cpu", "cuda", or a card that need not be here, such as "cuda:a100"; None for where the model
-            is.
+        device: "cpu", the accelerator, or a card that need not be here (those of `anybatch plan --help`);
+            None for where the model is.
         precision: as for a step; a true one is planned for, and the model stays as it is.
         options: as for a step; its scheduler, strategy and check do not matter.
 

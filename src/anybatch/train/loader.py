@@ -62,7 +62,8 @@ class Rows:
     def _take(self, chosen: torch.Tensor) -> Any:
         if self._samples:
             return [cast("Sequence[Any]", self._data)[row] for row in chosen.tolist()]
-        rows = tree.map_leaves(lambda leaf: leaf.index_select(0, chosen.to(leaf.device)), self._data)
+        here = {one: chosen.to(one) for one in {leaf.device for leaf in tree.flatten(self._data).leaves}}
+        rows = tree.map_leaves(lambda leaf: leaf.index_select(0, here[leaf.device]), self._data)
         return _brought(rows, self._step)
 
 

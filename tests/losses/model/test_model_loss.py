@@ -15,10 +15,12 @@ from anybatch import Options, Step
 from anybatch.core.errors import LossError
 from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
+from tests.device import needs_cpu
 from tests.losses.own_losses import (
     BATCH,
     LABELS,
     LENGTH,
+    MASKED,
     REFUSED,
     ROWS,
     Layer,
@@ -69,7 +71,9 @@ def test_batches_of_other_forms(batch: Any) -> None:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=needs_cpu) if one == MASKED else one for one in REFUSED]
+)
 def test_refused_by_name_and_nothing_is_left(name: str, micro_batch: int) -> None:
     loss, message = REFUSED[name]
     model = Own(loss)

@@ -16,7 +16,20 @@ from anybatch.core import LossError
 from anybatch.losses.model import model_loss
 from anybatch.losses.model.intercept import Watch
 from anybatch.testing import GradientRecorder, relative_error
-from tests.losses.own_losses import BATCH, CLASSES, LABELS, REFUSED, WEIGHTS, Own, X, size, tokens, whole_of
+from tests.device import needs_cpu
+from tests.losses.own_losses import (
+    BATCH,
+    CLASSES,
+    LABELS,
+    MASKED,
+    REFUSED,
+    WEIGHTS,
+    Own,
+    X,
+    size,
+    tokens,
+    whole_of,
+)
 from tests.snapshots import same
 
 LIMIT = 1e-12
@@ -171,7 +184,7 @@ def test_settings_that_change_within_a_step_are_refused_by_name() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("then", ["folded rows", "labels masked inside", "contrast"])
+@pytest.mark.parametrize("then", ["folded rows", pytest.param(MASKED, marks=needs_cpu), "contrast"])
 def test_a_fault_that_begins_later_is_refused_by_name(then: str) -> None:
     model = Own(tokens)
     step, _ = stepped(model, 2)

@@ -131,6 +131,7 @@ class ModelTerms(Plain):
     def __init__(self, call: Callable[[nn.Module, Any], Any] | None = None) -> None:
         self.call = call or call_model
         self._known: Mapping[str, Number] = {}  # weights of the whole batch, after a first pass
+        self._is_window = False  # its weights add up later
         self._routers: Mapping[str, WholeRouterLoss] = {}
         self._places: Mapping[int, int] = {}  # index of each micro-batch of the first pass, by its first row
         self._begin()
@@ -140,8 +141,7 @@ class ModelTerms(Plain):
         self._first: LossTerms | None = None  # terms of the first micro-batch that has a loss
         self._first_start = -1  # first row of that micro-batch
         self._matches: Mapping[str, list[Match]] = {}
-        self._promised: Mapping[str, Number] = {}  # predicted weights of the batch
-        self._weights: dict[int, Mapping[str, Number]] = {}  # of each micro-batch, by its first row
+        self._starts: set[int] = set()  # first rows of the micro-batches so far
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model and split its loss into terms."""
@@ -196,7 +196,6 @@ class ModelTerms(Plain):
             if weight is None:
                 return None
             promised[name] = weight
-        self._promised = promised
         return promised
 
     def uncut(self) -> Loss:
@@ -207,24 +206,12 @@ class ModelTerms(Plain):
     def along(
         self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> Generator[Share]:
-        """Return a context with this loss for all rows; a router loss takes a first pass before it.
-
-        At the end the predicted weights of the batch are compared with those of the micro-batches.
-        """
-        self._known, self._routers, self.tied = {}, {}, False
+        """Return a context with this loss for all rows; a router loss takes a first pass before it."""
+        self._known, self._routers, self.tied, self._is_window = {}, {}, False, not batch.rows
         self._begin()
         if batch.rows and homes(model) and wants_router_loss(model):
             self._first_pass(batch, sizes, model, put_back)
         yield self._share
-        for name, promised in self._promised.items():
-            added = math.fsum(float(weights[name]) for weights in self._weights.values())
-            if not math.isclose(float(promised), added, rel_tol=1e-6):
-                raise LossError(
-                    f"Expected {type(model).__name__} to make its targets from the batch as in the first "
-                    f"micro-batch, {float(promised):g} in all for {name!r}, got {added:g}. Bring a list "
-                    "of samples with a `collate`, or without order= the rows in a step.window(): there the "
-                    "division comes last."
-                )
 
     def _share(self, start: int, stop: int) -> Loss:
         if start <= self._first_start:  # the first micro-batch is repeated, perhaps in smaller parts
@@ -288,7 +275,7 @@ class ModelTerms(Plain):
         return self._done_with(Evaluated(dict.fromkeys(names, widened(torch.zeros(()))), lambda: weights))
 
     def _done_with(self, evaluated: Evaluated) -> Evaluated:
-        self._weights[self._start if self._start >= 0 else len(self._weights)] = evaluated.weigh()
+        self._starts.add(self._start if self._start >= 0 else len(self._starts))
         return evaluated
 
     def _router_share(self, model: nn.Module, name: str, call: RouterLoss, factor: float) -> Tensor:
@@ -301,8 +288,13 @@ class ModelTerms(Plain):
         )
 
     def _look(self, model: nn.Module, found: LossTerms) -> None:
+        # To compare targets with the batch stops a device; the gradient of a single term may be divided last.
+        is_late = self._is_window or (len(found.factors) == 1 and not _is_near(found))
         self._matches = {
-            name: find(one.origin, found.leaves, padded=found.padded) for name, one in found.terms.items()
+            name: []
+            if is_late and not one.pairs_rows
+            else find(one.origin, found.leaves, padded=found.padded)
+            for name, one in found.terms.items()
         }
         for name, one in found.terms.items():
             fault = _fault(one, divides=found.divides, has_labels=bool(self._matches[name]))
@@ -311,7 +303,7 @@ class ModelTerms(Plain):
                     f"Expected the loss of {type(model).__name__} to be made of means over rows, got {fault} "
                     f"in {one.name}. {WAYS_OUT}"
                 )
-        if self._weights.keys() - {self._start} and [*found.factors] != ["loss"]:
+        if self._starts - {self._start} and [*found.factors] != ["loss"]:
             raise LossError(
                 f"Expected a loss of {type(model).__name__} in the first micro-batch, got a constant 0, and "
                 f"{[*found.factors]} later. Put a row that is not ignored first, or do not cut the batch."
@@ -349,7 +341,9 @@ class OwnLoss(Plain):
         learn_form(model, found)
         weights = {name: one.weight for name, one in found.terms.items()}
         if len(weights) == 1 or not all(weights.values()):  # one mean of nothing makes the loss NaN
-            weight = (next(iter(weights.values())) or 1) if any(weights.values()) else 0
+            weight = next(iter(weights.values()))
+            if len(weights) > 1:
+                weight = (weight or 1) if any(weights.values()) else 0
             return Evaluated({"loss": loss}, lambda: {"loss": weight})
         # The first term carries the whole gradient; the values are separate.
         sums = {name: one.value.detach() * found.factors[name] for name, one in found.terms.items()}
@@ -400,6 +394,10 @@ def _refuse_others(model: nn.Module, first: LossTerms, found: LossTerms) -> None
                 f"{one.weight} elements from {found.rows} rows as from {first.rows}: "
                 f"rows have met before it. {WAYS_OUT}"
             )
+
+
+def _is_near(found: LossTerms) -> bool:
+    return all(one.origin.target is None or one.origin.target.is_cpu for one in found.terms.values())
 
 
 def _fault(one: Reduction, *, divides: bool, has_labels: bool) -> str:
