@@ -86,9 +86,20 @@ class Words(nn.Module):
         return self.out(hidden).transpose(1, 2)
 
 
-def make(blocks: int = 2, *, seed: int = 0) -> Words:
+class Warm(Words):
+    """A second output that all rows share."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__(blocks)
+        self.warmth = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.warmth.exp().sum()
+
+
+def make(blocks: int = 2, *, seed: int = 0, kind: type[Words] = Words) -> Words:
     torch.manual_seed(seed)
-    return Words(blocks).double()
+    return kind(blocks).double()
 
 
 def shard(model: Words, mesh: Any = None, **options: Any) -> Any:
@@ -114,11 +125,21 @@ def tokens(model: nn.Module, micro: tuple[Tensor, Tensor]) -> ab.Total:
     return ab.Total(F.cross_entropy(model(x), y, reduction="sum"), (y != -100).sum())
 
 
+def contrast(out: Tensor, warmth: Tensor, y: Tensor, rows: Any = None) -> Any:
+    """Rows with as many words that count attract each other."""
+    pairs = warmth * (each := F.normalize(out.flatten(1))) @ each.T
+    likes = ((counts := (y != -100).sum(1, dtype=out.dtype))[:, None] - counts).abs().neg().softmax(1)
+    losses = F.cross_entropy(pairs, likes, reduction="none")
+    return losses.mean() if rows is None else ab.Total(losses[rows].sum(), len(rows))
+
+
 LOSSES: dict[str, Callable[[], Any]] = {
     "torch": nn.CrossEntropyLoss,
     "tokens": lambda: tokens,
     "rows": lambda: ab.PerRow(lambda logits, y: F.cross_entropy(logits, y, reduction="none").sum(1)),
     "model": lambda: ab.ModelLoss(call=lambda model, micro: F.cross_entropy(model(micro[0]), micro[1])),
+    "whole": lambda: ab.WholeBatch(contrast),
+    "whole by rows": lambda: ab.WholeBatch(contrast, loss_rows=3),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, weight_decay=0.01),
@@ -140,8 +161,10 @@ def error_of(parts: nn.Module, model: nn.Module) -> float:
 def one(rank: int, size: int, seed: int) -> list[Any]:
     """One drawn case of three updates; the error of its parameters, and a hash of those of this rank."""
     drawn = random.Random(seed)
-    model = make(drawn.choice([1, 2]), seed=seed)
     name, way = drawn.choice([*LOSSES]), drawn.choice(["step", "step", "window", "collate"])
+    is_whole = name.startswith("whole")
+    way = "step" if is_whole and way == "window" else way
+    model = make(drawn.choice([1, 2]), seed=seed, kind=Warm if is_whole else Words)
     optimizer, micro_batch = drawn.choice([*OPTIMIZERS]), drawn.choice([None, 1, 2, 3])
     clip_norm, compensated, hold = drawn.choice([None, 0.05]), drawn.random() < 0.2, drawn.random() < 0.4
     mesh = (

@@ -55,6 +55,10 @@ class Strategy(Protocol):
         """
         ...
 
+    def first(self, micros: Iterable[tuple[Any, int]]) -> Iterable[tuple[Any, int]]:
+        """Yield the micro-batches of a first pass, with their rows; then some of 0 rows that others need."""
+        ...
+
     def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
         """Return the rows of all processes, and how many come before those of this one; once per step."""
         ...
@@ -113,6 +117,10 @@ class Single:
         self, task: Any, batch: Any, settings: Any, remote: Callable[[str], Any]
     ) -> StepReport | None:
         """Leave the step to the caller."""
+
+    def first(self, micros: Iterable[tuple[Any, int]]) -> Iterable[tuple[Any, int]]:
+        """Return the same micro-batches; no other process waits."""
+        return micros
 
     def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
         """Return the same values."""

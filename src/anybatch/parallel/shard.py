@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -109,9 +110,10 @@ class Shard(Replicate):
         self.hold = hold
         self.is_held = False  # gradients stay unsharded in this step
         self._model: Any = None
-        self._order: Sequence[Collective] | None = None  # the collectives of a micro-batch
+        self._orders: dict[bool, Sequence[Collective]] = {}  # of a micro-batch; True: of a first pass
         self._count = self._at = 0  # micro-batches of this `add`, and those that have begun
         self._is_inside = False  # others wait for collectives of this `add`
+        self._is_first = False  # in the first pass of a loss over all rows
         self._row: Any = None
         self._synced: tuple[bool, bool] | None = None
 
@@ -160,7 +162,7 @@ class Shard(Replicate):
                 f"Expected weights that are resharded after backward, got a {type(model).__name__} with "
                 "set_reshard_after_backward(False), which keeps those from before the update. Leave it out."
             )
-        self._model, self._order, self._row = model, None, None
+        self._model, self._orders, self._row = model, {}, None
         self._dtypes = private.dtypes_of_shards(model)
         self._parts: list[Any] = [one for one in model.modules() if hasattr(one, "reset_iter_state")]
         known, self._shards, self._replicas = private.connections_of_shards(model)
@@ -182,7 +184,6 @@ class Shard(Replicate):
     def begin(self, task: Task, settings: Plan) -> None:
         """Begin a step or a window; raise PlanError for what sharded models do not support."""
         refused = {
-            "ab.WholeBatch, whose first pass is not agreed between ranks": isinstance(task.loss, WholeBatch),
             "a model with router losses": isinstance(task.loss, ModelTerms) and wants_router_loss(task.model),
             f"precision={str(settings.precision)!r}": settings.precision.loss_scale is not None,
             'non_finite="drop"': settings.non_finite == "drop",
@@ -207,7 +208,7 @@ class Shard(Replicate):
                 f"{sorted(map(str, dtypes))} and compensated={settings.compensated}: FSDP adds them up. Say "
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32), or leave hold=True out."
             )
-        self._can_wait, self.is_held = can_wait, self.hold and self._order is not None
+        self._can_wait, self.is_held = can_wait, self.hold and False in self._orders
         self._shown = bool(task.callbacks.gradients)
         task.progress.unchecked = (
             "ranks wait for each other in a sharded model: run ab.check before fully_shard"
@@ -231,11 +232,37 @@ class Shard(Replicate):
         self._count, self._at = max(one["open"] for one in said), 0
         if self._count and not all(one["row"] for one in said):
             self._share_row(next(number for number, one in enumerate(said) if one["row"]))
-        self._is_inside = self._count > 0
+        self._is_inside, self._is_first = self._count > 0, isinstance(part.ways.loss, WholeBatch)
         self._recorder.calls.clear()
+        self._gathered = None
+
+    def first(self, micros: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
+        """Yield the micro-batches of a first pass, then those of 0 rows, as many as others have more."""
+        missing = ((tree.map_leaves(_copied, self._row), 0) for _ in repeat(None))
+        for at, micro in zip(range(1, self._count + 1), chain(micros, missing), strict=False):
+            self._at = at
+            self._recorder.calls.clear()
+            yield micro
+            private.reset_shards(self._model)  # each forward gathers all weights again
+            self._note()
+
+    def _gather(
+        self, said: Sequence[Mapping[str, Any]], values: Sequence[Tensor]
+    ) -> tuple[list[Tensor], int]:
+        self._enter(said)
+        self._is_inside, self._at = False, 0  # all have made the first pass; they meet before the second
+        return super()._gather(said, values)
+
+    def _enter(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """Begin this attempt again with a rank that does."""
+        if any("open" in one for one in said):
+            raise Restart(self._part, self._part.sizes())
 
     def next(self) -> None:
         """Begin a micro-batch; the last one adds up gradients that were held."""
+        if self._is_first:
+            self._enter(self._agree({"second": True}))
+            self._is_inside, self._is_first = True, False
         if self._at:
             self._note()
         self._at += 1
@@ -254,18 +281,16 @@ class Shard(Replicate):
             Restart: in an `add`, another rank begins it again.
         """
         while self._at < self._count:
-            self.next()
             yield tree.map_leaves(_copied, self._row)
         if self._at:
             self._note()
         self._is_inside = False
-        if not part.ways.is_whole and any("open" in one for one in self._agree({"done": True})):
-            raise Restart(part, part.sizes())
+        if not part.ways.is_whole:
+            self._enter(self._agree({"done": True}))
 
     def _note(self) -> None:
         """Note the order of collectives, which is complete after a micro-batch that reduces."""
-        if self._order is None:
-            self._order = [*self._recorder.calls]
+        self._orders.setdefault(self._is_first, [*self._recorder.calls])
 
     def _share_row(self, source: int) -> None:
         file = io.BytesIO()
@@ -286,7 +311,7 @@ class Shard(Replicate):
         said = self._agree(message)
         while any("open" in one for one in said):
             if not isinstance(sums.batch, OpenBatch):
-                raise Restart(self._part, self._part.sizes())
+                self._enter(said)
             accompany(sums)
             said = self._agree(message)
         return said
@@ -328,7 +353,7 @@ class Shard(Replicate):
         self._is_inside = False
         private.reset_shards(self._model)
         self._synced = None
-        order = self._order
+        order = self._orders.get(self._is_first)
         if order is None or isinstance(error, RankError):
             self._is_broken = True
             leave_error(f"{type(error).__name__}: {error}", self.group)
