@@ -291,19 +291,20 @@ def wrong(rank: int, size: int, seed: int, count: int, mutation: str) -> int:
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def faulted(rank: int, size: int, seed: int, first: bool = False) -> dict[str, Any]:
+def faulted(rank: int, size: int, seed: int, loss: str = "tokens", first: bool = False) -> dict[str, Any]:
     """A step in which a drawn rank meets a drawn fault, and one after it; all ranks draw the same."""
     drawn = random.Random(seed)
-    model = make(seed=seed)
+    model = make(seed=seed, kind=Warm if loss == "whole" else Words)
     mesh = None
     if size == 4 and drawn.random() < 0.5:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     parts = shard(model, mesh, reshard_after_forward=drawn.choice([True, False]))
     way, hold = drawn.choice(["step", "step", "window"]), drawn.random() < 0.5
-    options = ab.Options(strategy=Shard(hold=hold))
-    step = ab.Step(parts, tokens, OPTIMIZERS["momentum"](parts.parameters()), micro_batch=2, options=options)
+    way = "step" if loss == "whole" else way
+    options, sgd = ab.Options(strategy=Shard(hold=hold)), OPTIMIZERS["momentum"]
+    step = ab.Step(parts, LOSSES[loss](), sgd(parts.parameters()), micro_batch=2, options=options)
     alone = ab.Options(strategy="local", check=False)
-    twin = ab.Step(model, tokens, OPTIMIZERS["momentum"](model.parameters()), options=alone)
+    twin = ab.Step(model, LOSSES[loss](), sgd(model.parameters()), options=alone)
 
     def run(number: int) -> Any:
         batch, sizes = rows(4 * size, seed=number), [4 - (number + index) % 4 for index in range(size - 1)]
@@ -320,11 +321,11 @@ def faulted(rank: int, size: int, seed: int, first: bool = False) -> dict[str, A
         twin(run(number)[1])
     place = f"{drawn.choice(['forward', 'backward'])} {drawn.choice('01')}"
     what = drawn.choice([NO_MEMORY, NO_MEMORY, ValueError("no"), KeyboardInterrupt()])
-    at_rank, passes = drawn.randrange(size), drawn.randrange(3)
+    at_rank, passes = drawn.randrange(size), drawn.randrange(5 if loss == "whole" else 3)
     if rank == at_rank:
         parts.fault.arm(place, passes, what)
     before, told = whole(parts), {"at": at_rank, "error": "", "said": "", "what": repr(what)}
-    told["seed"] = f"{seed}: {place}, {passes}, {what!r}, {way}, hold {hold}, {mesh}"
+    told["seed"] = f"{seed}: {place}, {passes}, {what!r}, {loss}, {way}, hold {hold}, {mesh}"
     began = time.monotonic()
     try:
         report, batch = run(2)
@@ -345,8 +346,36 @@ def faulted(rank: int, size: int, seed: int, first: bool = False) -> dict[str, A
     return told
 
 
-def all_faulted(rank: int, size: int, seed: int, count: int) -> list[dict[str, Any]]:
-    return [faulted(rank, size, seed + index) for index in range(count)]
+def all_faulted(rank: int, size: int, seed: int, count: int, loss: str = "tokens") -> list[dict[str, Any]]:
+    return [faulted(rank, size, seed + index, loss) for index in range(count)]
+
+
+def function_fails(rank: int, size: int) -> tuple[str, float]:
+    """A loss over all rows that fails on rank 1 in the first step; what is said, and the error of the next."""
+    model, fault = make(kind=Warm), Fault()
+
+    def function(*given: Any) -> Tensor:
+        fault("function")
+        return contrast(*given)
+
+    steps = [
+        ab.Step(net, ab.WholeBatch(function), OPTIMIZERS["momentum"](net.parameters()), options=options)
+        for net, options in [
+            (shard(model), ab.Options()),
+            (model, ab.Options(strategy="local", check=False)),
+        ]
+    ]
+    batch, said = rows(6), ""
+    mine = share(batch, [0, 6, *[0] * (size - 2)], rank)
+    if rank == 1:
+        fault.arm("function", 0, ValueError("no"))
+    try:
+        steps[0](mine)
+    except (RankError, ValueError) as error:
+        said = str(error)
+    steps[0](mine)
+    steps[1](batch)
+    return said, error_of(steps[0].model, model)
 
 
 def ended(rank: int, size: int, end: int) -> tuple[str, bool]:

@@ -153,7 +153,6 @@ def refused(rank: int, size: int) -> dict[str, str]:
         "parts": stepped(in_parts()),
         "ignored": stepped(ignoring()),
         "meshes": stepped(on_two_meshes()),
-        "WholeBatch": stepped(loss=ab.WholeBatch(lambda out, y: out.mean())),
         "fp16-mixed": stepped(precision="fp16-mixed"),
         "bf16-true": stepped(precision="bf16-true"),
         "drop": stepped(non_finite="drop"),

@@ -23,13 +23,20 @@ def test_mistakes_are_found(two: Ranks, name: str) -> None:
 
 
 def test_a_fault_is_recovered_from_together_or_ends_the_step_on_all_ranks(two: Ranks, four: Ranks) -> None:
-    for ranks, seed, count in ((two, 0, 12), (four, 70, 6)):
-        for told in zip(*ranks.run(sharded.all_faulted, seed, count, seconds=120.0), strict=True):
+    cases = (two, 0, 12, "tokens"), (four, 70, 6, "tokens"), (two, 2, 9, "whole"), (four, 100, 4, "whole")
+    for ranks, *drawn in cases:
+        for told in zip(*ranks.run(sharded.all_faulted, *drawn, seconds=120.0), strict=True):
             at = told[0]["at"]
             assert len({bool(one["error"]) for one in told}) == 1, told
             for rank, one in enumerate(told):
                 assert not one["error"] or rank == at or f"on rank {at}" in one["said"], told
                 assert one["seconds"] < 10
+
+
+def test_a_whole_batch_loss_that_fails_on_one_rank_ends_its_first_step_on_all(two: Ranks) -> None:
+    (first, error), (second, other) = two.run(sharded.function_fails)
+    assert ("on rank 1, which says 'no" in first, second) == (True, "no")
+    assert max(error, other) < 1e-12
 
 
 def test_options(two: Ranks) -> None:
@@ -45,7 +52,6 @@ SAID = {
     "parts": "on the model itself",
     "ignored": "out.bias",
     "meshes": "one mesh",
-    "WholeBatch": "WholeBatch",
     "fp16-mixed": "fp16-mixed",
     "bf16-true": "bf16-true",
     "drop": "drop",
@@ -101,7 +107,7 @@ def test_a_checkpoint_that_is_not_whole_is_never_loaded(two: Ranks, tmp_path: Pa
 
 def test_a_fault_before_the_collectives_are_known_ends_all_ranks() -> None:
     with spawned(2) as ranks, mock.patch("tests.parallel.spawned.GROUP_TIMEOUT", 5):
-        ranks.start(sharded.faulted, 62, True)
+        ranks.start(sharded.faulted, 62, "tokens", True)
         answers = ranks.answers()
     told = [value for kind, value in answers if kind == "value"]
     assert [one["error"] for one in told] == ["RankError", "ValueError"], told

@@ -23,30 +23,39 @@ _ROWS = 2  # of a micro-batch of weight 0: as many as a BatchNorm needs
 class Collective(NamedTuple):
     """A collective of FSDP: an all-gather of weights, or a reduce-scatter of gradients."""
 
-    reduces: bool
+    part: Any  # the sharded module
     sizes: tuple[int, int]  # elements of the output and of the input
     dtype: torch.dtype
     device: torch.device
     group: Any
-    op: Any = None
+    op: Any = None  # None for an all-gather
 
     def replay(self, replicas: Group) -> None:
-        """Take part with zeros; a reduce-scatter is followed by a sum over `replicas`, if there are any."""
+        """Take part, with this rank's weights, which others compute with, and gradients of zeros.
+
+        A reduce-scatter is followed by a sum over `replicas`, if there are any.
+        """
+        if self.op is None:
+            self.part.unshard()
+            self.part.reshard()
+            return
         output, zeros = (torch.zeros(size, dtype=self.dtype, device=self.device) for size in self.sizes)
         with answered(self.group):
-            if not self.reduces:
-                dist.all_gather_single(output, zeros, group=self.group)
-                return
             dist.reduce_scatter_single(output, zeros, group=self.group, op=self.op)
             if replicas is not None:
                 dist.all_reduce(output, group=replicas)
 
 
 class Collectives:
-    """The collectives of FSDP, which it calls (`set_custom_all_gather`, `set_custom_reduce_scatter`)."""
+    """The collectives of a sharded module, which FSDP calls (`set_custom_all_gather`, ...).
 
-    def __init__(self) -> None:
-        self.calls: list[Collective] = []  # of the current micro-batch
+    Args:
+        part: the module.
+        calls: collects those of the current micro-batch.
+    """
+
+    def __init__(self, part: Any, calls: list[Collective]) -> None:
+        self.part, self.calls = part, calls
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the memory of a buffer."""
@@ -62,11 +71,10 @@ class Collectives:
     ) -> Any:
         """Gather, or add up and scatter where there is an `op`."""
         sizes = output_tensor.numel(), input_tensor.numel()
-        reduces = op is not None
         kind = input_tensor.dtype, input_tensor.device
-        self.calls.append(Collective(reduces, sizes, *kind, group, op))
+        self.calls.append(Collective(self.part, sizes, *kind, group, op))
         with answered(group):
-            if reduces:
+            if op is not None:
                 return dist.reduce_scatter_single(
                     output_tensor, input_tensor, op=op, group=group, async_op=async_op
                 )
@@ -167,12 +175,13 @@ class Shard(Replicate):
         self._parts: list[Any] = [one for one in model.modules() if hasattr(one, "reset_iter_state")]
         known, self._shards, self._replicas = private.connections_of_shards(model)
         self.group = self._shards if axes == 1 else None
-        self._recorder = known if isinstance(known, Collectives) else Collectives()
+        self._calls = known.calls if isinstance(known, Collectives) else list[Collective]()
         for one in self._parts:
+            recorder = Collectives(one, self._calls)
             one.set_gradient_divide_factor(1.0)
             one.set_force_sum_reduction_for_comms(True)
-            one.set_custom_all_gather(self._recorder)
-            one.set_custom_reduce_scatter(self._recorder)
+            one.set_custom_all_gather(recorder)
+            one.set_custom_reduce_scatter(recorder)
 
     def ready(self, model: nn.Module) -> None:
         """Reshard what a forward without backward has left unsharded."""
@@ -233,7 +242,7 @@ class Shard(Replicate):
         if self._count and not all(one["row"] for one in said):
             self._share_row(next(number for number, one in enumerate(said) if one["row"]))
         self._is_inside, self._is_first = self._count > 0, isinstance(part.ways.loss, WholeBatch)
-        self._recorder.calls.clear()
+        self._calls.clear()
         self._gathered = None
 
     def first(self, micros: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
@@ -241,16 +250,16 @@ class Shard(Replicate):
         missing = ((tree.map_leaves(_copied, self._row), 0) for _ in repeat(None))
         for at, micro in zip(range(1, self._count + 1), chain(micros, missing), strict=False):
             self._at = at
-            self._recorder.calls.clear()
+            self._calls.clear()
             yield micro
             private.reset_shards(self._model)  # each forward gathers all weights again
             self._note()
+        self._is_inside, self._at = False, 0  # ranks meet in `gather`, and before the second pass
 
     def _gather(
         self, said: Sequence[Mapping[str, Any]], values: Sequence[Tensor]
     ) -> tuple[list[Tensor], int]:
         self._enter(said)
-        self._is_inside, self._at = False, 0  # all have made the first pass; they meet before the second
         return super()._gather(said, values)
 
     def _enter(self, said: Sequence[Mapping[str, Any]]) -> None:
@@ -266,7 +275,7 @@ class Shard(Replicate):
         if self._at:
             self._note()
         self._at += 1
-        self._recorder.calls.clear()
+        self._calls.clear()
         is_last = self._at == self._count
         synced = is_last or not self.is_held, is_last or not self._can_wait
         if synced != self._synced:
@@ -290,7 +299,7 @@ class Shard(Replicate):
 
     def _note(self) -> None:
         """Note the order of collectives, which is complete after a micro-batch that reduces."""
-        self._orders.setdefault(self._is_first, [*self._recorder.calls])
+        self._orders.setdefault(self._is_first, [*self._calls])
 
     def _share_row(self, source: int) -> None:
         file = io.BytesIO()
@@ -359,11 +368,11 @@ class Shard(Replicate):
             leave_error(f"{type(error).__name__}: {error}", self.group)
             return
         try:
-            done = len(self._recorder.calls)
+            done = len(self._calls)
             for at in range(max(self._at, 1), self._count + 1):
                 is_last = at == self._count
                 is_synced, sums_replicas = is_last or not self.is_held, is_last or not self._can_wait
-                calls = [one for one in order if is_synced or not one.reduces]
+                calls = [one for one in order if is_synced or one.op is None]
                 for one in calls[done if at == self._at else 0 :]:
                     one.replay(self._replicas if sums_replicas else None)
         except RankError:
