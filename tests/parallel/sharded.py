@@ -3,9 +3,11 @@
 import copy
 import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -39,7 +41,9 @@ class Fault:
     def __call__(self, place: str) -> None:
         if place == self.place:
             self.left -= 1
-            if self.left == -1:
+            if self.left == -1 and isinstance(self.what, signal.Signals):
+                os.kill(os.getpid(), self.what)
+            elif self.left == -1:
                 raise self.what
 
 
@@ -288,6 +292,12 @@ def wrong(rank: int, size: int, seed: int, count: int, mutation: str) -> int:
 # ---- faults
 
 
+def wait_at_most(seconds: float) -> None:
+    """Shorten the group's timeout, once all ranks have started."""
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory.")
 
 
@@ -317,6 +327,8 @@ def faulted(rank: int, size: int, seed: int, loss: str = "tokens", first: bool =
                 window.add(tuple(part[start : start + 2] for part in mine))
             return window.close(), batch
 
+    if first:
+        wait_at_most(3)
     for number in range(0 if first else 2):
         twin(run(number)[1])
     place = f"{drawn.choice(['forward', 'backward'])} {drawn.choice('01')}"
@@ -351,7 +363,7 @@ def all_faulted(rank: int, size: int, seed: int, count: int, loss: str = "tokens
 
 
 def function_fails(rank: int, size: int) -> tuple[str, float]:
-    """A loss over all rows that fails on rank 1 in the first step; what is said, and the error of the next."""
+    """A loss over all rows fails on rank 1 in the first step; what is said, and the error of the next."""
     model, fault = make(kind=Warm), Fault()
 
     def function(*given: Any) -> Tensor:
@@ -378,17 +390,29 @@ def function_fails(rank: int, size: int) -> tuple[str, float]:
     return said, error_of(steps[0].model, model)
 
 
-def ended(rank: int, size: int, end: int) -> tuple[str, bool]:
-    """The last rank gets a signal in a backward; what the others say, and whether all is as before."""
-    parts = shard(make())
-    step = ab.Step(parts, tokens, OPTIMIZERS["momentum"](parts.parameters()), micro_batch=2)
-    mine = share(rows(8), [4, 4], rank)
+def silenced(seed: int, size: int) -> int:
+    """The rank that gets a signal in `ended`."""
+    return random.Random(seed).randrange(size)
+
+
+def ended(rank: int, size: int, end: signal.Signals, seed: int) -> dict[str, Any]:
+    """A drawn rank gets a signal at a drawn place; what the others say, and whether all is as before."""
+    drawn = random.Random(seed)
+    at_rank, loss, hold = drawn.randrange(size), drawn.choice(["tokens", "whole"]), drawn.random() < 0.5
+    parts = shard(make(kind=Warm if loss == "whole" else Words))
+    options, sgd = ab.Options(strategy=Shard(hold=hold)), OPTIMIZERS["momentum"]
+    step = ab.Step(parts, LOSSES[loss](), sgd(parts.parameters()), micro_batch=2, options=options)
+    mine = share(rows(4 * size), [4] * size, rank)
     step(mine)
-    if rank == size - 1:
-        parts.blocks[0].register_full_backward_hook(lambda *_: os.kill(os.getpid(), end))
+    wait_at_most(3)
+    place, passes = f"{drawn.choice(['forward', 'backward'])} {drawn.choice('01')}", drawn.randrange(2)
+    if rank == at_rank:
+        parts.fault.arm(place, passes, end)
     before = [local(p).clone() for p in parts.parameters()]
+    told, began = {"case": f"{place}, {passes}, {loss}, hold {hold}", "said": "no error"}, time.monotonic()
     try:
         step(mine)
     except RankError as error:
-        return str(error), all(map(torch.equal, before, map(local, parts.parameters())))
-    return "no error", False
+        told["said"] = str(error)
+    same = all(map(torch.equal, before, map(local, parts.parameters())))
+    return told | {"seconds": time.monotonic() - began, "is_as_before": same}

@@ -3,7 +3,6 @@
 import signal
 from itertools import pairwise
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -106,7 +105,7 @@ def test_a_checkpoint_that_is_not_whole_is_never_loaded(two: Ranks, tmp_path: Pa
 
 
 def test_a_fault_before_the_collectives_are_known_ends_all_ranks() -> None:
-    with spawned(2) as ranks, mock.patch("tests.parallel.spawned.GROUP_TIMEOUT", 5):
+    with spawned(2) as ranks:
         ranks.start(sharded.faulted, 62, "tokens", True)
         answers = ranks.answers()
     told = [value for kind, value in answers if kind == "value"]
@@ -114,10 +113,19 @@ def test_a_fault_before_the_collectives_are_known_ends_all_ranks() -> None:
     assert "rank 1 (it says 'ValueError" in told[0]["said"]
 
 
-def test_a_rank_that_ends_ends_all_with_everything_as_before() -> None:
-    with spawned(2) as ranks:
-        ranks.start(sharded.ended, signal.SIGKILL)
-        (kind, found), (end, _) = ranks.answers()
-    assert (kind, end) == ("value", "ended")
-    assert "Expected an answer from all 2 ranks" in found[0]
-    assert found[1]
+@pytest.mark.parametrize(
+    ("end", "size", "seed"),
+    [(signal.SIGKILL, 2, 0), (signal.SIGSTOP, 2, 0), (signal.SIGSTOP, 3, 1), (signal.SIGSTOP, 3, 2)],
+)
+def test_a_rank_that_ends_or_stands_still_ends_all(end: signal.Signals, size: int, seed: int) -> None:
+    with spawned(size) as ranks:
+        silent = sharded.silenced(seed, size)
+        ranks.start(sharded.ended, end, seed)
+        answers = ranks.answers(silent=silent)
+    assert answers[silent][0] == "ended"
+    for rank, (kind, told) in enumerate(answers):
+        if rank != silent:
+            assert kind == "value", told
+            assert f"got none from rank {silent}" in told["said"], told
+            assert told["is_as_before"]
+            assert told["seconds"] < 10

@@ -5,6 +5,7 @@ import importlib
 import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from anybatch.core import RankError, accelerator, torch_private as private
 
+_GRACE = timedelta(seconds=1)  # for others to say that they wait
 _SIZE = 4096  # bytes of a message; fixed, so that all ranks send and expect the same size
 
 Group = Any  # a torch.distributed.ProcessGroup; None for the default one
@@ -107,18 +109,23 @@ def leave_error(said: str, group: Group = None) -> None:
 
 
 def _behind(group: Group) -> str:
-    """Return the ranks that sent fewer messages than this one, as far as known without waiting."""
+    """Return the ranks that failed, sent fewer messages than this one, or do not say that they wait, too."""
     members = tuple(dist.get_process_group_ranks(group))
     mine, found = _messages.get(members, 0), list[str]()
+    keys = [f"anybatch {members} {member}" for member in members]
     store: Any = private.default_store(dist.distributed_c10d)
     with suppress(RuntimeError, AttributeError):  # its host may have ended, or there is none
-        for place, member in enumerate(members):
-            key = f"anybatch {members} {member}"
+        store.set(f"{keys[dist.get_rank(group)]} waits", str(mine))
+        with suppress(RuntimeError):
+            store.wait([f"{key} waits" for key in keys], _GRACE)
+        for place, key in enumerate(keys):
             count = int(store.get(key)) if store.check([key]) else 0
             if store.check([f"{key} failed"]):
                 found.append(f"rank {place} (it says {store.get(f'{key} failed').decode()!r})")
             elif count < mine:
                 found.append(f"rank {place} (it sent {count} of {mine} messages)")
+            elif not store.check([f"{key} waits"]):
+                found.append(f"rank {place}")
     return " and ".join(found) or "at least one of them"
 
 

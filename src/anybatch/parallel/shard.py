@@ -365,7 +365,8 @@ class Shard(Replicate):
         order = self._orders.get(self._is_first)
         if order is None or isinstance(error, RankError):
             self._is_broken = True
-            leave_error(f"{type(error).__name__}: {error}", self.group)
+            if not isinstance(error, RankError):  # this rank waits for another, which is at fault
+                leave_error(f"{type(error).__name__}: {error}", self.group)
             return
         try:
             done = len(self._calls)
