@@ -69,7 +69,7 @@ class Ranks:
         end = time.monotonic() + seconds
         while len(got) < self.size:
             left = [calls for rank, calls in enumerate(self._calls) if rank not in got]
-            if len(left) == 1 and left[0] is self._calls[silent]:
+            if silent >= 0 and left == [self._calls[silent]]:
                 self.children[silent].kill()
             ready = wait(left, timeout=max(0.0, end - time.monotonic()))
             if not ready:

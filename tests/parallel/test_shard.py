@@ -82,6 +82,19 @@ def test_collectives_of_a_step(two: Ranks, hold: bool) -> None:
     assert others == [[2, 5 * count, 3 if hold else 3 * count, 1] for count in (2, 3, 4, 4)]
 
 
+def test_laws_of_accumulation(four: Ranks) -> None:
+    for found in four.run(sharded_more.accumulated, seconds=120.0):
+        for name, error in found.items():
+            assert isinstance(error, float) and error < 1e-12, (name, error)
+
+
+@pytest.mark.parametrize("hold", [False, True], ids=["reduced", "held"])
+def test_copies_are_added_up_once_per_step(four: Ranks, hold: bool) -> None:
+    """Of two blocks and the root, with one sum for the norm; one, one and three micro-batches."""
+    for found in four.run(sharded_more.sums_over_copies, hold):
+        assert found == [[3, 4], [3, 4], [3 if hold else 9, 4]]
+
+
 def test_shards_over_half_of_the_ranks(four: Ranks) -> None:
     assert max(four.run(sharded_more.in_a_half)) < 1e-12
 

@@ -460,14 +460,13 @@ def dtypes_of_shards(model: nn.Module) -> set[torch.dtype]:
     return found
 
 
-def connections_of_shards(model: nn.Module) -> tuple[Any, Any, Any]:
-    """Return FSDP's all-gather, its group, and the group of ranks with the same shard; None for one rank.
+def connections_of_shards(model: nn.Module) -> tuple[Any, Any]:
+    """Return FSDP's group, and the group of ranks with the same shard; None for one rank.
 
     An equal mesh may have other groups.
     """
-    group = groups_of_shards(model)[0]
-    info = group.mesh_info
-    return group._all_gather_comm, info.shard_process_group, getattr(info, "replicate_process_group", None)
+    info = groups_of_shards(model)[0].mesh_info
+    return info.shard_process_group, getattr(info, "replicate_process_group", None)
 
 
 def keeps_weights(model: nn.Module) -> bool:

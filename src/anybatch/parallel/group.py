@@ -6,6 +6,7 @@ import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -79,8 +80,13 @@ def answered(group: Group = None) -> Generator[None]:
     try:
         yield
     except RuntimeError as error:  # each backend has errors of its own
+        found: list[str] = []
+        asking = Thread(target=_behind, args=(group, found), daemon=True)
+        asking.start()
+        asking.join(2 * _GRACE.total_seconds())  # a store whose host stands still never answers
+        said = " and ".join(found) or "at least one of them"
         raise RankError(
-            f"Expected an answer from all {ranks(group)} ranks, got none from {_behind(group)}: it has ended "
+            f"Expected an answer from all {ranks(group)} ranks, got none from {said}: it has ended "
             f"or takes longer than the group's timeout ({str(error).splitlines()[0][:200]}). No update was "
             "made. Read that rank's error, then start all ranks again from the last checkpoint."
         ) from error
@@ -108,10 +114,10 @@ def leave_error(said: str, group: Group = None) -> None:
         )
 
 
-def _behind(group: Group) -> str:
-    """Return the ranks that failed, sent fewer messages than this one, or do not say that they wait, too."""
+def _behind(group: Group, found: list[str]) -> None:
+    """Find the ranks that failed, sent fewer messages than this one, or do not say that they wait, too."""
     members = tuple(dist.get_process_group_ranks(group))
-    mine, found = _messages.get(members, 0), list[str]()
+    mine = _messages.get(members, 0)
     keys = [f"anybatch {members} {member}" for member in members]
     store: Any = private.default_store(dist.distributed_c10d)
     with suppress(RuntimeError, AttributeError):  # its host may have ended, or there is none
@@ -126,7 +132,6 @@ def _behind(group: Group) -> str:
                 found.append(f"rank {place} (it sent {count} of {mine} messages)")
             elif not store.check([f"{key} waits"]):
                 found.append(f"rank {place}")
-    return " and ".join(found) or "at least one of them"
 
 
 def sending_device(device: torch.device, group: Group = None) -> torch.device:

@@ -124,6 +124,7 @@ class Shard(Replicate):
         self._is_first = False  # in the first pass of a loss over all rows
         self._row: Any = None
         self._synced: tuple[bool, bool] | None = None
+        self._calls: list[Collective] = []  # of the current micro-batch
 
     def take(self, model: nn.Module) -> None:
         """Check a sharded model, and record its collectives.
@@ -165,28 +166,21 @@ class Shard(Replicate):
                 f"Expected a mesh of two axes over all {dist.get_world_size()} ranks, got {mesh.size()}. "
                 "Make it with init_device_mesh, or use a mesh of one axis."
             )
+        self._model, self._orders, self._row = model, {}, None
+        self._dtypes = private.dtypes_of_shards(model)
+        self._parts: list[Any] = [one for one in model.modules() if hasattr(one, "reset_iter_state")]
+        self._shards, self._replicas = private.connections_of_shards(model)
+        self.group = self._shards if axes == 1 else None
+
+    def ready(self, model: nn.Module) -> None:
+        """Reshard what a forward without backward has left unsharded; check a model that is new."""
+        if model is not self._model:
+            self.take(model)
         if private.keeps_weights(model):
             raise PlanError(
                 f"Expected weights that are resharded after backward, got a {type(model).__name__} with "
                 "set_reshard_after_backward(False), which keeps those from before the update. Leave it out."
             )
-        self._model, self._orders, self._row = model, {}, None
-        self._dtypes = private.dtypes_of_shards(model)
-        self._parts: list[Any] = [one for one in model.modules() if hasattr(one, "reset_iter_state")]
-        known, self._shards, self._replicas = private.connections_of_shards(model)
-        self.group = self._shards if axes == 1 else None
-        self._calls = known.calls if isinstance(known, Collectives) else list[Collective]()
-        for one in self._parts:
-            recorder = Collectives(one, self._calls)
-            one.set_gradient_divide_factor(1.0)
-            one.set_force_sum_reduction_for_comms(True)
-            one.set_custom_all_gather(recorder)
-            one.set_custom_reduce_scatter(recorder)
-
-    def ready(self, model: nn.Module) -> None:
-        """Reshard what a forward without backward has left unsharded."""
-        if model is not self._model:
-            self.take(model)
         for one in self._parts:
             one.reshard()
 
@@ -228,6 +222,7 @@ class Shard(Replicate):
     def open(self, part: Part) -> None:
         """Agree on the number of micro-batches; a rank that has seen no row yet gets those of another."""
         self._part, left = part, part.left
+        self._configure()
         if left and self._row is None:
             with rng.preserved():  # `collate` may draw
                 (micro,) = part.batch.micro_batches([left[0][:_ROWS]])
@@ -244,6 +239,17 @@ class Shard(Replicate):
         self._is_inside, self._is_first = self._count > 0, isinstance(part.ways.loss, WholeBatch)
         self._calls.clear()
         self._gathered = None
+
+    def _configure(self) -> None:
+        """Set the options of FSDP, which the caller or another step may have changed since the last time."""
+        for one in self._parts:
+            recorder = Collectives(one, self._calls)
+            one.set_gradient_divide_factor(1.0)
+            one.set_force_sum_reduction_for_comms(True)
+            one.set_custom_all_gather(recorder)
+            one.set_custom_reduce_scatter(recorder)
+        self._model.set_is_last_backward(True)
+        self._synced = None
 
     def first(self, micros: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
         """Yield the micro-batches of a first pass, then those of 0 rows, as many as others have more."""
