@@ -180,6 +180,59 @@ def refused(rank: int, size: int) -> dict[str, str]:
     return found
 
 
+def only_in_words(model: Any, mesh: Any) -> Any:
+    model.blocks[0].requires_grad_(requires_grad=False)
+    return shard(model, mesh)
+
+
+POLICY = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+# What rank 1 does otherwise: how it shards, the options of its step, and those of `ab.Options`.
+ODD: dict[str, tuple[Callable[[Any, Any], Any], dict[str, Any], dict[str, Any]]] = {
+    "micro_batch": (shard, {"micro_batch": 1}, {}),
+    "no micro_batch": (shard, {"micro_batch": None}, {}),
+    "recompute": (shard, {}, {"recompute": "all"}),
+    "clip_norm": (shard, {"clip_norm": 0.1}, {}),
+    "precision": (shard, {"precision": "bf16-mixed"}, {}),
+    "non_finite": (shard, {}, {"non_finite": "skip"}),
+    "compensated": (shard, {}, {"compensated": True}),
+    "resharding": (lambda model, mesh: shard(model, mesh, reshard_after_forward=False), {}, {}),
+    "policy": (lambda model, mesh: shard(model, mesh, mp_policy=POLICY), {}, {}),
+    "modules": (lambda model, mesh: fully_shard(copy.deepcopy(model), mesh=mesh), {}, {}),
+    "trained": (only_in_words, {}, {}),
+}
+
+
+def odd(rank: int, size: int, names: list[str]) -> dict[str, Any]:
+    """The error of an update, or what is said, where rank 1 does something otherwise."""
+    found: dict[str, Any] = {}
+    mesh = init_device_mesh("cpu", (size,))
+    for name in names:
+        model = make()
+        make_parts, given, options = ODD[name] if rank == 1 else (shard, {}, {})
+        parts = make_parts(model, mesh)
+        mine = steps(parts, model, **{"micro_batch": 2, **given}, options=options)[0]
+        twin = steps(parts, model)[1]
+        batch = rows(7)
+        try:
+            mine(share(batch, [4, 3, *[0] * (size - 2)], rank))
+            twin(batch)
+            found[name] = error_of(parts, model)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def left_out(rank: int, size: int) -> str:
+    """What the ranks of a mesh of two axes are told that leaves others out."""
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("copies", "shards"))
+    try:
+        if rank < 2:
+            steps(shard(make(), mesh), make())
+    except ab.PlanError as error:
+        return str(error)
+    return ""
+
+
 def counts(rank: int, size: int, hold: bool) -> list[list[int]]:
     """Messages, all-gathers, reduce-scatters and sums of each of some steps of 1 to 4 micro-batches."""
     parts, found = shard(make()), list[list[int]]()

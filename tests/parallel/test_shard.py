@@ -74,6 +74,24 @@ def test_what_is_refused_by_name(two: Ranks) -> None:
             assert part in told[name], (name, told[name])
 
 
+def test_ranks_may_differ_in_how_they_cut_but_in_nothing_that_changes_collectives(
+    two: Ranks, four: Ranks
+) -> None:
+    own = {"micro_batch", "no micro_batch", "recompute"}
+    for found in two.run(sharded_more.odd, [*sharded_more.ODD]):
+        for name, said in found.items():
+            if name in own:
+                assert isinstance(said, float), (name, said)
+                assert said < 1e-12
+            else:
+                part = {"resharding": "sharding", "policy": "sharding", "modules": "sharding"}.get(name, "")
+                part = part or ("model" if name == "trained" else "options")
+                assert f"Expected the same {part} on all 2 ranks" in said, (name, said)
+    assert ["over all 4 ranks" in said for said in four.run(sharded_more.left_out)] == [True] * 2 + [
+        False
+    ] * 2
+
+
 @pytest.mark.parametrize("hold", [False, True], ids=["reduced", "held"])
 def test_collectives_of_a_step(two: Ranks, hold: bool) -> None:
     """Two blocks and the root: five gathers for each micro-batch; three sums each, or three in all."""
@@ -85,7 +103,8 @@ def test_collectives_of_a_step(two: Ranks, hold: bool) -> None:
 def test_laws_of_accumulation(four: Ranks) -> None:
     for found in four.run(sharded_more.accumulated, seconds=120.0):
         for name, error in found.items():
-            assert isinstance(error, float) and error < 1e-12, (name, error)
+            assert isinstance(error, float), (name, error)
+            assert error < 1e-12, (name, error)
 
 
 @pytest.mark.parametrize("hold", [False, True], ids=["reduced", "held"])

@@ -469,6 +469,18 @@ def connections_of_shards(model: nn.Module) -> tuple[Any, Any]:
     return info.shard_process_group, getattr(info, "replicate_process_group", None)
 
 
+def sharding_of(model: nn.Module) -> list[Any]:
+    """Return what the order and sizes of FSDP's collectives depend on, for each group of parameters."""
+    return [
+        (
+            [tuple(p._orig_size) for p in group.fsdp_params],
+            str(group.mp_policy),
+            getattr(group.post_forward_mesh_info, "shard_mesh_size", 1),  # ranks of the gather in backward
+        )
+        for group in groups_of_shards(model)
+    ]
+
+
 def keeps_weights(model: nn.Module) -> bool:
     """Return True if a sharded model keeps gathered weights after backward."""
     return not all(group.reshard_after_backward for group in groups_of_shards(model))

@@ -83,7 +83,7 @@ def answered(group: Group = None) -> Generator[None]:
         found: list[str] = []
         asking = Thread(target=_behind, args=(group, found), daemon=True)
         asking.start()
-        asking.join(2 * _GRACE.total_seconds())  # a store whose host stands still never answers
+        asking.join(5 * _GRACE.total_seconds())  # a store whose host stands still never answers
         said = " and ".join(found) or "at least one of them"
         raise RankError(
             f"Expected an answer from all {ranks(group)} ranks, got none from {said}: it has ended "
@@ -122,16 +122,16 @@ def _behind(group: Group, found: list[str]) -> None:
     store: Any = private.default_store(dist.distributed_c10d)
     with suppress(RuntimeError, AttributeError):  # its host may have ended, or there is none
         store.set(f"{keys[dist.get_rank(group)]} waits", str(mine))
-        with suppress(RuntimeError):
-            store.wait([f"{key} waits" for key in keys], _GRACE)
         for place, key in enumerate(keys):
             count = int(store.get(key)) if store.check([key]) else 0
             if store.check([f"{key} failed"]):
                 found.append(f"rank {place} (it says {store.get(f'{key} failed').decode()!r})")
             elif count < mine:
                 found.append(f"rank {place} (it sent {count} of {mine} messages)")
-            elif not store.check([f"{key} waits"]):
-                found.append(f"rank {place}")
+        if not found:
+            with suppress(RuntimeError):
+                store.wait([f"{key} waits" for key in keys], _GRACE)
+            found += [f"rank {at}" for at, key in enumerate(keys) if not store.check([f"{key} waits"])]
 
 
 def sending_device(device: torch.device, group: Group = None) -> torch.device:
