@@ -228,7 +228,7 @@ def left_out(rank: int, size: int) -> str:
     try:
         if rank < 2:
             steps(shard(make(), mesh), make())
-    except ab.PlanError as error:
+    except ab.AnybatchError as error:
         return str(error)
     return ""
 

@@ -90,8 +90,8 @@ class Shard(Replicate):
     gradient is divided once, by the weight of all ranks. So ranks may have different numbers of rows, tokens
     and micro-batches, also none.
 
-    If memory runs out on a rank, or it raises, it takes part in the collectives that are left with zeros.
-    Then all begin the step again, with smaller micro-batches on that rank, or all raise. In the first
+    If memory runs out on a rank, or it raises, it takes part in the collectives that are left, with gradients
+    of zeros. Then all begin the step again, with smaller micro-batches on that rank, or all raise. In the first
     micro-batch of a run the collectives are not known yet: there the others wait for the timeout of the
     process group.
 
