@@ -25,6 +25,7 @@ from anybatch.engine import Part, norm_of
 from anybatch.engine.division import Division
 from anybatch.parallel import Shard
 from tests.parallel.cases import digest, draw_sizes, share
+from tests.parallel.spawned import Ranks
 
 WIDTH, LENGTH, WORDS = 6, 5, 7
 
@@ -390,9 +391,18 @@ def function_fails(rank: int, size: int) -> tuple[str, float]:
     return said, error_of(steps[0].model, model)
 
 
-def silenced(seed: int, size: int) -> int:
-    """The rank that gets a signal in `ended`."""
-    return random.Random(seed).randrange(size)
+def assert_ended(ranks: Ranks, end: signal.Signals, seed: int) -> None:
+    """A drawn rank gets a signal: the others name it, and all is as before."""
+    silent = random.Random(seed).randrange(ranks.size)
+    ranks.start(ended, end, seed)
+    answers = ranks.answers(120.0, silent=silent)
+    assert answers[silent][0] == "ended"
+    for rank, (kind, told) in enumerate(answers):
+        if rank != silent:
+            assert kind == "value", told
+            assert f"got none from rank {silent}:" in told["said"] or "(it sent" in told["said"], told
+            assert told["is_as_before"]
+            assert told["seconds"] < 10
 
 
 def ended(rank: int, size: int, end: signal.Signals, seed: int) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_ranks_may_differ_in_how_they_cut_but_in_nothing_that_changes_collective
     two: Ranks, four: Ranks
 ) -> None:
     own = {"micro_batch", "no micro_batch", "recompute"}
-    for found in two.run(sharded_more.odd, [*sharded_more.ODD]):
+    for found in two.run(sharded_more.odd, [*sharded_more.ODD], seconds=120.0):
         for name, said in found.items():
             if name in own:
                 assert isinstance(said, float), (name, said)
@@ -151,13 +151,4 @@ def test_a_fault_before_the_collectives_are_known_ends_all_ranks() -> None:
 )
 def test_a_rank_that_ends_or_stands_still_ends_all(end: signal.Signals, size: int, seed: int) -> None:
     with spawned(size) as ranks:
-        silent = sharded.silenced(seed, size)
-        ranks.start(sharded.ended, end, seed)
-        answers = ranks.answers(silent=silent)
-    assert answers[silent][0] == "ended"
-    for rank, (kind, told) in enumerate(answers):
-        if rank != silent:
-            assert kind == "value", told
-            assert f"got none from rank {silent}" in told["said"], told
-            assert told["is_as_before"]
-            assert told["seconds"] < 10
+        sharded.assert_ended(ranks, end, seed)

@@ -91,8 +91,8 @@ class Shard(Replicate):
     and micro-batches, also none.
 
     If memory runs out on a rank, or it raises, it takes part in the collectives that are left, with gradients
-    of zeros. Then all begin the step again, with smaller micro-batches on that rank, or all raise. In the first
-    micro-batch of a run the collectives are not known yet: there the others wait for the timeout of the
+    of zeros. Then all begin the step again, with smaller micro-batches on that rank, or all raise. In the
+    first micro-batch of a run the collectives are not known yet: there the others wait for the timeout of the
     process group.
 
     `strategy="auto"` chooses this for a sharded model, with the defaults.
