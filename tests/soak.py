@@ -77,14 +77,19 @@ def end(seed: int) -> int:
 
 
 def shard(seed: int) -> int:
-    """Sharded models on drawn rows, and with a fault on one rank; 75 of each on two ranks, 20 on four."""
+    """Sharded models on drawn rows, with a fault on one rank, and with one that ends or stands still."""
     for size, count in ((2, 75), (4, 20)):
         with spawned(size) as ranks:
             found = ranks.run(sharded.several, seed * count, count, seconds=600.0)
             assert all(one == found[0] for one in found)
-            for told in zip(*ranks.run(sharded.all_faulted, seed * count, count, seconds=600.0), strict=True):
-                assert len({bool(one["error"]) for one in told}) == 1, told
-    return 190
+            for loss in ("tokens", "whole"):
+                drawn = seed * count, count, loss
+                for told in zip(*ranks.run(sharded.all_faulted, *drawn, seconds=600.0), strict=True):
+                    assert len({bool(one["error"]) for one in told}) == 1, told
+    for number in range(6 * seed, 6 * seed + 6):
+        with spawned(2 + number % 3) as ranks:
+            sharded.assert_ended(ranks, signal.SIGSTOP if number % 2 else signal.SIGKILL, number)
+    return 291
 
 
 def keep(seed: int) -> int:

@@ -3,9 +3,11 @@
 import copy
 import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -23,6 +25,7 @@ from anybatch.engine import Part, norm_of
 from anybatch.engine.division import Division
 from anybatch.parallel import Shard
 from tests.parallel.cases import digest, draw_sizes, share
+from tests.parallel.spawned import Ranks
 
 WIDTH, LENGTH, WORDS = 6, 5, 7
 
@@ -39,7 +42,9 @@ class Fault:
     def __call__(self, place: str) -> None:
         if place == self.place:
             self.left -= 1
-            if self.left == -1:
+            if self.left == -1 and isinstance(self.what, signal.Signals):
+                os.kill(os.getpid(), self.what)
+            elif self.left == -1:
                 raise self.what
 
 
@@ -86,9 +91,20 @@ class Words(nn.Module):
         return self.out(hidden).transpose(1, 2)
 
 
-def make(blocks: int = 2, *, seed: int = 0) -> Words:
+class Warm(Words):
+    """A second output that all rows share."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__(blocks)
+        self.warmth = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.warmth.exp().sum()
+
+
+def make(blocks: int = 2, *, seed: int = 0, kind: type[Words] = Words) -> Words:
     torch.manual_seed(seed)
-    return Words(blocks).double()
+    return kind(blocks).double()
 
 
 def shard(model: Words, mesh: Any = None, **options: Any) -> Any:
@@ -114,11 +130,21 @@ def tokens(model: nn.Module, micro: tuple[Tensor, Tensor]) -> ab.Total:
     return ab.Total(F.cross_entropy(model(x), y, reduction="sum"), (y != -100).sum())
 
 
+def contrast(out: Tensor, warmth: Tensor, y: Tensor, rows: Any = None) -> Any:
+    """Rows with as many words that count attract each other."""
+    pairs = warmth * (each := F.normalize(out.flatten(1))) @ each.T
+    likes = ((counts := (y != -100).sum(1, dtype=out.dtype))[:, None] - counts).abs().neg().softmax(1)
+    losses = F.cross_entropy(pairs, likes, reduction="none")
+    return losses.mean() if rows is None else ab.Total(losses[rows].sum(), len(rows))
+
+
 LOSSES: dict[str, Callable[[], Any]] = {
     "torch": nn.CrossEntropyLoss,
     "tokens": lambda: tokens,
     "rows": lambda: ab.PerRow(lambda logits, y: F.cross_entropy(logits, y, reduction="none").sum(1)),
     "model": lambda: ab.ModelLoss(call=lambda model, micro: F.cross_entropy(model(micro[0]), micro[1])),
+    "whole": lambda: ab.WholeBatch(contrast),
+    "whole by rows": lambda: ab.WholeBatch(contrast, loss_rows=3),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, weight_decay=0.01),
@@ -140,8 +166,10 @@ def error_of(parts: nn.Module, model: nn.Module) -> float:
 def one(rank: int, size: int, seed: int) -> list[Any]:
     """One drawn case of three updates; the error of its parameters, and a hash of those of this rank."""
     drawn = random.Random(seed)
-    model = make(drawn.choice([1, 2]), seed=seed)
     name, way = drawn.choice([*LOSSES]), drawn.choice(["step", "step", "window", "collate"])
+    is_whole = name.startswith("whole")
+    way = "step" if is_whole and way == "window" else way
+    model = make(drawn.choice([1, 2]), seed=seed, kind=Warm if is_whole else Words)
     optimizer, micro_batch = drawn.choice([*OPTIMIZERS]), drawn.choice([None, 1, 2, 3])
     clip_norm, hold = drawn.choice([None, 0.05]), drawn.random() < 0.4
     mesh = (
@@ -265,22 +293,29 @@ def wrong(rank: int, size: int, seed: int, count: int, mutation: str) -> int:
 # ---- faults
 
 
+def wait_at_most(seconds: float) -> None:
+    """Shorten the group's timeout, once all ranks have started."""
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def faulted(rank: int, size: int, seed: int, first: bool = False) -> dict[str, Any]:
+def faulted(rank: int, size: int, seed: int, loss: str = "tokens", first: bool = False) -> dict[str, Any]:
     """A step in which a drawn rank meets a drawn fault, and one after it; all ranks draw the same."""
     drawn = random.Random(seed)
-    model = make(seed=seed)
+    model = make(seed=seed, kind=Warm if loss == "whole" else Words)
     mesh = None
     if size == 4 and drawn.random() < 0.5:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     parts = shard(model, mesh, reshard_after_forward=drawn.choice([True, False]))
     way, hold = drawn.choice(["step", "step", "window"]), drawn.random() < 0.5
-    options = ab.Options(strategy=Shard(hold=hold))
-    step = ab.Step(parts, tokens, OPTIMIZERS["momentum"](parts.parameters()), micro_batch=2, options=options)
+    way = "step" if loss == "whole" else way
+    options, sgd = ab.Options(strategy=Shard(hold=hold)), OPTIMIZERS["momentum"]
+    step = ab.Step(parts, LOSSES[loss](), sgd(parts.parameters()), micro_batch=2, options=options)
     alone = ab.Options(strategy="local", check=False)
-    twin = ab.Step(model, tokens, OPTIMIZERS["momentum"](model.parameters()), options=alone)
+    twin = ab.Step(model, LOSSES[loss](), sgd(model.parameters()), options=alone)
 
     def run(number: int) -> Any:
         batch, sizes = rows(4 * size, seed=number), [4 - (number + index) % 4 for index in range(size - 1)]
@@ -293,15 +328,17 @@ def faulted(rank: int, size: int, seed: int, first: bool = False) -> dict[str, A
                 window.add(tuple(part[start : start + 2] for part in mine))
             return window.close(), batch
 
+    if first:
+        wait_at_most(3)
     for number in range(0 if first else 2):
         twin(run(number)[1])
     place = f"{drawn.choice(['forward', 'backward'])} {drawn.choice('01')}"
     what = drawn.choice([NO_MEMORY, NO_MEMORY, ValueError("no"), KeyboardInterrupt()])
-    at_rank, passes = drawn.randrange(size), drawn.randrange(3)
+    at_rank, passes = drawn.randrange(size), drawn.randrange(5 if loss == "whole" else 3)
     if rank == at_rank:
         parts.fault.arm(place, passes, what)
     before, told = whole(parts), {"at": at_rank, "error": "", "said": "", "what": repr(what)}
-    told["seed"] = f"{seed}: {place}, {passes}, {what!r}, {way}, hold {hold}, {mesh}"
+    told["seed"] = f"{seed}: {place}, {passes}, {what!r}, {loss}, {way}, hold {hold}, {mesh}"
     began = time.monotonic()
     try:
         report, batch = run(2)
@@ -322,21 +359,70 @@ def faulted(rank: int, size: int, seed: int, first: bool = False) -> dict[str, A
     return told
 
 
-def all_faulted(rank: int, size: int, seed: int, count: int) -> list[dict[str, Any]]:
-    return [faulted(rank, size, seed + index) for index in range(count)]
+def all_faulted(rank: int, size: int, seed: int, count: int, loss: str = "tokens") -> list[dict[str, Any]]:
+    return [faulted(rank, size, seed + index, loss) for index in range(count)]
 
 
-def ended(rank: int, size: int, end: int) -> tuple[str, bool]:
-    """The last rank gets a signal in a backward; what the others say, and whether all is as before."""
-    parts = shard(make())
-    step = ab.Step(parts, tokens, OPTIMIZERS["momentum"](parts.parameters()), micro_batch=2)
-    mine = share(rows(8), [4, 4], rank)
+def function_fails(rank: int, size: int) -> tuple[str, float]:
+    """A loss over all rows fails on rank 1 in the first step; what is said, and the error of the next."""
+    model, fault = make(kind=Warm), Fault()
+
+    def function(*given: Any) -> Tensor:
+        fault("function")
+        return contrast(*given)
+
+    steps = [
+        ab.Step(net, ab.WholeBatch(function), OPTIMIZERS["momentum"](net.parameters()), options=options)
+        for net, options in [
+            (shard(model), ab.Options()),
+            (model, ab.Options(strategy="local", check=False)),
+        ]
+    ]
+    batch, said = rows(6), ""
+    mine = share(batch, [0, 6, *[0] * (size - 2)], rank)
+    if rank == 1:
+        fault.arm("function", 0, ValueError("no"))
+    try:
+        steps[0](mine)
+    except (RankError, ValueError) as error:
+        said = str(error)
+    steps[0](mine)
+    steps[1](batch)
+    return said, error_of(steps[0].model, model)
+
+
+def assert_ended(ranks: Ranks, end: signal.Signals, seed: int) -> None:
+    """A drawn rank gets a signal: the others name it, and all is as before."""
+    silent = random.Random(seed).randrange(ranks.size)
+    ranks.start(ended, end, seed)
+    answers = ranks.answers(120.0, silent=silent)
+    assert answers[silent][0] == "ended"
+    for rank, (kind, told) in enumerate(answers):
+        if rank != silent:
+            assert kind == "value", told
+            assert f"got none from rank {silent}:" in told["said"] or "(it sent" in told["said"], told
+            assert told["is_as_before"]
+            assert told["seconds"] < 10
+
+
+def ended(rank: int, size: int, end: signal.Signals, seed: int) -> dict[str, Any]:
+    """A drawn rank gets a signal at a drawn place; what the others say, and whether all is as before."""
+    drawn = random.Random(seed)
+    at_rank, loss, hold = drawn.randrange(size), drawn.choice(["tokens", "whole"]), drawn.random() < 0.5
+    parts = shard(make(kind=Warm if loss == "whole" else Words))
+    options, sgd = ab.Options(strategy=Shard(hold=hold)), OPTIMIZERS["momentum"]
+    step = ab.Step(parts, LOSSES[loss](), sgd(parts.parameters()), micro_batch=2, options=options)
+    mine = share(rows(4 * size), [4] * size, rank)
     step(mine)
-    if rank == size - 1:
-        parts.blocks[0].register_full_backward_hook(lambda *_: os.kill(os.getpid(), end))
+    wait_at_most(3)
+    place, passes = f"{drawn.choice(['forward', 'backward'])} {drawn.choice('01')}", drawn.randrange(2)
+    if rank == at_rank:
+        parts.fault.arm(place, passes, end)
     before = [local(p).clone() for p in parts.parameters()]
+    told, began = {"case": f"{place}, {passes}, {loss}, hold {hold}", "said": "no error"}, time.monotonic()
     try:
         step(mine)
     except RankError as error:
-        return str(error), all(map(torch.equal, before, map(local, parts.parameters())))
-    return "no error", False
+        told["said"] = str(error)
+    same = all(map(torch.equal, before, map(local, parts.parameters())))
+    return told | {"seconds": time.monotonic() - began, "is_as_before": same}

@@ -144,7 +144,6 @@ def refused(rank: int, size: int) -> dict[str, str]:
         "parts": stepped(in_parts()),
         "ignored": stepped(ignoring()),
         "meshes": stepped(on_two_meshes()),
-        "WholeBatch": stepped(loss=ab.WholeBatch(lambda out, y: out.mean())),
         "fp16-mixed": stepped(precision="fp16-mixed"),
         "bf16-true": stepped(precision="bf16-true"),
         "drop": stepped(non_finite="drop"),
@@ -171,6 +170,59 @@ def refused(rank: int, size: int) -> dict[str, str]:
     return found
 
 
+def only_in_words(model: Any, mesh: Any) -> Any:
+    model.blocks[0].requires_grad_(requires_grad=False)
+    return shard(model, mesh)
+
+
+POLICY = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+# What rank 1 does otherwise: how it shards, the options of its step, and those of `ab.Options`.
+ODD: dict[str, tuple[Callable[[Any, Any], Any], dict[str, Any], dict[str, Any]]] = {
+    "micro_batch": (shard, {"micro_batch": 1}, {}),
+    "no micro_batch": (shard, {"micro_batch": None}, {}),
+    "recompute": (shard, {}, {"recompute": "all"}),
+    "clip_norm": (shard, {"clip_norm": 0.1}, {}),
+    "precision": (shard, {"precision": "bf16-mixed"}, {}),
+    "non_finite": (shard, {}, {"non_finite": "skip"}),
+    "compensated": (shard, {}, {"compensated": True}),
+    "resharding": (lambda model, mesh: shard(model, mesh, reshard_after_forward=False), {}, {}),
+    "policy": (lambda model, mesh: shard(model, mesh, mp_policy=POLICY), {}, {}),
+    "modules": (lambda model, mesh: fully_shard(copy.deepcopy(model), mesh=mesh), {}, {}),
+    "trained": (only_in_words, {}, {}),
+}
+
+
+def odd(rank: int, size: int, names: list[str]) -> dict[str, Any]:
+    """The error of an update, or what is said, where rank 1 does something otherwise."""
+    found: dict[str, Any] = {}
+    mesh = init_device_mesh("cpu", (size,))
+    for name in names:
+        model = make()
+        make_parts, given, options = ODD[name] if rank == 1 else (shard, {}, {})
+        parts = make_parts(model, mesh)
+        mine = steps(parts, model, **{"micro_batch": 2, **given}, options=options)[0]
+        twin = steps(parts, model)[1]
+        batch = rows(7)
+        try:
+            mine(share(batch, [4, 3, *[0] * (size - 2)], rank))
+            twin(batch)
+            found[name] = error_of(parts, model)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def left_out(rank: int, size: int) -> str:
+    """What the ranks of a mesh of two axes are told that leaves others out."""
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("copies", "shards"))
+    try:
+        if rank < 2:
+            steps(shard(make(), mesh), make())
+    except ab.AnybatchError as error:
+        return str(error)
+    return ""
+
+
 def counts(rank: int, size: int, hold: bool) -> list[list[int]]:
     """Messages, all-gathers, reduce-scatters and sums of each of some steps of 1 to 4 micro-batches."""
     parts, found = shard(make()), list[list[int]]()
@@ -183,6 +235,72 @@ def counts(rank: int, size: int, hold: bool) -> list[list[int]]:
             ]
             report = step(share(rows(2 * count, seed=count), [count, count], rank))
             assert report.held == (hold and len(found) > 0)
+            found.append([one.call_count for one in made])
+    return found
+
+
+def accumulated(rank: int, size: int) -> dict[str, Any]:
+    """Laws of accumulation on sharded models: the error of three updates in each way to shard and to call.
+
+    After the tests of gradient accumulation of PyTorch (fully_shard), torchtitan and accelerate.
+    """
+
+    def grouped(model: Any) -> Any:
+        fully_shard([model.blocks[0], model.blocks[1]])
+        return fully_shard([model.words, model.out]) and fully_shard(model)
+
+    def unsynced(parts: Any) -> None:
+        parts.set_requires_gradient_sync(False)
+        parts.blocks[0].set_gradient_divide_factor(2.0)
+        parts.set_is_last_backward(False)
+
+    def only_root(parts: Any) -> None:
+        parts.set_requires_gradient_sync(False, recurse=False)
+        parts.set_requires_all_reduce(False)
+
+    copies = {"mesh": init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("copies", "shards"))}
+    hold = {"strategy": Shard(hold=True)}
+    ways: dict[str, tuple[Callable[[Any], Any], dict[str, Any], Callable[[Any], None]]] = {
+        "blocks": (shard, {}, id),
+        "root only": (lambda model: fully_shard(copy.deepcopy(model)), {}, id),
+        "modules in one group": (lambda model: grouped(copy.deepcopy(model)), hold, id),
+        "gathered once per micro-batch": (lambda model: shard(model, reshard_after_forward=False), hold, id),
+        "gathered again from fewer ranks": (lambda model: shard(model, reshard_after_forward=2), {}, id),
+        "copies": (lambda model: shard(model, **copies), {}, id),
+        "copies, held": (lambda model: shard(model, **copies), hold, id),
+        "flags of the caller": (shard, {}, unsynced),
+        "flags of the caller, held": (shard, hold, unsynced),
+        "flags of the caller, copies": (lambda model: shard(model, **copies), {}, only_root),
+    }
+    found: dict[str, Any] = {}
+    for name, (make_parts, options, between) in ways.items():
+        model = make()
+        try:
+            parts = make_parts(model)
+            mine, twin = steps(parts, model, micro_batch=2, options=options)
+            for number in range(3):
+                batch = rows(9, seed=number)  # of one to five tokens that count
+                between(parts)
+                mine(share(batch, [5, 3, 1, 0][:size] if size > 2 else [6, 3], rank))
+                twin(batch)
+            found[name] = error_of(parts, model)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def sums_over_copies(rank: int, size: int, hold: bool) -> list[list[int]]:
+    """Reduce-scatters, and sums over copies but for the norm, of steps of one and of three micro-batches."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("copies", "shards"))
+    parts, found = shard(make(), mesh), list[list[int]]()
+    step = steps(parts, make(), micro_batch=1, options={"strategy": Shard(hold=hold)})[0]
+    for count in (1, 1, 3):
+        names = "reduce_scatter_single", "all_reduce"
+        with ExitStack() as patches:
+            made = [
+                patches.enter_context(mock.patch.object(dist, one, wraps=getattr(dist, one))) for one in names
+            ]
+            step(share(rows(size * count), [count] * size, rank))
             found.append([one.call_count for one in made])
     return found
 

@@ -60,12 +60,17 @@ class Ranks:
         for calls in self._calls:
             calls.send(call)
 
-    def answers(self, seconds: float = 60.0) -> list[tuple[str, Any]]:
-        """What each rank gave: ("value", it), ("error", traceback) or ("ended", exit code)."""
+    def answers(self, seconds: float = 60.0, *, silent: int = -1) -> list[tuple[str, Any]]:
+        """What each rank gave: ("value", it), ("error", traceback) or ("ended", exit code).
+
+        The rank `silent` gives nothing, and is ended when all others have answered.
+        """
         got: dict[int, tuple[str, Any]] = {}
         end = time.monotonic() + seconds
         while len(got) < self.size:
             left = [calls for rank, calls in enumerate(self._calls) if rank not in got]
+            if silent >= 0 and left == [self._calls[silent]]:
+                self.children[silent].kill()
             ready = wait(left, timeout=max(0.0, end - time.monotonic()))
             if not ready:
                 raise HangError(

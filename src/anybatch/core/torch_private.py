@@ -454,14 +454,25 @@ def dtypes_of_shards(model: nn.Module) -> set[torch.dtype]:
     return found
 
 
-def connections_of_shards(model: nn.Module) -> tuple[Any, Any, Any]:
-    """Return FSDP's all-gather, its group, and the group of ranks with the same shard; None for one rank.
+def connections_of_shards(model: nn.Module) -> tuple[Any, Any]:
+    """Return FSDP's group, and the group of ranks with the same shard; None for one rank.
 
     An equal mesh may have other groups.
     """
-    group = groups_of_shards(model)[0]
-    info = group.mesh_info
-    return group._all_gather_comm, info.shard_process_group, getattr(info, "replicate_process_group", None)
+    info = groups_of_shards(model)[0].mesh_info
+    return info.shard_process_group, getattr(info, "replicate_process_group", None)
+
+
+def sharding_of(model: nn.Module) -> list[Any]:
+    """Return what the order and sizes of FSDP's collectives depend on, for each group of parameters."""
+    return [
+        (
+            [tuple(p._orig_size) for p in group.fsdp_params],
+            str(group.mp_policy),
+            getattr(group.post_forward_mesh_info, "shard_mesh_size", 1),  # ranks of the gather in backward
+        )
+        for group in groups_of_shards(model)
+    ]
 
 
 def keeps_weights(model: nn.Module) -> bool:

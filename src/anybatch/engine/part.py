@@ -378,6 +378,7 @@ class Part:
             OutOfMemoryError: it does not fit.
         """
         before = Snapshot(self.task.network.state, self.task.effects)
+        self.task.strategy.next()
         try:
             with rng.preserved():
                 self._run_along(rows)

@@ -53,6 +53,10 @@ class Strategy:
             remote: makes the maker of a step like this one, for a device of this type in another process.
         """
 
+    def first(self, micros: Iterable[tuple[Any, int]]) -> Iterable[tuple[Any, int]]:
+        """Return the micro-batches of a first pass, with their rows; then some of 0 rows that others need."""
+        return micros
+
     def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
         """Return the rows of all processes, and how many come before those of this one; once per step."""
         return [*values], 0

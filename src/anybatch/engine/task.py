@@ -135,7 +135,7 @@ class Task:
 
     def alone(self) -> "Task":
         """Return the same, for this process only: other ranks take no part."""
-        loss = replace(self.loss, gather=None) if isinstance(self.loss, WholeBatch) else self.loss
+        loss = replace(self.loss, ranks=None) if isinstance(self.loss, WholeBatch) else self.loss
         return replace(self, strategy=Strategy(), loss=loss) if self.strategy.is_many else self
 
     def learning_rate(self) -> float:
@@ -219,7 +219,7 @@ def gather(
         )
     resolved = resolve(loss)
     if strategy.is_many and isinstance(resolved, WholeBatch):
-        resolved = replace(resolved, gather=strategy.gather)
+        resolved = replace(resolved, ranks=strategy)
     return Task(
         model=model,
         loss=resolved,

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,6 +32,13 @@ class Seen(NamedTuple):
         return self._replace(
             outputs=tuple([one.detach().requires_grad_(one.requires_grad) for one in self.outputs])
         )
+
+    def without_rows(self) -> "Seen":
+        """Return outputs and targets of no row."""
+        outputs = [
+            one.detach()[:0].requires_grad_(one.requires_grad) if one.dim() else one for one in self.outputs
+        ]
+        return Seen(tuple(outputs), self.build, tree.map_leaves(itemgetter(slice(0)), self.targets))
 
     def arguments(self) -> tuple[Any, ...]:
         """Return outputs and targets, in the order of the function's arguments."""
@@ -112,30 +120,32 @@ class Pull:
     value: Tensor  # the loss, a scalar
     weight: Number  # its reported weight
     rows: int  # rows of the batch
+    stop: int  # the end of this rank's rows
     outputs: tuple[Tensor, ...]  # of the first pass: one entry per row in the first axis, or shared scalars
     cotangents: tuple[Tensor | None, ...]  # gradient of each output, of the same shape; None for none
     parameters: tuple[tuple[Tensor, Tensor], ...] = ()  # (parameter of the loss, its gradient)
-    end: int = 0  # end of this rank's rows; 0 for the end of the batch
     # Relative distances between the outputs of the two passes so far.
     _drifts: list[Tensor] = field(default_factory=list[Tensor], init=False, repr=False)
 
     def into(self, outputs: Sequence[Tensor], start: int, stop: int) -> Tensor:
         """Return a scalar whose backward gives the outputs of these rows their gradient.
 
-        Shared outputs, parameters of the loss and the value itself come once, with the first rows.
+        The gradient of shared outputs and of the loss's parameters, and the value, come with the first rows.
         """
         sent = [
-            (output, flow[start:stop] if flow.dim() else flow)
+            (output, flow[start:stop] if flow.dim() else torch.zeros_like(flow) if start else flow)
             for output, flow in zip(outputs, self.cotangents, strict=True)
-            if flow is not None and output.requires_grad and (flow.dim() or not start)
+            if flow is not None and output.requires_grad
         ]
         if not start:
             sent.extend(self.parameters)
-        value = torch.zeros_like(self.value) if start else self.value
-        if not sent:
-            return value
-        targets, flows = zip(*sent, strict=True)
-        return cast("Tensor", _Send.apply(value, flows, *targets))
+        return _sending(torch.zeros_like(self.value) if start else self.value, sent)
+
+    def nothing(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Return a zero whose backward gives the outputs of any rows a gradient of zeros."""
+        pairs = zip(outputs, self.cotangents, strict=True)
+        sent = [(one, torch.zeros_like(one)) for one, flow in pairs if flow is not None and one.requires_grad]
+        return _sending(torch.zeros_like(self.value), sent)
 
     def check(self, outputs: Sequence[Tensor], start: int, stop: int) -> None:
         """Record how far outputs are from the first pass; after the last rows raise if they differ."""
@@ -145,7 +155,7 @@ class Pull:
             raise _not_repeated(f"shapes {shapes} where there were {[tuple(one.shape) for one in before]}")
         if torch.is_grad_enabled():  # an evaluation has no backward
             self._drifts.extend(map(_drift, outputs, before))
-        if stop == (self.end or self.rows) and self._drifts:
+        if stop == self.stop and self._drifts:
             drift = max(torch.stack(self._drifts).tolist())  # one synchronization for all rows
             if not drift <= 1:
                 raise _not_repeated(f"outputs {drift:.3g} times as far apart as rounding may leave them")
@@ -204,6 +214,13 @@ class _Send(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         return None, None, *[flow * gradient for flow in ctx.flows]
+
+
+def _sending(value: Tensor, sent: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    if not sent:
+        return value
+    targets, flows = zip(*sent, strict=True)
+    return cast("Tensor", _Send.apply(value, flows, *targets))
 
 
 def _drift(output: Tensor, first: Tensor) -> Tensor:

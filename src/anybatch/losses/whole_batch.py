@@ -1,20 +1,39 @@
 """A loss over the outputs of all rows, exact in two passes: first the outputs' gradient, then the model's."""
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Batch, LossError, NonFiniteLossError, Number, Total, torch_private as private, tree
+from anybatch.core import (
+    Batch,
+    LossError,
+    NonFiniteLossError,
+    NoRows,
+    Number,
+    Total,
+    torch_private as private,
+    tree,
+)
 from anybatch.losses.cotangents import Pull, Seen, flows_of, joined, part
 from anybatch.losses.inputs import call
 from anybatch.losses.loss import Evaluated, Plain, Share, first_pass_rows
 from anybatch.state import rng
 
-Gather = Callable[[Sequence[Tensor]], tuple[list[Tensor], int]]
+
+class Ranks(Protocol):
+    """The ranks that hold rows of one batch."""
+
+    def first(self, micros: Iterable[tuple[Any, int]]) -> Iterable[tuple[Any, int]]:
+        """Yield these micro-batches and their rows; then some of 0 rows, if others have more."""
+        ...
+
+    def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+        """Return the rows of all ranks, and how many come before those of this rank."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +84,7 @@ class WholeBatch(Plain):
     function: Callable[..., Tensor | Total]
     loss_rows: int | None = None
     outputs: Callable[[nn.Module, Any], Any] | None = None
-    # Concatenates the rows of all ranks, and returns the index of this rank's first row; set by the step.
-    gather: Gather | None = field(default=None, repr=False, kw_only=True)
+    ranks: Ranks | None = field(default=None, repr=False, kw_only=True)  # set by the step
 
     divided = True  # the function's value is the loss itself
     is_plain = False
@@ -104,12 +122,12 @@ class WholeBatch(Plain):
             LossError: in a window, which never has all rows; or for outputs without one entry per row.
             NonFiniteLossError: the loss is NaN or infinite.
         """
-        if not batch.rows:
+        if not batch.rows and not isinstance(batch, NoRows):
             raise LossError(
                 f"Expected the whole batch for {self.name}, a loss over the outputs of all rows, got a "
                 "window, which brings them micro-batch by micro-batch. Call step(batch)."
             )
-        if len(sizes) == 1 and self.gather is None:
+        if len(sizes) == 1 and self.ranks is None:
             yield lambda start, stop: self
             return
         before = rng.capture_process()
@@ -155,15 +173,21 @@ class WholeBatch(Plain):
         versions = private.versions(model.parameters())
         # Each graph is dropped at once. Under no_grad, models that differentiate inside, or use other kernels
         # without gradients, would behave differently in the two passes.
-        micros = zip(first_pass_rows(batch, sizes), sizes, strict=True)
-        whole = joined([self.look(model, micro, rows).without_graph() for micro, rows in micros])
+        micros: Iterable[tuple[Any, int]] = zip(first_pass_rows(batch, sizes), sizes, strict=True)
+        seen: list[Seen] = []
+        for micro, rows in micros if self.ranks is None else self.ranks.first(micros):
+            with nullcontext() if rows else rng.preserved():
+                one = self.look(model, micro, rows or None).without_graph()
+            seen.append(one if rows else one.without_rows())
+            del micro
+        whole = joined(seen)
         _refuse_written(model, versions)
         torch.clear_autocast_cache()  # holds casts of dropped graphs
         put_back()
-        if self.gather is None:
+        if self.ranks is None:
             return self._pull(whole), 0
         here = whole.rows
-        whole, first = _gathered(whole, self.gather)
+        whole, first = _gathered(whole, self.ranks)
         streams = rng.capture(rng.of_process())
         pull = self._pull(whole)
         if not rng.is_same(streams, rng.capture(rng.of_process())):
@@ -171,7 +195,7 @@ class WholeBatch(Plain):
                 f"Expected a loss over rows of several ranks to draw no random numbers, got {self.name}, "
                 "which would draw others on each rank. Draw them before the step, as part of the batch."
             )
-        return replace(pull, end=first + here), first
+        return replace(pull, stop=first + here), first
 
     def _pull(self, whole: Seen) -> Pull:
         if self.loss_rows is None:
@@ -185,6 +209,7 @@ class WholeBatch(Plain):
             value=value.detach(),
             weight=weight,
             rows=whole.rows,
+            stop=whole.rows,
             outputs=tuple([leaf.detach() for leaf in whole.outputs]),
             cotangents=tuple([flows.pop(leaf, None) for leaf in whole.outputs]),
             parameters=tuple(flows.items()),
@@ -250,6 +275,10 @@ class _Sent(Plain):
     tied = True
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
+        if self.start >= self.pull.stop:  # a micro-batch of weight 0, for other ranks
+            return Evaluated(
+                {"loss": self.pull.nothing(self.whole.look(model, micro).outputs)}, lambda: {"loss": 0}
+            )
         outputs = self.whole.look(model, micro, self.stop - self.start).outputs
         self.pull.check(outputs, self.start, self.stop)
         value = self.pull.into(outputs, self.start, self.stop)
@@ -257,10 +286,10 @@ class _Sent(Plain):
         return Evaluated({"loss": value}, lambda: {"loss": 0 if self.start else self.pull.weight})
 
 
-def _gathered(here: Seen, gather: Gather) -> tuple[Seen, int]:
+def _gathered(here: Seen, ranks: Ranks) -> tuple[Seen, int]:
     nest = tree.flatten(here.targets)
     in_rows = [one for one in here.outputs if one.dim()]
-    found, first = gather([*[one.detach() for one in in_rows], *nest.leaves])
+    found, first = ranks.gather([*[one.detach() for one in in_rows], *nest.leaves])
     values = iter(found)
     outputs = [next(values).requires_grad_(one.requires_grad) if one.dim() else one for one in here.outputs]
     return Seen(tuple(outputs), here.build, nest.build(values)), first

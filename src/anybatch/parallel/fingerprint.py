@@ -19,6 +19,7 @@ _ADVICE = {
     "weights": "Set the same seed before the model is made, or load the same checkpoint, on every rank",
     "optimizer state": "Load the same state on every rank",
     "buffers": "Load the same buffers on every rank",
+    "sharding": "Call fully_shard on the same modules with the same options on every rank",
     "model": "Make the same model, with the same parameters trained, on every rank",
 }
 
@@ -33,6 +34,7 @@ def fingerprint(
     return {
         "torch": torch.__version__,
         "model": _hash([(names[p], tuple(p.shape), str(p.dtype), _cut(p)) for p in task.network.parameters]),
+        "sharding": _hash(private.sharding_of(task.model)),
         "weights": _hash([checksum(p) for p in (*task.network.parameters, *task.model.parameters())]),
         "optimizer": optimizers_of(task),
         "optimizer state": _hash([*map(checksum, state_of(task))]),

@@ -5,6 +5,8 @@ import importlib
 import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from anybatch.core import RankError, accelerator, torch_private as private
 
+_GRACE = timedelta(seconds=1)  # for others to say that they wait
 _SIZE = 4096  # bytes of a message; fixed, so that all ranks send and expect the same size
 
 Group = Any  # a torch.distributed.ProcessGroup; None for the default one
@@ -77,8 +80,13 @@ def answered(group: Group = None) -> Generator[None]:
     try:
         yield
     except RuntimeError as error:  # each backend has errors of its own
+        found: list[str] = []
+        asking = Thread(target=_behind, args=(group, found), daemon=True)
+        asking.start()
+        asking.join(5 * _GRACE.total_seconds())  # a store whose host stands still never answers
+        said = " and ".join(found) or "at least one of them"
         raise RankError(
-            f"Expected an answer from all {ranks(group)} ranks, got none from {_behind(group)}: it has ended "
+            f"Expected an answer from all {ranks(group)} ranks, got none from {said}: it has ended "
             f"or takes longer than the group's timeout ({str(error).splitlines()[0][:200]}). No update was "
             "made. Read that rank's error, then start all ranks again from the last checkpoint."
         ) from error
@@ -106,20 +114,24 @@ def leave_error(said: str, group: Group = None) -> None:
         )
 
 
-def _behind(group: Group) -> str:
-    """Return the ranks that sent fewer messages than this one, as far as known without waiting."""
+def _behind(group: Group, found: list[str]) -> None:
+    """Find the ranks that failed, sent fewer messages than this one, or do not say that they wait, too."""
     members = tuple(dist.get_process_group_ranks(group))
-    mine, found = _messages.get(members, 0), list[str]()
+    mine = _messages.get(members, 0)
+    keys = [f"anybatch {members} {member}" for member in members]
     store: Any = private.default_store(dist.distributed_c10d)
     with suppress(RuntimeError, AttributeError):  # its host may have ended, or there is none
-        for place, member in enumerate(members):
-            key = f"anybatch {members} {member}"
+        store.set(f"{keys[dist.get_rank(group)]} waits", str(mine))
+        for place, key in enumerate(keys):
             count = int(store.get(key)) if store.check([key]) else 0
             if store.check([f"{key} failed"]):
                 found.append(f"rank {place} (it says {store.get(f'{key} failed').decode()!r})")
             elif count < mine:
                 found.append(f"rank {place} (it sent {count} of {mine} messages)")
-    return " and ".join(found) or "at least one of them"
+        if not found:
+            with suppress(RuntimeError):
+                store.wait([f"{key} waits" for key in keys], _GRACE)
+            found += [f"rank {at}" for at, key in enumerate(keys) if not store.check([f"{key} waits"])]
 
 
 def sending_device(device: torch.device, group: Group = None) -> torch.device:

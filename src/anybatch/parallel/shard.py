@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -22,30 +23,39 @@ _ROWS = 2  # of a micro-batch of weight 0: as many as a BatchNorm needs
 class Collective(NamedTuple):
     """A collective of FSDP: an all-gather of weights, or a reduce-scatter of gradients."""
 
-    reduces: bool
+    part: Any  # the sharded module
     sizes: tuple[int, int]  # elements of the output and of the input
     dtype: torch.dtype
     device: torch.device
     group: Any
-    op: Any = None
+    op: Any = None  # None for an all-gather
 
     def replay(self, replicas: Group) -> None:
-        """Take part with zeros; a reduce-scatter is followed by a sum over `replicas`, if there are any."""
+        """Take part, with this rank's weights, which others compute with, and gradients of zeros.
+
+        A reduce-scatter is followed by a sum over `replicas`, if there are any.
+        """
+        if self.op is None:
+            self.part.unshard()
+            self.part.reshard()
+            return
         output, zeros = (torch.zeros(size, dtype=self.dtype, device=self.device) for size in self.sizes)
         with answered(self.group):
-            if not self.reduces:
-                dist.all_gather_single(output, zeros, group=self.group)
-                return
             dist.reduce_scatter_single(output, zeros, group=self.group, op=self.op)
             if replicas is not None:
                 dist.all_reduce(output, group=replicas)
 
 
 class Collectives:
-    """The collectives of FSDP, which it calls (`set_custom_all_gather`, `set_custom_reduce_scatter`)."""
+    """The collectives of a sharded module, which FSDP calls (`set_custom_all_gather`, ...).
 
-    def __init__(self) -> None:
-        self.calls: list[Collective] = []  # of the current micro-batch
+    Args:
+        part: the module.
+        calls: collects those of the current micro-batch.
+    """
+
+    def __init__(self, part: Any, calls: list[Collective]) -> None:
+        self.part, self.calls = part, calls
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the memory of a buffer."""
@@ -61,11 +71,10 @@ class Collectives:
     ) -> Any:
         """Gather, or add up and scatter where there is an `op`."""
         sizes = output_tensor.numel(), input_tensor.numel()
-        reduces = op is not None
         kind = input_tensor.dtype, input_tensor.device
-        self.calls.append(Collective(reduces, sizes, *kind, group, op))
+        self.calls.append(Collective(self.part, sizes, *kind, group, op))
         with answered(group):
-            if reduces:
+            if op is not None:
                 return dist.reduce_scatter_single(
                     output_tensor, input_tensor, op=op, group=group, async_op=async_op
                 )
@@ -81,9 +90,9 @@ class Shard(Replicate):
     gradient is divided once, by the weight of all ranks. So ranks may have different numbers of rows, tokens
     and micro-batches, also none.
 
-    If memory runs out on a rank, or it raises, it takes part in the collectives that are left with zeros.
-    Then all begin the step again, with smaller micro-batches on that rank, or all raise. In the first
-    micro-batch of a run the collectives are not known yet: there the others wait for the timeout of the
+    If memory runs out on a rank, or it raises, it takes part in the collectives that are left, with gradients
+    of zeros. Then all begin the step again, with smaller micro-batches on that rank, or all raise. In the
+    first micro-batch of a run the collectives are not known yet: there the others wait for the timeout of the
     process group.
 
     `strategy="auto"` chooses this for a sharded model, with the defaults.
@@ -109,11 +118,13 @@ class Shard(Replicate):
         self.hold = hold
         self.is_held = False  # gradients stay unsharded in this step
         self._model: Any = None
-        self._order: Sequence[Collective] | None = None  # the collectives of a micro-batch
+        self._orders: dict[bool, Sequence[Collective]] = {}  # of a micro-batch; True: of a first pass
         self._count = self._at = 0  # micro-batches of this `add`, and those that have begun
         self._is_inside = False  # others wait for collectives of this `add`
+        self._is_first = False  # in the first pass of a loss over all rows
         self._row: Any = None
         self._synced: tuple[bool, bool] | None = None
+        self._calls: list[Collective] = []  # of the current micro-batch
 
     def take(self, model: nn.Module) -> None:
         """Check a sharded model, and record its collectives.
@@ -155,34 +166,27 @@ class Shard(Replicate):
                 f"Expected a mesh of two axes over all {dist.get_world_size()} ranks, got {mesh.size()}. "
                 "Make it with init_device_mesh, or use a mesh of one axis."
             )
+        self._model, self._orders, self._row = model, {}, None
+        self._dtypes = private.dtypes_of_shards(model)
+        self._parts: list[Any] = [one for one in model.modules() if hasattr(one, "reset_iter_state")]
+        self._shards, self._replicas = private.connections_of_shards(model)
+        self.group = self._shards if axes == 1 else None
+
+    def ready(self, model: nn.Module) -> None:
+        """Reshard what a forward without backward has left unsharded; check a model that is new."""
+        if model is not self._model:
+            self.take(model)
         if private.keeps_weights(model):
             raise PlanError(
                 f"Expected weights that are resharded after backward, got a {type(model).__name__} with "
                 "set_reshard_after_backward(False), which keeps those from before the update. Leave it out."
             )
-        self._model, self._order, self._row = model, None, None
-        self._dtypes = private.dtypes_of_shards(model)
-        self._parts: list[Any] = [one for one in model.modules() if hasattr(one, "reset_iter_state")]
-        known, self._shards, self._replicas = private.connections_of_shards(model)
-        self.group = self._shards if axes == 1 else None
-        self._recorder = known if isinstance(known, Collectives) else Collectives()
-        for one in self._parts:
-            one.set_gradient_divide_factor(1.0)
-            one.set_force_sum_reduction_for_comms(True)
-            one.set_custom_all_gather(self._recorder)
-            one.set_custom_reduce_scatter(self._recorder)
-
-    def ready(self, model: nn.Module) -> None:
-        """Reshard what a forward without backward has left unsharded."""
-        if model is not self._model:
-            self.take(model)
         for one in self._parts:
             one.reshard()
 
     def begin(self, task: Task, settings: Plan) -> None:
         """Begin a step or a window; raise PlanError for what sharded models do not support."""
         refused = {
-            "ab.WholeBatch, whose first pass is not agreed between ranks": isinstance(task.loss, WholeBatch),
             "a model with router losses": isinstance(task.loss, ModelTerms) and wants_router_loss(task.model),
             f"precision={str(settings.precision)!r}": settings.precision.loss_scale is not None,
             'non_finite="drop"': settings.non_finite == "drop",
@@ -205,7 +209,7 @@ class Shard(Replicate):
                 f"Expected gradients of at least float32 to hold them, got {sorted(map(str, dtypes))}: FSDP "
                 "adds them up. Say MixedPrecisionPolicy(reduce_dtype=torch.float32), or leave hold=True out."
             )
-        self._can_wait, self.is_held = is_wide, self.hold and self._order is not None
+        self._can_wait, self.is_held = is_wide, self.hold and False in self._orders
         self._shown = bool(task.callbacks.gradients)
         task.progress.unchecked = (
             "ranks wait for each other in a sharded model: run ab.check before fully_shard"
@@ -216,6 +220,7 @@ class Shard(Replicate):
     def open(self, part: Part) -> None:
         """Agree on the number of micro-batches; a rank that has seen no row yet gets those of another."""
         self._part, left = part, part.left
+        self._configure()
         if left and self._row is None:
             with rng.preserved():  # `collate` may draw
                 (micro,) = part.batch.micro_batches([left[0][:_ROWS]])
@@ -229,15 +234,52 @@ class Shard(Replicate):
         self._count, self._at = max(one["open"] for one in said), 0
         if self._count and not all(one["row"] for one in said):
             self._share_row(next(number for number, one in enumerate(said) if one["row"]))
-        self._is_inside = self._count > 0
-        self._recorder.calls.clear()
+        self._is_inside, self._is_first = self._count > 0, isinstance(part.ways.loss, WholeBatch)
+        self._calls.clear()
+        self._gathered = None
+
+    def _configure(self) -> None:
+        """Set the options of FSDP, which the caller or another step may have changed since the last time."""
+        for one in self._parts:
+            recorder = Collectives(one, self._calls)
+            one.set_gradient_divide_factor(1.0)
+            one.set_force_sum_reduction_for_comms(True)
+            one.set_custom_all_gather(recorder)
+            one.set_custom_reduce_scatter(recorder)
+        self._model.set_is_last_backward(True)
+        self._synced = None
+
+    def first(self, micros: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
+        """Yield the micro-batches of a first pass, then those of 0 rows, as many as others have more."""
+        missing = ((tree.map_leaves(_copied, self._row), 0) for _ in repeat(None))
+        for at, micro in zip(range(1, self._count + 1), chain(micros, missing), strict=False):
+            self._at = at
+            self._calls.clear()
+            yield micro
+            private.reset_shards(self._model)  # each forward gathers all weights again
+            self._note()
+        self._is_inside, self._at = False, 0  # ranks meet in `gather`, and before the second pass
+
+    def _gather(
+        self, said: Sequence[Mapping[str, Any]], values: Sequence[Tensor]
+    ) -> tuple[list[Tensor], int]:
+        self._enter(said)
+        return super()._gather(said, values)
+
+    def _enter(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """Begin this attempt again with a rank that does."""
+        if any("open" in one for one in said):
+            raise Restart(self._part, self._part.sizes())
 
     def next(self) -> None:
         """Begin a micro-batch; the last one adds up gradients that were held."""
+        if self._is_first:
+            self._enter(self._agree({"second": True}))
+            self._is_inside, self._is_first = True, False
         if self._at:
             self._note()
         self._at += 1
-        self._recorder.calls.clear()
+        self._calls.clear()
         is_last = self._at == self._count
         synced = is_last or not self.is_held, is_last or not self._can_wait
         if synced != self._synced:
@@ -252,18 +294,16 @@ class Shard(Replicate):
             Restart: in an `add`, another rank begins it again.
         """
         while self._at < self._count:
-            self.next()
             yield tree.map_leaves(_copied, self._row)
         if self._at:
             self._note()
         self._is_inside = False
-        if not part.ways.is_whole and any("open" in one for one in self._agree({"done": True})):
-            raise Restart(part, part.sizes())
+        if not part.ways.is_whole:
+            self._enter(self._agree({"done": True}))
 
     def _note(self) -> None:
         """Note the order of collectives, which is complete after a micro-batch that reduces."""
-        if self._order is None:
-            self._order = [*self._recorder.calls]
+        self._orders.setdefault(self._is_first, [*self._calls])
 
     def _share_row(self, source: int) -> None:
         file = io.BytesIO()
@@ -284,7 +324,7 @@ class Shard(Replicate):
         said = self._agree(message)
         while any("open" in one for one in said):
             if not isinstance(sums.batch, OpenBatch):
-                raise Restart(self._part, self._part.sizes())
+                self._enter(said)
             accompany(sums)
             said = self._agree(message)
         return said
@@ -326,17 +366,18 @@ class Shard(Replicate):
         self._is_inside = False
         private.reset_shards(self._model)
         self._synced = None
-        order = self._order
+        order = self._orders.get(self._is_first)
         if order is None or isinstance(error, RankError):
             self._is_broken = True
-            leave_error(f"{type(error).__name__}: {error}", self.group)
+            if not isinstance(error, RankError):  # this rank waits for another, which is at fault
+                leave_error(f"{type(error).__name__}: {error}", self.group)
             return
         try:
-            done = len(self._recorder.calls)
+            done = len(self._calls)
             for at in range(max(self._at, 1), self._count + 1):
                 is_last = at == self._count
                 is_synced, sums_replicas = is_last or not self.is_held, is_last or not self._can_wait
-                calls = [one for one in order if is_synced or not one.reduces]
+                calls = [one for one in order if is_synced or one.op is None]
                 for one in calls[done if at == self._at else 0 :]:
                     one.replay(self._replicas if sums_replicas else None)
         except RankError:
