@@ -1,6 +1,7 @@
 """Strategy: how the sums of several processes become one; `Single` is one process."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -36,6 +37,10 @@ class Strategy(Protocol):
 
     def ready(self, model: nn.Module) -> None:
         """Bring the parameters of a model into the form between steps, before the parts are gathered."""
+        ...
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context for forwards without backward, of which all processes run equally many."""
         ...
 
     def begin(self, task: Any, settings: Any) -> None:
@@ -105,6 +110,10 @@ class Single:
 
     def ready(self, model: nn.Module) -> None:
         """Do nothing; parameters have one form."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return an empty context."""
+        return nullcontext()
 
     def begin(self, task: Any, settings: Any) -> None:
         """Begin; no other process waits."""
