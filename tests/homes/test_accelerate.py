@@ -14,14 +14,20 @@ import anybatch as ab
 from anybatch.core.errors import OptimizerError
 from anybatch.testing import GradientRecorder, relative_error, tolerance
 from tests.homes.tasks import LOSSES, MOST, OURS, ROWS, UPDATES, Net, data, dies_at, was_killed
-from tests.parallel.spawned import spawned
+from tests.parallel.spawned import Ranks, spawned
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 pytest.importorskip("accelerate")
 
 from accelerate.state import PartialState  # noqa: E402
 
-from tests.homes.accelerates import Loop, accelerator, batches, loop_on_rank  # noqa: E402
+from tests.homes.accelerates import (  # noqa: E402
+    Loop,
+    accelerator,
+    batches,
+    loop_on_rank,
+    shards_on_rank,
+)
 
 EXACT, WRONG = 1e-12, 1e-3
 TASKS = [*LOSSES]
@@ -102,6 +108,13 @@ def test_ranks_are_one_batch_and_reduced_once() -> None:
                 assert relative_error(losses[0], loss.item()) <= EXACT
                 assert total == found[0][2]
             assert relative_error(alone[0][0], expected) >= WRONG
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_model_that_accelerate_shards_makes_the_update_of_one_process(two: Ranks, accumulate: int) -> None:
+    """With 2, accelerate turns FSDP's reduction off in every other call."""
+    for errors in two.run(shards_on_rank, accumulate, seconds=120.0):
+        assert max(errors) < EXACT
 
 
 @pytest.mark.parametrize("where", ["forward", "loop"])

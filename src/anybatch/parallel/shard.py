@@ -243,6 +243,7 @@ class Shard(Replicate):
         if len({one["shown"] for one in said}) > 1:
             self._fail(PlanError, "Expected callbacks with `gradients` on all ranks or on none, got some.")
         self._count, self._at = max(one["open"] for one in said), 0
+        self._synced = None  # the caller may have set it, as accelerate.no_sync does
         if self._count and not all(one["row"] for one in said):
             self._share_row(next(number for number, one in enumerate(said) if one["row"]))
         self._is_inside = self._count > 0

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.core import CheckpointError, RankError
+from anybatch.core import CheckpointError
 from anybatch.parallel.group import Group, exchange, rank, ranks
 
 FORMAT = "shards 1"
@@ -61,8 +61,8 @@ def save(
         write: writes further files; called on rank 0 with the new folder.
 
     Raises:
-        CheckpointError: this rank cannot write. Earlier folders are unchanged.
-        RankError: another rank cannot write, or has ended.
+        CheckpointError: a rank cannot write. Earlier folders are unchanged.
+        RankError: a rank has ended.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -255,7 +255,7 @@ def _together(work: Callable[[], object], is_mine: bool, group: Group) -> None:
         ) from failed
     for number, one in enumerate(told):
         if one["failed"]:
-            raise RankError(
+            raise CheckpointError(
                 f"Expected all ranks to finish a checkpoint, got {one['failed']} on rank {number}: "
                 f"{one['said']}"
             )
