@@ -65,11 +65,20 @@ def numbers(trainer: Any, reports: list[Any]) -> dict[str, Any]:
     }
 
 
+class Resharded(ab.Callback):
+    """Finds shards, also after the forwards of a validation."""
+
+    def epoch(self, trainer: Any, report: Any) -> None:
+        is_sharded = trainer.step.strategy.is_lockstep
+        assert all(hasattr(p, "device_mesh") == is_sharded for p in trainer.step.model.parameters())
+
+
 def trained(rank: int, size: int, kind: str, plain: bool = False) -> dict[str, Any]:
     """A whole training with several metrics, which ends early."""
     callbacks = [
         ab.Metrics(accuracy=ab.accuracy, counts=COUNTS),
         ab.EarlyStopping("accuracy", patience=2, larger_is_better=True),
+        Resharded(),
     ]
     trainer = build(kind, plain=plain, callbacks=callbacks)
     return numbers(trainer, trainer.fit(epochs=40))

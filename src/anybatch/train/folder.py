@@ -81,7 +81,7 @@ def write_run(
     path: Path,
     share: Share,
     parts: Mapping[str, Any],
-    document: Callable[[], Mapping[str, Any]],
+    rest: Callable[[], Mapping[str, Any]],
     *,
     step: int,
     keep: int,
@@ -94,15 +94,16 @@ def write_run(
         CheckpointError, RankError: a file cannot be written.
     """
     if not share.is_lockstep:
-        return save(path, **parts, **document())
+        return save(path, **parts, **rest())
+    is_last = path.name == LAST
     shard_files.save(
-        path.parent if path.name == LAST else path.with_suffix(""),
+        path.parent if is_last else path.with_suffix(""),
         step,
         model=parts["model"],
         optimizers=parts["optimizers"],
-        keep=max(keep, 1),
+        keep=max(keep, 1) if is_last else 1,
         group=share.group,
-        write=lambda folder: save(folder / _RUN, **_beside_shards(parts), **document()),
+        write=lambda folder: save(folder / _RUN, **_beside_shards(parts), **rest()),
     )
 
 

@@ -49,7 +49,7 @@ class Trainer:
 
     With several ranks (`anybatch.parallel`) each has the same data and computes its part of each batch, so
     that batches do not depend on the number of ranks. Rank 0 writes checkpoints and logs; any number of ranks
-    can resume from them.
+    can resume from them. Of a model with `fully_shard` all ranks write them, as folders `step-N` in `out`.
 
     Args:
         step: the step, with model, loss and optimizer. Its `order` applies within each batch; the seed
@@ -140,8 +140,8 @@ class Trainer:
         self.epoch = self.steps = self.updates = 0
         self.seconds, self.stopped, self._saved = 0.0, "", time.monotonic()
         self.best: float | None = None
-        self._written = -1, -1  # epochs and batches of the last save in `out`
-        self._is_ours = False  # True if the checkpoints in `out` are of this run
+        # True if the checkpoints in `out` are of this run; epochs and batches at its last save.
+        self._is_ours, self._written = False, (-1, -1)
         self._batch = 0  # batches done in the current epoch
         self._digest = ""  # digest of the last of them, from a checkpoint
         self._fitted = batch_size  # rows of a micro-batch that fitted in every step so far
@@ -250,21 +250,16 @@ class Trainer:
         if not self._share.is_writing:
             return
         self._share.refuse(self.step.open_window)
-        path = Path(path)
-        keep = self.keep if path.name == LAST else 1
-        write_run(path, self._share, _parts(self.step), self._document, step=self.steps, keep=keep)
-        if not self._share.rank and (errors := self._tell(self._everyone, "save", self, path)):
+        write_run(Path(path), self._share, _parts(self.step), self._rest, step=self.steps, keep=self.keep)
+        if not self._share.rank and (errors := self._tell(self._everyone, "save", self, Path(path))):
             raise errors[0]
 
-    def _document(self) -> dict[str, Any]:
+    def _rest(self) -> dict[str, Any]:
         if self._log is not None:
             self._log.flush()  # a resume from here needs every update in the log
-        progress = _progress(self) | {
-            "batch": self._batch,
-            "digest": self.train.digest() if 0 < self._batch == self.train.loaded else "",
-            "totals": self._loss.totals,
-            "counts": self._loss.counts,
-        }
+        digest = self.train.digest() if 0 < self._batch == self.train.loaded else ""
+        place = {"batch": self._batch, "digest": digest, "totals": self._loss.totals}
+        progress = _progress(self) | place | {"counts": self._loss.counts}
         return {"progress": progress, "random": rng.capture_process()}
 
     def resume(self, path: str | Path) -> None:
