@@ -47,6 +47,8 @@ def test_a_run_goes_on_on_any_number_of_ranks(four: Ranks, epochs: int, tmp_path
             assert loaded["bits"] == done["bits"]
             assert loaded["counts"][:3] == done["counts"][:3]
             ends.append(end)
+        if count == 1:
+            continue
         lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         assert [one["step"] for one in lines if one["event"] == "step"] == [*range(1, 21)]
     for end in ends[1:]:

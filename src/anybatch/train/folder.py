@@ -18,6 +18,7 @@ from anybatch.train.checkpoint import Checkpoint, load, restore, save, write_who
 from anybatch.train.share import Share
 
 LAST, BEST = "last.safetensors", "best.safetensors"
+_Rest = Callable[[], Mapping[str, Any]]  # gives progress and random numbers
 _RUN = "run.safetensors"  # beside shards: a checkpoint without model and optimizers
 
 
@@ -78,13 +79,7 @@ def has_run(folder: Path) -> bool:
 
 
 def write_run(
-    path: Path,
-    share: Share,
-    parts: Mapping[str, Any],
-    rest: Callable[[], Mapping[str, Any]],
-    *,
-    step: int,
-    keep: int,
+    path: Path, share: Share, parts: Mapping[str, Any], rest: _Rest, *, step: int, keep: int
 ) -> None:
     """Write a checkpoint; in lockstep a folder of shards, by all ranks, with the other parts in a file.
 
@@ -138,12 +133,12 @@ def _beside_shards(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {**parts, "model": nn.Module(), "optimizers": ()}
 
 
-def is_of(path: Path, out: Path) -> bool:
-    """Return True if a checkpoint is of the run in a folder; the path may be a symlink or its target."""
-    homes = [path.parent.resolve(), path.resolve().parent]
+def is_of(path: Path, out: Path, share: Share) -> bool:
+    """Return True if a checkpoint is of the run in a folder, and of the kind that this one writes there."""
+    homes = [path.parent.resolve(), path.resolve().parent]  # the path may be a symlink or its target
     if path.name == _RUN:  # in out/step-N or out/best/step-N
         homes = [homes[0].parent, homes[0].parent.parent]
-    return out.resolve() in homes
+    return out.resolve() in homes and (path.name == _RUN) == share.is_lockstep
 
 
 def load_newest(path: Path) -> Checkpoint:

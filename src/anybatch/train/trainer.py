@@ -239,10 +239,10 @@ class Trainer:
             checkpoint.export(state or self.step.masters.state_dict(self.step.model), path)
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint atomically, including an open window of the step; only rank 0 writes.
+        """Write a checkpoint atomically, including an open window of the step; rank 0 writes.
 
         Args:
-            path: the file; its folder must exist.
+            path: the file; its folder must exist. With `fully_shard` a folder, without the ending.
 
         Raises:
             CheckpointError, WindowError: the file cannot be written; a window is open on several ranks.
@@ -298,7 +298,7 @@ class Trainer:
         if then.get("window") is not None:
             self.step.window(then["window"])
         rng.restore_process(found.random)
-        self._is_ours = self.out is not None and is_of(found.path, self.out)
+        self._is_ours = self.out is not None and is_of(found.path, self.out, self._share)
 
     def __repr__(self) -> str:
         return f"Trainer(epoch {self.epoch}, update {self.updates}, out={self.out}, {self.step!r})"
