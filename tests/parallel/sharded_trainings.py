@@ -99,7 +99,7 @@ def resumed(rank: int, size: int, folder: str, count: int, stores: str, plain: b
         if not is_in:
             return None
         trainer = build(plain=plain, out=folder)
-        trainer.resume(folder)
+        trainer.resume(folder if plain else max(Path(folder).glob("step-*")))
         if plain:  # another kind of checkpoint goes to another folder
             with suppress(CheckpointError):
                 raise AssertionError(trainer.fit(epochs=4))

@@ -109,6 +109,7 @@ def test_an_error_of_one_rank_is_one_of_all(two: Ranks, case: str, tmp_path: Pat
         assert one["seconds"] < 15
 
 
+@pytest.mark.slow
 def test_an_error_in_a_validation_is_told_after_the_timeout() -> None:
     with spawned(2) as ranks:
         answers = ranks.run(sharded_trainings.failed, "metric", "", seconds=120.0)

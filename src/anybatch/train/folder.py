@@ -14,7 +14,8 @@ from torch import nn
 
 from anybatch.core import CheckpointError, DataError
 from anybatch.parallel import shard_files
-from anybatch.train.checkpoint import Checkpoint, load, restore, save, write_whole
+from anybatch.train import checkpoint
+from anybatch.train.checkpoint import Checkpoint, load, write_whole
 from anybatch.train.share import Share
 
 LAST, BEST = "last.safetensors", "best.safetensors"
@@ -89,7 +90,7 @@ def write_run(
         CheckpointError, RankError: a file cannot be written.
     """
     if not share.is_lockstep:
-        return save(path, **parts, **rest())
+        return checkpoint.save(path, **parts, **rest())
     is_last = path.name == LAST
     shard_files.save(
         path.parent if is_last else path.with_suffix(""),
@@ -98,7 +99,7 @@ def write_run(
         optimizers=parts["optimizers"],
         keep=max(keep, 1) if is_last else 1,
         group=share.group,
-        write=lambda folder: save(folder / _RUN, **_beside_shards(parts), **rest()),
+        write=lambda folder: checkpoint.save(folder / _RUN, **_beside_shards(parts), **rest()),
     )
 
 
@@ -113,7 +114,7 @@ def read_run(
 
     def read(loaded: Checkpoint, into: Mapping[str, Any]) -> None:
         check(loaded)
-        restore(loaded, **into)
+        checkpoint.restore(loaded, **into)
         found.append(loaded)
 
     if share.is_lockstep or shard_files.is_run(path):
