@@ -12,13 +12,14 @@ import anybatch as ab
 from anybatch.core.errors import OptimizerError
 from anybatch.testing import GradientRecorder, relative_error, tolerance
 from tests.homes.tasks import LOSSES, OURS, ROWS, UPDATES, Net, data
+from tests.parallel.spawned import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 pytest.importorskip("accelerate")
 
 from accelerate.state import PartialState  # noqa: E402
 
-from tests.homes.accelerates import accelerator, batches, train  # noqa: E402
+from tests.homes.accelerates import accelerator, batches, shards_on_rank, train  # noqa: E402
 
 EXACT = 1e-12
 
@@ -30,6 +31,13 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"):
             patch.setenv(name, "no" if "MIXED" in name else "true")
         yield
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_model_that_accelerate_shards_makes_the_update_of_one_process(two: Ranks, accumulate: int) -> None:
+    """With 2, accelerate turns FSDP's reduction off in every other call."""
+    for errors in two.run(shards_on_rank, accumulate, seconds=120.0):
+        assert max(errors) < EXACT
 
 
 @pytest.mark.parametrize("where", ["forward", "loop"])

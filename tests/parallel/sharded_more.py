@@ -156,9 +156,6 @@ def refused(rank: int, size: int) -> dict[str, str]:
         "check": lambda: ab.check(parts, tokens, batch),
         "plan": lambda: ab.plan(parts, tokens, torch.optim.SGD(parts.parameters()), batch, memory="1GB"),
         "flow": lambda: ab.gradient_flow(parts, tokens, batch),
-        "Trainer": lambda: ab.Trainer(
-            ab.Step(parts, tokens, torch.optim.SGD(parts.parameters())), batch, batch_size=2
-        ),
     }
     found = {}
     for name, call in cases.items():

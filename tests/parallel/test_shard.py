@@ -63,7 +63,6 @@ SAID = {
     "check": "before fully_shard",
     "plan": "before fully_shard",
     "flow": "before fully_shard",
-    "Trainer": "anybatch.parallel.shard_files",
 }
 
 

@@ -1,6 +1,7 @@
 """Strategy: how the sums of several processes become one; by itself that of one process."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -37,6 +38,10 @@ class Strategy:
 
     def ready(self, model: nn.Module) -> None:
         """Bring the parameters of a model into the form between steps, before the parts are gathered."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context for forwards without backward, of which all processes run equally many."""
+        return nullcontext()
 
     def begin(self, task: Any, settings: Any) -> None:
         """Begin a step or a window of a `Task`, with a `Plan` without rows; refuse what cannot be done."""

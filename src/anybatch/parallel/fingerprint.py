@@ -189,7 +189,7 @@ class Drift:
     def warn_of_same_rows(self, said: Sequence[Mapping[str, Any]]) -> None:
         """Warn if all ranks passed the same rows in each of the first steps."""
         rows = [one["rows"] for one in said]
-        self._alike += bool(rows[0]) and len({*rows}) == 1
+        self._alike += bool(rows[0]) and len({*rows}) == 1 < len(rows)
         if self._alike == _LOOKS:
             self._alike = -1
             warnings.warn(

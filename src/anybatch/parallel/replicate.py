@@ -66,6 +66,11 @@ class Replicate(Strategy):
         self._progress, self._updates = Progress(), 0  # updates made before this step
         self._gathered: tuple[list[Tensor], int] | None = None
 
+    @property
+    def is_broken(self) -> bool:
+        """Return True if ranks wait at different places, where no message reaches them."""
+        return self._is_broken
+
     def begin(self, task: Task, settings: Plan) -> None:
         """Begin a step or a window; raise PlanError for existing gradients and unsupported settings."""
         self._is_told, self._gathered, self._has_encoded = False, None, False

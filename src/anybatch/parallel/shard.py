@@ -1,7 +1,8 @@
 """Sharded models (FSDP2): each rank holds a shard of every weight; micro-batches run in lockstep."""
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -183,6 +184,19 @@ class Shard(Replicate):
             )
         for one in self._parts:
             one.reshard()
+
+    @contextmanager
+    def evaluating(self) -> Generator[None]:
+        """Run forwards in lockstep; after an error others wait for this rank until their timeout."""
+        order, self._order, self._is_inside = self._order, None, True
+        try:
+            yield
+        except BaseException as error:
+            self._leave(error)
+            raise
+        finally:
+            self._order, self._is_inside = order, False
+            self.ready(self._model)
 
     def begin(self, task: Task, settings: Plan) -> None:
         """Begin a step or a window; raise PlanError for what sharded models do not support."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -23,12 +24,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.core import CheckpointError, RankError
+from anybatch.core import CheckpointError
 from anybatch.parallel.group import Group, exchange, rank, ranks
 
 FORMAT = "shards 1"
 _WHOLE = "whole.json"
-_FOLDER = re.compile(r"step-(\d+)")
+_FOLDER = re.compile(r"step-(\d+)\+*")  # with a + for each time that this step was saved again
 
 
 def save(
@@ -41,6 +42,7 @@ def save(
     progress: Mapping[str, Any] | None = None,
     keep: int = 2,
     group: Group = None,
+    write: Callable[[Path], object] | None = None,
 ) -> None:
     """Write `path/step-N`: each rank writes its shards, with `torch.distributed.checkpoint`.
 
@@ -54,12 +56,13 @@ def save(
         optimizers: optimizers, in the order for `restore`.
         schedulers: schedulers whose state JSON can hold, in the order for `restore`.
         progress: nested numbers, strings, lists and dicts with names, as JSON; those of rank 0.
-        keep: how many of the newest folders stay.
+        keep: how many folders stay, at least 1. Those of later steps, which will be repeated, do not.
         group: the ranks; None for the default process group.
+        write: writes further files; called on rank 0 with the new folder.
 
     Raises:
-        CheckpointError: this rank cannot write. Earlier folders are unchanged.
-        RankError: another rank cannot write, or has ended.
+        CheckpointError: a rank cannot write. Earlier folders are unchanged.
+        RankError: a rank has ended.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -77,19 +80,23 @@ def save(
         writing.mkdir(parents=True)
 
     def finish() -> None:
+        if write is not None:
+            write(writing)
         digests = {one.name: _digest(one) for one in sorted(writing.iterdir())}
         with (writing / _WHOLE).open("w") as file:
-            json.dump({**made, "files": digests}, file, allow_nan=False)
+            json.dump({**document, "files": digests}, file, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
-        shutil.rmtree(root / name, ignore_errors=True)
-        os.replace(writing, root / name)
-        for old in _folders(root)[keep:]:
+        same = [one.name for one in _folders(root) if one.name.rstrip("+") == name]
+        made = root / (f"{same[0]}+" if same else name)
+        os.replace(writing, made)
+        earlier = [one for one in _folders(root) if one.name < name]
+        for old in {*_folders(root)} - {made, *earlier[: keep - 1]}:
             shutil.rmtree(old, ignore_errors=True)
 
     _together(prepare, is_first, group)
     state, fresh = _state(model, optimizers)
-    made = {
+    document = {
         "format": FORMAT,
         "progress": dict(progress or {}),
         "schedulers": [one.state_dict() for one in schedulers],
@@ -107,6 +114,7 @@ def restore(
     optimizers: Sequence[Optimizer] = (),
     schedulers: Sequence[LRScheduler] = (),
     group: Group = None,
+    read: Callable[[Path], object] | None = None,
 ) -> dict[str, Any]:
     """Load the newest intact folder of `save` into a model, optimizers and schedulers; return `progress`.
 
@@ -115,11 +123,12 @@ def restore(
     that you wrote.
 
     Args:
-        path: the folder of the run.
+        path: the folder of the run, or one of its folders `step-N`.
         model: a model with the same parameters and buffers.
         optimizers: optimizers of the same classes and groups; empty to leave them out.
         schedulers: schedulers as they were saved; empty to leave them out.
         group: the ranks; None for the default process group.
+        read: reads further files; called on each rank with the folder, before anything is changed.
 
     Raises:
         CheckpointError: there is no intact folder, or it is of another model. Then nothing was changed.
@@ -128,7 +137,7 @@ def restore(
     _together(lambda: found.append(_newest(Path(path))), rank(group) == 0, group)
     if ranks(group) > 1:
         names = [one["name"] for one in exchange({"name": found[0].name if found else ""}, group)]
-        found = [Path(path) / names[0]]
+        found = [Path(path) if Path(path).name == names[0] else Path(path) / names[0]]
     folder = found[0]
     made = json.loads((folder / _WHOLE).read_text())
     if schedulers and len(schedulers) != len(made["schedulers"]):
@@ -140,6 +149,8 @@ def restore(
     _check(folder, state["model"], made["optimizers"], [type(one).__name__ for one in optimizers])
     if not optimizers:
         del state["optimizers"]
+    if read is not None:
+        _together(lambda: read(folder), True, group)
     _together(lambda: load(state, checkpoint_id=folder, process_group=group), True, group)
     options = StateDictOptions(strict=True)
     if optimizers:
@@ -151,6 +162,16 @@ def restore(
     for one, saved in zip(schedulers, made["schedulers"], strict=False):
         one.load_state_dict(saved)
     return made["progress"]
+
+
+def whole(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a sharded model, gathered to the host of rank 0; all ranks call it."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def is_run(path: Path) -> bool:
+    """Return True if there is a folder of `save` in a folder, or it is one."""
+    return os.path.isdir(path) and bool(_folders(path))
 
 
 def _state(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Any], list[bool]]:
@@ -183,7 +204,9 @@ def _check(folder: Path, model: Mapping[str, Any], there: Sequence[str], here: S
 
 
 def _folders(root: Path) -> list[Path]:
-    """Return the complete folders, the newest first."""
+    """Return the complete folders, the newest first; or the folder itself, if it is one of them."""
+    if (root / _WHOLE).is_file():
+        return [root]
     found = [one for one in root.glob("step-*") if _FOLDER.fullmatch(one.name)]
     return sorted(found, reverse=True)
 
@@ -232,7 +255,7 @@ def _together(work: Callable[[], object], is_mine: bool, group: Group) -> None:
         ) from failed
     for number, one in enumerate(told):
         if one["failed"]:
-            raise RankError(
+            raise CheckpointError(
                 f"Expected all ranks to finish a checkpoint, got {one['failed']} on rank {number}: "
                 f"{one['said']}"
             )

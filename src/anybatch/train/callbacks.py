@@ -181,6 +181,15 @@ class EMA(TrainerCallback):
         self.average: dict[str, Tensor] = {}
         self._mix: Callable[..., None] = get_ema_multi_avg_fn(decay)
 
+    def start(self, trainer: Any, info: RunInfo) -> None:
+        """Keep the trainer; raise PlanError for a sharded model, of which no checkpoint has an average."""
+        if trainer.step.strategy.is_lockstep:
+            raise PlanError(
+                f"Expected a model that is not sharded to average its weights, got a "
+                f"{type(trainer.step.model).__name__} with fully_shard. Leave ab.EMA out."
+            )
+        super().start(trainer, info)
+
     def update(self, report: StepReport) -> None:
         """Add the weights to the average if the step made an update."""
         if report.updated:

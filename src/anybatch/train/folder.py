@@ -5,13 +5,22 @@ import re
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from anybatch.core import CheckpointError, DataError
+from anybatch.parallel import shard_files
+from anybatch.train import checkpoint
 from anybatch.train.checkpoint import Checkpoint, load, write_whole
+from anybatch.train.share import Share
 
 LAST, BEST = "last.safetensors", "best.safetensors"
+_Rest = Callable[[], Mapping[str, Any]]  # gives progress and random numbers
+_RUN = "run.safetensors"  # beside shards: a checkpoint without model and optimizers
 
 
 def make_folder(path: Path) -> Path:
@@ -67,7 +76,70 @@ def _link(source: Path, target: Path) -> None:
 
 def has_run(folder: Path) -> bool:
     """Return True if a folder has a checkpoint from which a run can resume."""
-    return (folder / LAST).exists() or bool(numbered(folder))
+    return (folder / LAST).exists() or bool(numbered(folder)) or shard_files.is_run(folder)
+
+
+def write_run(
+    path: Path, share: Share, parts: Mapping[str, Any], rest: _Rest, *, step: int, keep: int
+) -> None:
+    """Write a checkpoint; in lockstep a folder of shards, by all ranks, with the other parts in a file.
+
+    Folders `step-N` are then in that of the last checkpoint, and in `best` and others beside it.
+
+    Raises:
+        CheckpointError, RankError: a file cannot be written.
+    """
+    if not share.is_lockstep:
+        return checkpoint.save(path, **parts, **rest())
+    is_last = path.name == LAST
+    shard_files.save(
+        path.parent if is_last else path.with_suffix(""),
+        step,
+        model=parts["model"],
+        optimizers=parts["optimizers"],
+        keep=max(keep, 1) if is_last else 1,
+        group=share.group,
+        write=lambda folder: checkpoint.save(folder / _RUN, **_beside_shards(parts), **rest()),
+    )
+
+
+def read_run(
+    path: Path, share: Share, parts: Mapping[str, Any], check: Callable[[Checkpoint], object]
+) -> Checkpoint:
+    """Load a checkpoint of `write_run` into these parts, after the check; see `load_newest`.
+
+    Folders of shards are loaded by any number of ranks, and into models without shards.
+    """
+    found = list[Checkpoint]()
+
+    def read(loaded: Checkpoint, into: Mapping[str, Any]) -> None:
+        check(loaded)
+        checkpoint.restore(loaded, **into)
+        found.append(loaded)
+
+    if share.is_lockstep or shard_files.is_run(path):
+        shard_files.restore(
+            path,
+            model=parts["model"],
+            optimizers=parts["optimizers"],
+            group=share.group,
+            read=lambda folder: read(load(folder / _RUN), _beside_shards(parts)),
+        )
+    else:
+        read(load_newest(path), parts)
+    return found[0]
+
+
+def _beside_shards(parts: Mapping[str, Any]) -> dict[str, Any]:
+    return {**parts, "model": nn.Module(), "optimizers": ()}
+
+
+def is_of(path: Path, out: Path, share: Share) -> bool:
+    """Return True if a checkpoint is of the run in a folder, and of the kind that this one writes there."""
+    homes = [path.parent.resolve(), path.resolve().parent]  # the path may be a symlink or its target
+    if path.name == _RUN:  # in out/step-N or out/best/step-N
+        homes = [homes[0].parent, homes[0].parent.parent]
+    return out.resolve() in homes and (path.name == _RUN) == share.is_lockstep
 
 
 def load_newest(path: Path) -> Checkpoint:

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from anybatch.core import CheckpointError, PlanError
 from anybatch.losses import function_of
+from anybatch.train.checkpoint import Checkpoint
 from anybatch.train.loader import Stream
 
 
@@ -27,13 +27,19 @@ def identity(trainer: Any) -> dict[str, Any]:
     }
 
 
-def check_run(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a checkpoint's run has another identity."""
-    was = {"precision": "float32", "non_finite": "raise"} | dict(was)  # missing in older checkpoints
+def check_run(found: Checkpoint, now: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a checkpoint's run has another identity, or it holds an open window."""
+    if found.progress.get("window") is not None:
+        raise CheckpointError(
+            f"{found.path}: expected a checkpoint between two updates, got one with an open window. Use "
+            "another checkpoint."
+        )
+    old = {"precision": "float32", "non_finite": "raise"}  # missing in older checkpoints
+    was = old | dict(found.progress.get("run", {}))
     changed = {name: (was.get(name), value) for name, value in now.items() if was.get(name) != value}
     if changed:
         raise CheckpointError(
-            f"{path}: expected a run with the same rows, sizes, seed, precision and config, got "
+            f"{found.path}: expected a run with the same rows, sizes, seed, precision and config, got "
             + ", ".join(f"{name} {old} there and {new} here" for name, (old, new) in changed.items())
             + ". Start it with the same values, or start a new run."
         )

@@ -119,7 +119,7 @@ def evaluate(
     folds = {name: _as_fold(name, metric) for name, metric in metrics.items()}
     states = {name: fold.init() for name, fold in folds.items()}
     modules = [*step.model.modules(), *step.loss_module.modules()]
-    with evaluating(modules), _outputs_of(step) as (model, outputs):
+    with step.strategy.evaluating(), evaluating(modules), _outputs_of(step) as (model, outputs):
         for totals, is_fixed, micro in _totals(step, model, rows, micro_batch, batch_size):
             undivided.update(totals if is_fixed else ())
             for name, total in totals.items():
@@ -158,11 +158,14 @@ def _totals(
         with ExitStack() as stack:
             with step.precision.arithmetic(), computing():  # for a first pass of the loss
                 share = stack.enter_context(whole)
-            for micro, index in batch.micro_batches(Cut.of_sizes(sizes).parts):
+            turns = rows.share.turns(Cut.of_sizes(sizes).parts)
+            micro_batches = batch.micro_batches([part for part, _ in turns])
+            for (micro, index), (_, counts) in zip(micro_batches, turns, strict=True):
                 part = loss if share is None else share(index[0], index[-1] + 1)
                 with step.precision.arithmetic(), computing():
                     terms = part.evaluate(model, micro)
-                yield *_measured(part, terms), micro
+                if counts:
+                    yield *_measured(part, terms), micro
 
 
 def _measured(part: Any, terms: Any) -> tuple[dict[str, Total], bool]:

@@ -3,13 +3,20 @@
 import io
 import random
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from anybatch.core import BatchError, PlanError, RankError, TensorBatch, numpy_random, tree
+from anybatch.core import (
+    BatchError,
+    RankError,
+    TensorBatch,
+    has_written,
+    numpy_random,
+    tree,
+)
 from anybatch.parallel import all_gather_rows, exchange, rank, ranks
 from anybatch.state import rng
 from anybatch.step import Step
@@ -21,16 +28,16 @@ class Share:
     """The rows of this rank in each batch, and its messages to other ranks. A single rank has all rows."""
 
     def __init__(self, step: Step) -> None:
-        if step.strategy.is_lockstep:
-            raise PlanError(
-                f"Expected a model that is not sharded in a Trainer, got a {type(step.model).__name__}, of "
-                "which no rank has all weights. Write a loop with the Step, and save with "
-                "anybatch.parallel.shard_files."
-            )
-        self._group = getattr(step.strategy, "group", None)
+        self.is_lockstep = step.strategy.is_lockstep  # the model is sharded: no rank has all weights
+        self.group = getattr(step.strategy, "group", None)
         is_many = step.strategy.is_many
-        self.rank, self.ranks = (rank(self._group), ranks(self._group)) if is_many else (0, 1)
+        self.rank, self.ranks = (rank(self.group), ranks(self.group)) if is_many else (0, 1)
         self._step = step
+
+    @property
+    def is_writing(self) -> bool:
+        """Return True if this rank takes part in checkpoints."""
+        return self.is_lockstep or not self.rank
 
     @property
     def is_many(self) -> bool:
@@ -54,8 +61,18 @@ class Share:
         return batch[part] if is_list else tree.map_leaves(lambda leaf: leaf[part], batch)
 
     def has_turn(self, batch: int) -> bool:
-        """Return True if this rank evaluates the batch of this index."""
-        return batch % self.ranks == self.rank
+        """Return True if this rank evaluates the batch of this index; in lockstep all evaluate all."""
+        return self.is_lockstep or batch % self.ranks == self.rank
+
+    def turns(self, parts: Sequence[Any]) -> list[tuple[Any, bool]]:
+        """Return the micro-batches of a batch to evaluate here; False for one that only keeps step.
+
+        In lockstep ranks take turns at the micro-batches, and all run equally many.
+        """
+        if not self.is_lockstep:
+            return [(one, True) for one in parts]
+        mine = range(self.rank, len(parts) + self.rank, self.ranks)
+        return [(parts[one], True) if one < len(parts) else (parts[0], False) for one in mine]
 
     def draw_apart(self, seed: int, step: int) -> None:
         """Seed the random streams of ranks after the first from seed, rank and step."""
@@ -77,12 +94,33 @@ class Share:
                 interruption.obey()
             raise
 
+    def can_save(self, error: BaseException, steps: int) -> bool:
+        """Return True if a checkpoint of so many steps can follow an error, which came in no update.
+
+        In lockstep all ranks are told, and must have made as many steps.
+        """
+        at = steps if isinstance(error, Exception) and not has_written(error) else 0
+        if not self.is_lockstep:
+            return at > 0
+        self._step.strategy.abandon(error)
+        is_silent = isinstance(error, RankError) and error.__cause__ is not None  # a rank gives no answer
+        with suppress(RankError):
+            if not (is_silent or getattr(self._step.strategy, "is_broken", False)):
+                return {at} == {one["steps"] for one in self.meet("an error", steps=at)} != {0}
+        return False
+
+    def agrees(self, place: str, wish: bool) -> bool:
+        """Return True if this rank wishes it; in lockstep, if any rank does."""
+        if not self.is_lockstep:
+            return wish
+        return any(one["wish"] for one in self.meet(place, wish=wish))
+
     def meet(self, place: str, **values: Any) -> list[dict[str, Any]]:
         """Wait for all ranks at a named place; return their values. Raises RankError if one is elsewhere."""
         if not self.is_many:
             return [values]
         # A rank in the middle of a step reads this as a failure.
-        said = exchange({"at": place, "failed": "no step", "said": f"at {place}", **values}, self._group)
+        said = exchange({"at": place, "failed": "no step", "said": f"at {place}", **values}, self.group)
         for number, one in enumerate(said):
             if "at" not in one and "failed" in one:
                 raise RankError(
@@ -133,7 +171,7 @@ class Share:
         torch.save(value, file)
         mine = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(device)
         sizes = [one["bytes"] for one in self.meet(place, bytes=len(mine))]
-        (joined,) = all_gather_rows([mine], sizes, self._group)
+        (joined,) = all_gather_rows([mine], sizes, self.group)
         parts = [io.BytesIO(bytes(part.tolist())) for part in joined.split(sizes)]
         # Safe to unpickle: packed by the other processes of this program.
         return [torch.load(part, map_location=device, weights_only=False) for part in parts]

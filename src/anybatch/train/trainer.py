@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,16 @@ from anybatch.core import (
     bound,
     check_callbacks,
     check_whole,
-    has_written,
     kind_of,
 )
 from anybatch.engine import learning_rate_of
 from anybatch.losses import summed_loss
+from anybatch.parallel import shard_files
 from anybatch.state import rng
 from anybatch.step import Step, known_keywords
 from anybatch.train import checkpoint
 from anybatch.train.callbacks import EMA, Attempt, load_states, states
-from anybatch.train.folder import BEST, LAST, has_run, load_newest, make_folder, number
+from anybatch.train.folder import BEST, LAST, has_run, is_of, make_folder, number, read_run, write_run
 from anybatch.train.identity import check_config, check_run, identity
 from anybatch.train.interrupt import Interruption, deferred
 from anybatch.train.loader import Rows, Stream, open_data
@@ -48,7 +49,7 @@ class Trainer:
 
     With several ranks (`anybatch.parallel`) each has the same data and computes its part of each batch, so
     that batches do not depend on the number of ranks. Rank 0 writes checkpoints and logs; any number of ranks
-    can resume from them.
+    can resume from them. Of a model with `fully_shard` all ranks write them, as folders `step-N` in `out`.
 
     Args:
         step: the step, with model, loss and optimizer. Its `order` applies within each batch; the seed
@@ -125,19 +126,22 @@ class Trainer:
         self.batch_size, self.seed = batch_size, seed
         self.best_by, self.larger_is_better = best_by, larger_is_better
         self.config, self._share = check_config(config or {}), self.train.share
-        self.out = None if out is None or self._share.rank else make_folder(Path(out))
+        self.out = None if out is None or not self._share.is_writing else make_folder(Path(out))
         self.save_every, self.save_minutes, self.keep = save_every, save_minutes, keep
         is_shown = progress and not self._share.rank
         bars = [ProgressBar(next(step.model.parameters()).device)] if is_shown else []
         there = [one for one in own if getattr(one, "on_every_rank", True) or not self._share.rank]
         self.callbacks: tuple[Any, ...] = (*bars, *there)
-        self._log = None if self.out is None else JsonLog(self.out / "log.jsonl", peak_bytes)
+        self._log = (
+            None if self.out is None or self._share.rank else JsonLog(self.out / "log.jsonl", peak_bytes)
+        )
         self._own = self.callbacks if self._log is None else (*self.callbacks, self._log)
         self._everyone = (*step.callbacks, *self._own)
         self.epoch = self.steps = self.updates = 0
         self.seconds, self.stopped, self._saved = 0.0, "", time.monotonic()
         self.best: float | None = None
-        self._is_ours = False  # True if the checkpoints in `out` are of this run
+        # True if the checkpoints in `out` are of this run; epochs and batches at its last save.
+        self._is_ours, self._written = False, (-1, -1)
         self._batch = 0  # batches done in the current epoch
         self._digest = ""  # digest of the last of them, from a checkpoint
         self._fitted = batch_size  # rows of a micro-batch that fitted in every step so far
@@ -188,6 +192,7 @@ class Trainer:
                     start(self, info)
                 for stop in bound([callback], "stop"):
                     stops.callback(stop, self)
+            stops.enter_context(self._saved_upon_error())
             while self.epoch < epochs and not self.stopped:
                 reports += self._run_epoch(interruption)
                 interruption.obey(_how_to_go_on(self))
@@ -225,37 +230,38 @@ class Trainer:
         Raises:
             CheckpointError: the file cannot be written.
         """
+        state = shard_files.whole(self.step.model) if self._share.is_lockstep else None
         if self._share.rank:
             return
         with ExitStack() as stack:
             if ema is not None:
                 stack.enter_context(ema.weights(self.step))
-            checkpoint.export(self.step.masters.state_dict(self.step.model), path)
+            checkpoint.export(state or self.step.masters.state_dict(self.step.model), path)
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint atomically; only rank 0 writes.
+        """Write a checkpoint atomically; rank 0 writes.
 
         Args:
-            path: the file; its folder must exist.
+            path: the file; its folder must exist. With `fully_shard` a folder, without the ending.
 
         Raises:
             CheckpointError: the file cannot be written.
             WindowError: the step has an open window.
         """
-        if self._share.rank:
+        if not self._share.is_writing:
             return
         _refuse_window(self.step, "save")
-        progress = _progress(self) | {
-            "batch": self._batch,
-            "digest": self.train.digest() if 0 < self._batch == self.train.loaded else "",
-            "totals": self._loss.totals,
-            "counts": self._loss.counts,
-        }
+        write_run(Path(path), self._share, _parts(self.step), self._rest, step=self.steps, keep=self.keep)
+        if not self._share.rank and (errors := self._tell(self._everyone, "save", self, Path(path))):
+            raise errors[0]
+
+    def _rest(self) -> dict[str, Any]:
         if self._log is not None:
             self._log.flush()  # a resume from here needs every update in the log
-        checkpoint.save(path, **_parts(self.step), progress=progress, random=rng.capture_process())
-        if errors := self._tell(self._everyone, "save", self, Path(path)):
-            raise errors[0]
+        digest = self.train.digest() if 0 < self._batch == self.train.loaded else ""
+        place = {"batch": self._batch, "digest": digest, "totals": self._loss.totals}
+        progress = _progress(self) | place | {"counts": self._loss.counts}
+        return {"progress": progress, "random": rng.capture_process()}
 
     def resume(self, path: str | Path) -> None:
         """Load a checkpoint: weights, optimizer, scheduler, random state and position in the epoch.
@@ -273,16 +279,8 @@ class Trainer:
             WindowError: the step has an open window.
         """
         _refuse_window(self.step, "resume")
-        found = load_newest(Path(path))
-        path = found.path
+        found = read_run(Path(path), self._share, _parts(self.step), partial(check_run, now=identity(self)))
         then = found.progress
-        if then.get("window") is not None:
-            raise CheckpointError(
-                f"{path}: expected a checkpoint between two updates, got one with an open window, as earlier "
-                "versions wrote them. Use another checkpoint."
-            )
-        check_run(path, then.get("run", {}), identity(self))
-        checkpoint.restore(found, **_parts(self.step))
         self.epoch, self._batch, self.updates = then["epoch"], then["batch"], then["updates"]
         self.seconds, self.best = then["seconds"], then["best"]
         steps = self.epoch * (self.train.per_epoch(self.batch_size) or 0) + self._batch
@@ -292,10 +290,9 @@ class Trainer:
         self.step.scale.load(then.get("scale", self.step.scale.state()))
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
             self.step.planning.budget.load(then.get("plans", ()))
-        load_states(path, [*self.callbacks, *self.step.callbacks], then.get("callbacks", ()))
+        load_states(found.path, [*self.callbacks, *self.step.callbacks], then.get("callbacks", ()))
         rng.restore_process(found.random)
-        homes = (path.parent.resolve(), path.resolve().parent)  # the path may be a symlink or its target
-        self._is_ours = self.out is not None and self.out.resolve() in homes
+        self._is_ours = self.out is not None and is_of(found.path, self.out, self._share)
 
     def __repr__(self) -> str:
         return f"Trainer(epoch {self.epoch}, update {self.updates}, out={self.out}, {self.step!r})"
@@ -307,15 +304,14 @@ class Trainer:
         self._share.meet_with_buffers(f"{'a stop in' if self.stopped else 'the end of'} {place}")
         if self.stopped:
             return []
-        with self._saved_upon(Exception):  # no update is unfinished; a resume validates again
-            validation: dict[str, float] = {}
-            if self.validation is not None:
-                with ExitStack() as contexts:
-                    for context in bound(self._everyone, "validation"):
-                        contexts.enter_context(context(self))
-                    validation = self._evaluate(self.validation)
-            done = _report(self, self._loss, validation, rows, self.seconds - before)
-            is_best = self._is_best(validation)
+        validation: dict[str, float] = {}
+        if self.validation is not None:
+            with ExitStack() as contexts:
+                for context in bound(self._everyone, "validation"):
+                    contexts.enter_context(context(self))
+                validation = self._evaluate(self.validation)
+        done = _report(self, self._loss, validation, rows, self.seconds - before)
+        is_best = self._is_best(validation)
         self.epoch, self._batch, self._loss = self.epoch + 1, 0, RunningLoss()
         # Before the save: a checkpoint's epochs are in the logs and in the state of callbacks.
         errors = self._tell(self._everyone, "epoch", self, done)
@@ -339,8 +335,7 @@ class Trainer:
     def _train_rows(self, interruption: Interruption) -> int:
         rows, clock = 0, time.perf_counter()
         for batch in self._batches():
-            with self._saved_upon(Exception):
-                report, failed = self._attempt.of(self.step, batch)
+            report, failed = self._attempt.of(self.step, batch)
             rows += report.rows
             if report.cut:
                 self._fitted = min(self._fitted or max(report.cut), max(report.cut))
@@ -352,7 +347,8 @@ class Trainer:
             self._loss.add(report)
             errors = failed + self._tell(self._own, "update", report)
             stop = interruption.signal  # read once: a later signal waits for the next update
-            if stop or errors or self.stopped or self._is_time_to_save():
+            is_due = bool(stop or errors or self.stopped or self._is_time_to_save())
+            if self._share.agrees(f"batch {self.steps}", is_due):
                 self._save(LAST)
             if errors:
                 raise errors[0]
@@ -369,9 +365,8 @@ class Trainer:
         )
         with closing(left):
             while True:
-                with self._saved_upon(Exception):  # an error of the data, between updates
-                    self._share.draw_apart(self.seed, self.steps)
-                    batch = next(left, _END)
+                self._share.draw_apart(self.seed, self.steps)
+                batch = next(left, _END)
                 if batch is _END:
                     return
                 yield batch
@@ -398,21 +393,22 @@ class Trainer:
         return is_better
 
     @contextmanager
-    def _saved_upon(self, error: type[Exception]) -> Generator[None]:
+    def _saved_upon_error(self) -> Generator[None]:
         try:
             yield
-        except error as raised:
-            if self.steps and not has_written(raised):
+        except BaseException as error:  # between updates, or in one that was not begun to write
+            if self._share.can_save(error, self.steps) and self._written != (self.epoch, self.steps):
                 self._save(LAST)
             raise
 
     def _save(self, name: str) -> None:
         if self.out is not None:
+            self._written = self.epoch, self.steps  # before: a save that fails is not tried again
             self.save(self.out / name)
             self._is_ours = True
             if name == LAST:
                 self._saved = time.monotonic()
-                if self.keep:
+                if self.keep and not self._share.is_lockstep:
                     number(self.out, self.steps, keep=self.keep)
 
 
