@@ -63,6 +63,10 @@ class Strategy(Protocol):
         """Agree on the number of micro-batches, before the first of a `Part`."""
         ...
 
+    def spare(self, num_bytes: float) -> None:
+        """Note the bytes that a budget leaves free beside each micro-batch of the next `add`."""
+        ...
+
     def next(self) -> None:
         """Note that a micro-batch begins: its rows are there."""
         ...
@@ -120,6 +124,9 @@ class Single:
 
     def open(self, part: Any) -> None:
         """Do nothing; no other process runs micro-batches along."""
+
+    def spare(self, num_bytes: float) -> None:
+        """Do nothing; gradients are held as they are."""
 
     def next(self) -> None:
         """Do nothing; no other process runs micro-batches along."""

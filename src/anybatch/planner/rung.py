@@ -32,6 +32,7 @@ class Want:
     is_fixed: bool = False  # the result depends on the cut, so the first cut is kept
     is_add: bool = False  # rows of one `add` of a window
     races: bool = True  # cuts may be raced
+    is_shared: bool = False  # micro-batches hold collectives of all ranks
 
     @property
     def size(self) -> int:
@@ -78,6 +79,15 @@ class Rung:
                 or found
             )
         return found
+
+    def spare(self, want: Want, cut: Sequence[int]) -> float:
+        """Return the bytes that each micro-batch of a cut leaves free; 0 if the largest was not read."""
+        read, room, sizes = self.readings, self.room(want), {(size, want.length) for size in cut}
+        if (max(cut), want.length) in read.law.readings:
+            return room - max(map(read.law.bound, sizes))
+        return max(
+            (room + read.gradients - read.whole[one] for one in sizes if one in read.whole), default=0.0
+        )
 
     def reader(
         self, want: Want, cut: Sequence[int], devices: Collection[torch.device]
