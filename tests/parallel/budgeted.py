@@ -1,14 +1,21 @@
 """Sharded models within a memory budget, their memory measured as the heap. Called on every rank."""
 
 import copy
+import random
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import anybatch as ab
+from anybatch.core.errors import BudgetError, OutOfMemoryError, RankError
 from anybatch.memory.reading import held_by_malloc
+from tests.parallel import sharded as small
+from tests.parallel.cases import draw_sizes, share
+from tests.parallel.sharded import error_of
 
 LAYERS, WIDTH, LENGTH, WORDS = 12, 32, 48, 40
 
@@ -73,3 +80,59 @@ class Heap(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.peak = max(self.peak, held_by_malloc())
         return result
+
+
+def drawn(rank: int, size: int, seed: int) -> str:
+    """Some steps or windows within drawn budgets, held against one process; the error that ended them."""
+    dice = random.Random(seed)
+    model = small.make(seed=seed)
+    mesh = None
+    if size == 4 and dice.random() < 0.5:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    parts, way = small.shard(model, mesh), dice.choice(["step", "step", "window"])
+    budgets = [
+        dice.choice(["1GB", "1GB", 100_000, 145_000, 160_000, 200_000, 200_000, None]) for _ in range(size)
+    ]
+    memory, what = budgets[rank], dice.choice([None, None, small.NO_MEMORY, ValueError("no")])
+    at_rank, place, passes = (
+        dice.randrange(size),
+        f"{dice.choice(['forward', 'backward'])} 1",
+        dice.randrange(9),
+    )
+    step = ab.Step(
+        parts,
+        small.tokens,
+        small.OPTIMIZERS["momentum"](parts.parameters()),
+        memory=memory,
+        micro_batch=2 if memory is None else None,
+    )
+    alone = ab.Options(strategy="local", check=False)
+    twin = ab.Step(model, small.tokens, small.OPTIMIZERS["momentum"](model.parameters()), options=alone)
+    said = f"{seed}: {way}, {budgets}, {what!r} on {at_rank} at {place} after {passes}, {mesh}"
+    cuts: list[Any] = []
+    for number in range(5):
+        sizes = draw_sizes(dice, dice.randint(size, 9 * size), size)
+        batch = small.rows(sum(sizes), seed=100 * seed + number)
+        mine = share(batch, sizes, rank)
+        if number == 2 and rank == at_rank and what is not None:
+            parts.fault.arm(place, passes, what)
+        try:
+            if way == "step":
+                report = step(mine if sizes[rank] else None)
+            else:
+                with step.window() as window:
+                    for start in range(0, sizes[rank], 7):
+                        window.add(tuple(part[start : start + 7] for part in mine))
+                    report = window.close()
+        except (BudgetError, OutOfMemoryError, RankError, ValueError) as error:
+            assert error_of(parts, model) < 1e-12, said
+            return f"{type(error).__name__}: {error}"
+        twin(batch)
+        cuts.append((report.cut, report.held, report.redone))
+        assert report.rows == sum(sizes), said
+        assert error_of(parts, model) < 1e-12, said
+    return str(cuts)
+
+
+def several(rank: int, size: int, seed: int, count: int) -> list[str]:
+    return [drawn(rank, size, seed + index) for index in range(count)]

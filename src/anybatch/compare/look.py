@@ -122,7 +122,7 @@ def rehearse(task: Task, batch: Batch, plan: Plan, sizes: tuple[int, ...]) -> No
     The next `open` tells ranks that take it for a part of their step to begin again.
     """
     task.strategy.spare(0.0)
-    task, few = only_rows(task.aside(), batch, range(sum(sizes)))
+    task, few = only_rows(replace(task.aside(), strategy=task.strategy), batch, range(sum(sizes)))
     plan = replace(plan, rows=few.rows, micro_batch=max(sizes), cut=sizes)
     with rng.preserved(), context(plan, task):
         window = Accumulation(task, plan, few)

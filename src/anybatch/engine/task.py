@@ -134,11 +134,9 @@ class Task:
         return replace(self, scale=self.scale.copy(), **changes).alone()
 
     def alone(self) -> "Task":
-        """Return the same, for this process only: other ranks take no part, but with a sharded model."""
-        if self.strategy.is_lockstep or not self.strategy.is_many:
-            return self
+        """Return the same, for this process only: other ranks take no part."""
         loss = replace(self.loss, gather=None) if isinstance(self.loss, WholeBatch) else self.loss
-        return replace(self, strategy=Single(), loss=loss)
+        return replace(self, strategy=Single(), loss=loss) if self.strategy.is_many else self
 
     def learning_rate(self) -> float:
         """Return that of the first group of parameters; NaN if it is not a number."""

@@ -241,7 +241,8 @@ class Step:
                     raise
                 continue
             except OutOfMemoryError as error:
-                error.ledger = error.ledger or single_rows(task, logical, self.planning.settings)
+                if not self.strategy.is_lockstep:  # a trace would gather weights
+                    error.ledger = error.ledger or single_rows(task, logical, self.planning.settings)
                 raise
             failed = rows.failed(plan, report)
             is_random = self.effects.draws or self.effects.draws_process
