@@ -81,13 +81,11 @@ class Rung:
         return found
 
     def spare(self, want: Want, cut: Sequence[int]) -> float:
-        """Return the bytes that each micro-batch of a cut leaves free; 0 if the largest was not read."""
-        read, room, sizes = self.readings, self.room(want), {(size, want.length) for size in cut}
-        if (max(cut), want.length) in read.law.readings:
-            return room - max(map(read.law.bound, sizes))
-        return max(
-            (room + read.gradients - read.whole[one] for one in sizes if one in read.whole), default=0.0
-        )
+        """Return the bytes that each micro-batch of a cut leaves free; 0 if the largest is to be read."""
+        read, room, largest = self.readings, self.room(want), (max(cut), want.length)
+        if len(cut) == 1 and largest in read.whole:
+            return room + read.gradients - read.whole[largest]
+        return 0.0 if read.is_new(largest) else room - max([read.law.bound((m, want.length)) for m in cut])
 
     def reader(
         self, want: Want, cut: Sequence[int], devices: Collection[torch.device]
