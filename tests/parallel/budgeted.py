@@ -1,6 +1,7 @@
 """Sharded models within a memory budget, their memory measured as the heap. Called on every rank."""
 
 import copy
+import gc
 import random
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anybatch as ab
+from anybatch.core import local
 from anybatch.core.errors import BudgetError, OutOfMemoryError, RankError
 from anybatch.memory.reading import held_by_malloc
 from tests.parallel import sharded as small
@@ -74,12 +76,43 @@ class Heap(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = self.before = 0
+        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.peak = max(self.peak, held_by_malloc())
         return result
+
+
+def within(rank: int, size: int, count: int, memory: int | None) -> dict[str, Any]:
+    """Three updates of the GPT, `count` rows per rank: heap, cuts, whether held, the error; or a refusal."""
+    model = make()
+    parts = shard(model)
+    loss, sgd = nn.CrossEntropyLoss(), small.OPTIMIZERS["momentum"]
+    optimizer = sgd(parts.parameters())
+    step = ab.Step(parts, loss, optimizer, memory=memory)
+    twin = ab.Step(model, loss, sgd(model.parameters()), options=ab.Options(strategy="local", check=False))
+    told: dict[str, Any] = {"heap": [], "cut": [], "held": [], "error": 0.0}
+    for number in range(3):
+        batch = rows(count * size, seed=number)
+        mine = tuple(one[count * rank : count * (rank + 1)].clone() for one in batch)
+        gc.collect()
+        held = [*map(local, parts.parameters()), *mine]
+        held += [local(one) for slots in optimizer.state.values() for one in slots.values()]
+        others = held_by_malloc() - sum(
+            {one.data_ptr(): one.untyped_storage().nbytes() for one in held}.values()
+        )
+        del held
+        try:
+            with Heap() as heap:
+                report = step(mine)
+        except BudgetError as error:
+            return {"said": str(error), "smallest": error.smallest}
+        told["heap"].append(heap.peak - others)
+        told["cut"].append(report.cut)
+        told["held"].append(report.held)
+        twin(batch)
+    return {**told, "error": error_of(parts, model)}
 
 
 def drawn(rank: int, size: int, seed: int) -> str:
