@@ -16,7 +16,7 @@ def test_a_gpt_keeps_to_its_budget_and_holds_gradients_where_they_fit(two: Ranks
     for memory, is_held in [(0.9 * plain, True), (0.6 * plain, None), (1.01 * max(smallest), False)]:
         for one in two.run(budgeted.within, ROWS, int(memory), seconds=SECONDS):
             assert one["error"] < 1e-12
-            assert is_held is None or one["held"][-1] is is_held
+            assert is_held is None or one["held"][-1] is is_held, one
             assert 1 < max(map(len, one["cut"])) <= ROWS
             assert max(one["heap"][1:]) < 1.03 * memory, (one, memory)
 

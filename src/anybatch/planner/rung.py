@@ -81,11 +81,13 @@ class Rung:
         return found
 
     def spare(self, want: Want, cut: Sequence[int]) -> float:
-        """Return the bytes that each micro-batch of a cut leaves free; 0 if the largest is to be read."""
+        """Return the bytes that each micro-batch of a cut leaves free; 0 if none as large was read or ran."""
         read, room, largest = self.readings, self.room(want), (max(cut), want.length)
         if len(cut) == 1 and largest in read.whole:
             return room + read.gradients - read.whole[largest]
-        return 0.0 if read.is_new(largest) else room - max([read.law.bound((m, want.length)) for m in cut])
+        if not read.law.readings or max(cut) * want.length > read.seen:
+            return 0.0
+        return room - max([read.law.bound((size, want.length)) for size in cut])
 
     def reader(
         self, want: Want, cut: Sequence[int], devices: Collection[torch.device]
