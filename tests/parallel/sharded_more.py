@@ -147,7 +147,7 @@ def refused(rank: int, size: int) -> dict[str, str]:
         "fp16-mixed": stepped(precision="fp16-mixed"),
         "bf16-true": stepped(precision="bf16-true"),
         "drop": stepped(non_finite="drop"),
-        "memory": stepped(memory="1GB"),
+        "memory": stepped(memory="1GB", strategy=Shard(hold=True)),
         "micro_gradients": stepped(callbacks=[MicroWatcher()]),
         "callbacks": stepped(callbacks=[Watcher([])] if rank else []),
         "hold": stepped(strategy=Shard(hold=rank == 0)),

@@ -54,7 +54,7 @@ SAID = {
     "fp16-mixed": "fp16-mixed",
     "bf16-true": "bf16-true",
     "drop": "drop",
-    "memory": "memory=",
+    "memory": "Leave out one of both",
     "micro_gradients": "micro_gradients",
     "callbacks": "callbacks",
     "hold": "the same hold",

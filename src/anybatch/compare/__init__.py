@@ -6,6 +6,7 @@ from anybatch.compare.look import (
     reached_by as reached_by,
     read_rows as read_rows,
     refuse_what_depends_on_the_cut as refuse_what_depends_on_the_cut,
+    rehearse as rehearse,
     run_parts as run_parts,
 )
 from anybatch.compare.outcome import Outcome as Outcome, distance as distance

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from textwrap import shorten
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from anybatch.core import (
     torch_private as private,
     tree,
 )
-from anybatch.engine import Plan, Task
+from anybatch.engine import Accumulation, Plan, Restart, Task, context
 from anybatch.losses import Additive, ModelTerms, Terms, WholeBatch, function_of
 from anybatch.state import ObjectState, rng
 
@@ -87,6 +88,13 @@ def read_rows(
     """
     rows = min(ROWS, batch.rows, max(6, batch.rows // 4))
     is_mixed = not isinstance(task.loss, WholeBatch)
+    if task.strategy.is_lockstep:
+        rehearse(task, batch, plan, (2, 2, 2) if batch.rows >= 2 * LEAST else (1,) * min(LEAST, batch.rows))
+        size = 4
+        while 2 + size <= batch.rows and size <= max(ROWS, batch.rows // _SHARE) and fits(size):
+            rehearse(task, batch, plan, (2, size))
+            size *= 4
+        return None
     doubt: Doubt | None = Doubt("memory ran out in a few rows")
     with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as few:
         cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
@@ -106,6 +114,24 @@ def run_parts(task: Task, batch: Batch, plan: Plan, sizes: tuple[int, ...]) -> N
     """Run micro-batches of these sizes, of a few rows of the batch, and put all back; errors are left out."""
     with suppress(OutOfMemoryError), _few_rows(task, batch, sum(sizes)) as few:
         outcome_of(task, few, plan, Split(sizes), is_watched=False)
+
+
+def rehearse(task: Task, batch: Batch, plan: Plan, sizes: tuple[int, ...]) -> None:
+    """Run micro-batches of these sizes together with all ranks, and put back what they change.
+
+    The next `open` tells ranks that take it for a part of their step to begin again.
+    """
+    task.strategy.spare(0.0)
+    task, few = replace(task.aside(), strategy=task.strategy), batch.only(range(sum(sizes)))
+    plan = replace(plan, rows=few.rows, micro_batch=max(sizes), cut=sizes)
+    with rng.preserved(), context(plan, task):
+        window = Accumulation(task, plan, few)
+        try:
+            again = Restart(window.fold(plan, few, is_dry=True), sizes)
+        except BaseException as error:
+            window.discard(error)
+            raise
+        window.discard(again)
 
 
 def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> Iterator[Split]:

@@ -69,6 +69,9 @@ class Strategy:
     def open(self, part: Any) -> None:
         """Agree on the number of micro-batches, before the first of a `Part`."""
 
+    def spare(self, num_bytes: float) -> None:
+        """Note the bytes that a budget leaves free beside each micro-batch of the next `add`."""
+
     def next(self) -> None:
         """Note that a micro-batch begins: its rows are there."""
 

@@ -100,7 +100,8 @@ class Shard(Replicate):
 
     Args:
         hold: keep gradients unsharded until the last micro-batch, and add them up over ranks once per step.
-            This needs memory for the whole gradient on each rank. False adds up in every micro-batch.
+            This needs memory for the whole gradient on each rank. False adds up in every micro-batch. None
+            holds them in steps where the `memory=` of every rank has room for it.
 
     Raises:
         PlanError: when a step is made, for a model that is not sharded as a whole, or over several meshes.
@@ -114,7 +115,7 @@ class Shard(Replicate):
     is_lockstep = True
     _least = 1  # rank
 
-    def __init__(self, *, hold: bool = False) -> None:
+    def __init__(self, *, hold: bool | None = None) -> None:
         super().__init__()
         self.hold = hold
         self.is_held = False  # gradients stay unsharded in this step
@@ -123,7 +124,9 @@ class Shard(Replicate):
         self._count = self._at = 0  # micro-batches of this `add`, and those that have begun
         self._is_inside = False  # others wait for collectives of this `add`
         self._is_first = False  # in the first pass of a loss over all rows
+        self._spare = 0.0  # bytes beside each micro-batch
         self._row: Any = None
+        self._rows = _ROWS  # of that
         self._synced: tuple[bool, bool] | None = None
         self._calls: list[Collective] = []  # of the current micro-batch
 
@@ -169,6 +172,8 @@ class Shard(Replicate):
             )
         self._model, self._orders, self._row = model, {}, None
         self._dtypes = private.dtypes_of_shards(model)
+        wide = max(one.itemsize for one in self._dtypes)
+        self._whole_bytes = sum(p.numel() * max(wide, p.itemsize) for p in shards)
         self._parts: list[Any] = [one for one in model.modules() if hasattr(one, "reset_iter_state")]
         self._shards, self._replicas = private.connections_of_shards(model)
         self.group = self._shards if axes == 1 else None
@@ -223,7 +228,7 @@ class Shard(Replicate):
                 f"Expected gradients of at least float32 to hold them, got {sorted(map(str, dtypes))}: FSDP "
                 "adds them up. Say MixedPrecisionPolicy(reduce_dtype=torch.float32), or leave hold=True out."
             )
-        self._can_wait, self.is_held = is_wide, self.hold and False in self._orders
+        self._can_wait, self.is_held, self._spare = is_wide, False, 0.0
         self._shown = bool(task.callbacks.gradients)
         task.progress.unchecked = (
             "ranks wait for each other in a sharded model: run ab.check before fully_shard"
@@ -235,17 +240,24 @@ class Shard(Replicate):
         """Agree on the number of micro-batches; a rank that has seen no row yet gets those of another."""
         self._part, left = part, part.left
         self._configure()
-        if left and self._row is None:
+        if left and (self._row is None or self._rows > len(left[0])):  # no more than a micro-batch
+            self._rows = min(_ROWS, len(left[0]))
             with rng.preserved():  # `collate` may draw
-                (micro,) = part.batch.micro_batches([left[0][:_ROWS]])
+                (micro,) = part.batch.micro_batches([left[0][: self._rows]])
             self._row = tree.map_leaves(_copied, micro.rows)
+        fits = self._spare >= self._whole_bytes and self._can_wait and not part.sums.redone
+        holds = fits if self.hold is None else self.hold
         message = {"open": len(left), "row": self._row is not None, "shown": self._shown}
+        message |= {"hold": holds and False in self._orders}
         said = self._agree(message)
         while any("open" not in one for one in said):  # they learn that this rank begins, or begins again
             said = self._agree(message)
         if len({one["shown"] for one in said}) > 1:
             self._fail(PlanError, "Expected callbacks with `gradients` on all ranks or on none, got some.")
         self._count, self._at = max(one["open"] for one in said), 0
+        self.is_held = all(one["hold"] for one in said)
+        if self.is_held:
+            part.reader = None  # a budget counts what a sum in each micro-batch takes
         if self._count and not all(one["row"] for one in said):
             self._share_row(next(number for number, one in enumerate(said) if one["row"]))
         self._is_inside, self._is_first = self._count > 0, isinstance(part.ways.loss, WholeBatch)
@@ -284,6 +296,10 @@ class Shard(Replicate):
         """Begin this attempt again with a rank that does."""
         if any("open" in one for one in said):
             raise Restart(self._part, self._part.sizes())
+
+    def spare(self, num_bytes: float) -> None:
+        """Note the bytes that a budget leaves free: gradients are held if all fit."""
+        self._spare = num_bytes
 
     def next(self) -> None:
         """Begin a micro-batch; the last one adds up gradients that were held."""
@@ -372,7 +388,8 @@ class Shard(Replicate):
     def abandon(self, error: BaseException) -> None:
         """Take part in the collectives that are left, then tell the other ranks."""
         self._leave(error)
-        super().abandon(error)
+        if not isinstance(error, Restart):  # which the next `open` tells
+            super().abandon(error)
 
     def _leave(self, error: BaseException) -> None:
         if not self._is_inside:

@@ -15,6 +15,7 @@ from anybatch.core import (
     counted,
     cut_sizes,
     format_bytes,
+    local,
     torch_private as private,
 )
 from anybatch.engine import Plan, Task
@@ -65,9 +66,8 @@ class Ladder:
         states = sum(len(one.state) for one in task.optimizers)
         if self._static[:2] != (task, states) or self._steps < FROZEN:
             self._static = task, states, _held(task) + (0 if states else _state_to_come(task))
-        found = [
-            p.grad for p in task.network.everyone if p.grad is not None and p.grad.layout is torch.strided
-        ]
+        grads = [local(p.grad) for p in task.network.everyone if p.grad is not None]
+        found = [one for one in grads if one.layout is torch.strided]
         # Existing gradients are kept and added to the step's, hence twice.
         return self._static[2] + sum(one.nbytes for one in (*getattr(batch, "leaves", ()), *found, *found))
 
@@ -115,7 +115,7 @@ class Ladder:
         last = self.rungs[top]
         if self._read_smallest(last, want, read):
             return True
-        blocks = () if top or self.plain.settings.blocks else tuple(find())
+        blocks = () if top or self.plain.settings.blocks or want.is_shared else tuple(find())
         if not blocks:
             return self._read_loss(last, want, read)
         every = self._rung(blocks, len(blocks))
@@ -184,7 +184,7 @@ class Ladder:
 
     def refuse_below_floor(self, task: Task, want: Want) -> None:
         """Refuse a budget below parameters, gradients, optimizer state and the batch."""
-        least = want.static + sum(p.nbytes for p in task.network.parameters)
+        least = want.static + sum(local(p).nbytes for p in task.network.parameters)
         if least > self.num_bytes:
             raise BudgetError(
                 f"Expected a budget above parameters, gradients, optimizer state and batch, which take "
@@ -197,6 +197,7 @@ class Ladder:
         size = int(min(max(want.size, self.plain.readings.law.least), want.rows))
         again = ", all blocks recomputed" if len(self.rungs) > 1 else ""
         why = f" The batch may not be cut: {self.refused.rstrip('.')}." if self.refused else ""
+        again += " (a budget on shards recomputes nothing; Options(recompute=...) does)" * want.is_shared
         return BudgetError(
             f"Expected room for {counted(size, 'row')} at a time{again}, got {format_bytes(self.num_bytes)}. "
             f"By readings the smallest budget for {counted(want.rows, 'row')} is {format_bytes(least)} "
@@ -252,7 +253,7 @@ def _held(task: Task) -> int:
         held += [*private.buffers_of(module).values()]
     for optimizer in task.optimizers:
         held += private.pytree.tree_leaves([*optimizer.state.values()])
-    found = [one for one in held if isinstance(one, Tensor) and one.layout is torch.strided]
+    found = [local(one) for one in held if isinstance(one, Tensor) and one.layout is torch.strided]
     here = [one.untyped_storage() for one in found if one.device in task.network.devices]
     return sum({one.data_ptr(): one.nbytes() for one in here}.values())
 
@@ -271,7 +272,7 @@ def _state_to_come(task: Task) -> int:
         for group in optimizer.param_groups:
             trained = [p for p in group["params"] if p.requires_grad]
             full = [one if (one := task.masters.of(p)) is not None else p for p in trained]
-            metas = [nn.Parameter(torch.empty_like(one, device="meta")) for one in full]
+            metas = [nn.Parameter(torch.empty_like(local(one), device="meta")) for one in full]
             for one in metas:
                 one.grad = torch.empty_like(one)
             switches = {name: False for name in ("foreach", "fused") if name in group}

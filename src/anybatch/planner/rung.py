@@ -32,6 +32,7 @@ class Want:
     is_fixed: bool = False  # the result depends on the cut, so the first cut is kept
     is_add: bool = False  # rows of one `add` of a window
     races: bool = True  # cuts may be raced
+    is_shared: bool = False  # micro-batches hold collectives of all ranks
 
     @property
     def size(self) -> int:
@@ -78,6 +79,15 @@ class Rung:
                 or found
             )
         return found
+
+    def spare(self, want: Want, cut: Sequence[int]) -> float:
+        """Return the bytes that each micro-batch of a cut leaves free; 0 if none as large was read or ran."""
+        read, room, largest = self.readings, self.room(want), (max(cut), want.length)
+        if len(cut) == 1 and largest in read.whole:
+            return room + read.gradients - read.whole[largest]
+        if not read.law.readings or max(cut) * want.length > read.seen:
+            return 0.0
+        return room - max([read.law.bound((size, want.length)) for size in cut])
 
     def reader(
         self, want: Want, cut: Sequence[int], devices: Collection[torch.device]

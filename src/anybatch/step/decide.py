@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.batchnorm import refuse_batch_norms
-from anybatch.compare import Doubt, read_rows, refuse_what_depends_on_the_cut, run_parts
+from anybatch.compare import Doubt, read_rows, refuse_what_depends_on_the_cut, rehearse, run_parts
 from anybatch.core import (
     Batch,
     BudgetError,
@@ -23,6 +23,7 @@ from anybatch.core import (
     cut_sizes,
 )
 from anybatch.engine import Plan, Sums, Task, check_micro_batch
+from anybatch.losses import WholeBatch
 from anybatch.planner import (
     Budget,
     Ladder,
@@ -137,6 +138,7 @@ class Planning:
         ladder, rung, cut, want = self._within(task, batch, self.budget)
         plan = _of_cut(rung.settings, cut)
         self._used, self._wanted = (ladder, rung), plan.micro_batch
+        task.strategy.spare(rung.spare(want, cut))
         size = self._limited(task, batch, plan.micro_batch)
         reader = rung.reader(want, cut, task.network.devices)
         task = task if reader is None else replace(task, reader=reader)
@@ -149,6 +151,7 @@ class Planning:
             return self._as_set(rows, self._limited(task, batch, rows)), task
         ladder, rung, cut, want = self._within(task, batch, self.budget, is_add=True)
         self._used, self._wanted = (ladder, rung), max(cut)
+        task.strategy.spare(rung.spare(want, cut))
         reader = rung.reader(want, cut, task.network.devices)
         task = task if reader is None else replace(task, reader=reader)
         return _of_size(rung.settings, rows, self._limited(task, batch, self._wanted)), task
@@ -170,9 +173,15 @@ class Planning:
         ladder.refuse_below_floor(task, want)
 
         def read(rung: Rung, sizes: tuple[int, ...]) -> None:
+            run = rehearse if task.strategy.is_lockstep else run_parts
             with self._reading(task, rung) as running:
-                run_parts(running, batch, _of_size(rung.settings, sum(sizes), max(sizes)), sizes)
+                run(running, batch, _of_size(rung.settings, sum(sizes), max(sizes)), sizes)
 
+        if task.strategy.is_lockstep and isinstance(task.loss, WholeBatch):
+            raise PlanError(
+                f"Expected micro_batch= for ab.WholeBatch on a sharded model, got memory={budget.memory!r}. "
+                "A budget does not read its first pass there: leave memory= out."
+            )
         if not has_looked:
             self._look(task, batch, ladder, want)
             want = self._want(task, batch, ladder, is_add=is_add)
@@ -201,7 +210,8 @@ class Planning:
             least=2 if norms and rows > 1 else 1,
             is_fixed=norms,
             is_add=is_add,
-            races=not self._is_ordered,
+            races=not (self._is_ordered or task.strategy.is_lockstep),
+            is_shared=task.strategy.is_lockstep,
         )
 
     @contextmanager
@@ -228,6 +238,8 @@ class Planning:
             try:
                 self.guard.read(running, batch, like, fits)
             except LossError as error:
+                if task.strategy.is_lockstep:  # other ranks wait
+                    raise
                 ladder.refused = str(error)
 
     def _blocks(self, task: Task) -> list[str]:

@@ -137,12 +137,16 @@ class Step:
         self.strategy: Strategy = choose_strategy(strategy, group, model)
         if chosen == Precision() and computes_in_float16(model):
             chosen = Precision(loss_scale="dynamic")  # autocast is in the model
-        if self.strategy.is_lockstep and (memory is not None or chosen.store is not None):
-            got = f"precision={str(chosen)!r}" if memory is None else f"memory={memory!r}"
+        if self.strategy.is_lockstep and chosen.store is not None:
             raise PlanError(
-                f"Expected micro_batch= and float32 weights with a sharded model, got {got}: its memory is "
-                'not predicted, nor its weights converted. For 16 bits use precision="bf16-mixed" or '
+                f"Expected float32 weights with a sharded model, got precision={str(chosen)!r}: its weights "
+                'are not converted. For 16 bits use precision="bf16-mixed" or '
                 "fully_shard(mp_policy=MixedPrecisionPolicy(...))."
+            )
+        if memory is not None and getattr(self.strategy, "hold", None):
+            raise PlanError(
+                f"Expected Shard() with memory={memory!r}, which holds gradients where they fit, got "
+                "Shard(hold=True). Leave out one of both."
             )
         blocks = choose_blocks(model, options.recompute)
         self.planning = Planning(
