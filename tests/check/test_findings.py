@@ -65,8 +65,8 @@ def leaving(x: Tensor) -> Tensor:
 
 
 def fixed(x: Tensor) -> Tensor:
-    """Another result in small micro-batches, and not to be run on 4 rows."""
-    if len(x) == 4:
+    """Another result in small micro-batches, and not to be run on a row that comes twice."""
+    if len(x.unique(dim=0)) < len(x):
         raise ValueError("no")
     return x * (len(x) > 5)
 
@@ -76,7 +76,7 @@ def fixed(x: Tensor) -> Tensor:
     [
         (leaving, "meeting", "other rows are missing"),
         (lambda x: x * torch.arange(1, len(x) + 1)[:, None], "position", "at another place"),
-        (lambda x: torch.stack([row + torch.rand(()) for row in x]), "position", "8 times for 8 rows, 4 for"),
+        (lambda x: torch.stack([row + torch.rand(()) for row in x]), "position", "another output for a row"),
         (fixed, "unexplained", "fails with ValueError"),
     ],
 )
@@ -84,7 +84,7 @@ def test_modules_say_why_they_differ(function: Any, kind: str, said: str) -> Non
     (finding,) = check(nn.Sequential(Computed(function), nn.Linear(5, 2)), nn.MSELoss(), rows()).findings
     assert (finding.kind, finding.culprit) == (kind, "0 (Computed)")
     assert said in finding.what
-    assert "torch.rand(len(x))" in finding.ways_out[0] or "times" not in said
+    assert "torch.rand(len(x))" in finding.ways_out[0] or kind != "position"
 
 
 def test_the_first_module_is_found_at_any_depth_and_sound_ones_are_not() -> None:

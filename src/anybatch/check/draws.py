@@ -49,7 +49,6 @@ class Draws(SeenDraws):
         self._drawn: dict[Place, _Draw] = {}
         self._next: dict[str, bytes] = {}
         self._part = RowPart.whole(1)
-        self.count = 0  # draws since `begin`, of which `unreplayed` were not replayed
         self.has_packed = False  # True if the rows of some draw are unknown
         self.has_dropout = False  # True if there were draws that `without_dropout` switches off
 
@@ -63,7 +62,7 @@ class Draws(SeenDraws):
         self._next = {"cpu": bytes(now.cpu.tolist())}
         streams = zip(accelerator.generators(), now.devices, strict=True)
         self._next |= {str(stream.device): bytes(state.tolist()) for stream, state in streams}
-        self.count = self.unreplayed = 0
+        self.unreplayed = 0
 
     def restarted(self, *, without_dropout: bool = False) -> "Draws":
         """Return new draws, which are the same numbers."""
@@ -91,7 +90,6 @@ class Draws(SeenDraws):
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Replay a draw of the whole batch, or record it."""
-        self.count += 1
         device = device_of(args, kwargs)
         stream = accelerator.generator_of(device)
         is_own = has_own_generator(args, kwargs)

@@ -20,8 +20,9 @@ WAYS_OUT = {
         "Pad every batch to one fixed length, so that the result at least does not depend on the cut.",
     ),
     "position": (
-        "Draw random numbers from torch's default stream, and set no seed inside forward.",
+        "Draw for all rows at once, torch.rand(len(x)), from torch's default stream, and set no seed.",
         "Give what belongs to a row to the batch as a tensor with one entry per row.",
+        "If any numbers will do, as in augmentation, this is no fault: check the rest in .eval().",
     ),
     "state": (
         "Update the state after the optimizer's step, not in forward.",
@@ -71,13 +72,11 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-def module_finding(
-    kind: str, name: str, module: nn.Module, what: str, ways_out: tuple[str, ...] = ()
-) -> Finding:
-    """Return a finding about a module; its ways out are those of its kind unless given."""
-    is_batch_norm = isinstance(module, BatchNorm)
-    usual = BATCH_NORM_WAYS_OUT if is_batch_norm and kind == "meeting" else WAYS_OUT[kind]
-    return Finding(kind=kind, culprit=culprit_of(name, module), what=what, ways_out=ways_out or usual)
+def module_finding(kind: str, name: str, module: nn.Module, what: str) -> Finding:
+    """Return a finding about a module."""
+    is_batch_norm = isinstance(module, BatchNorm) and kind == "meeting"
+    ways_out = BATCH_NORM_WAYS_OUT if is_batch_norm else WAYS_OUT[kind]
+    return Finding(kind=kind, culprit=culprit_of(name, module), what=what, ways_out=ways_out)
 
 
 def culprit_of(name: str, module: nn.Module) -> str:

@@ -13,22 +13,13 @@ from torch import Tensor, nn
 
 from anybatch.batchnorm import find_batch_norms
 from anybatch.check.draws import OutOfTime
-from anybatch.check.finding import WAYS_OUT, Finding, listed, module_finding
+from anybatch.check.finding import Finding, listed, module_finding
 from anybatch.check.passes import Bench, Call
 from anybatch.check.rows import Axis, RowPart, agree, find_axis, select
 from anybatch.check.splits import Table, fault_of, inputs_of, outputs_of
 from anybatch.state import rng
 
-ROW_BY_ROW = (
-    "draws random numbers for one row after the other ({} times for {} rows, {} for half of them). They "
-    "cannot be replayed: a row gets other numbers in another micro-batch"
-)
-ROW_BY_ROW_WAYS_OUT = (
-    "Draw for all rows at once, one entry for each: torch.rand(len(x)).",
-    "If any numbers will do, as in augmentation, this is no fault: check the rest in .eval().",
-)
 Run = Callable[[Sequence[Tensor], RowPart], list[Tensor]]
-GIVE_TENSOR = WAYS_OUT["position"][-1]  # the first is about random numbers
 
 
 class ComparedCall(NamedTuple):
@@ -93,17 +84,15 @@ class ModuleTest:
             return module_finding("meeting", listed(alike), module, what + more)
         try:
             with self.bench.draws.until(self.deadline):
-                kind, what, *ways_out = self._classify(tested)
+                kind, what = self._classify(tested)
         except OutOfTime:
-            kind, what, ways_out = "unexplained", "differs; there was no time to look for the reason", []
+            kind, what = "unexplained", "differs; there was no time to look for the reason"
         except Exception as error:  # some modules cannot run on other rows
             kind, what = "unexplained", f"differs, and fails with {type(error).__name__} on other rows"
-            ways_out = list[str]()
         place = name or type(module).__name__
-        return module_finding(kind, name, module, f"`{place}` {what}.", tuple(ways_out))
+        return module_finding(kind, name, module, f"`{place}` {what}.")
 
-    def _classify(self, tested: ComparedCall) -> tuple[str, ...]:
-        """Return the kind, a sentence, and ways out that replace those of the kind."""
+    def _classify(self, tested: ComparedCall) -> tuple[str, str]:
         if tested.fault == "dropped rows":
             return "dropped rows", "returns fewer rows for micro-batches than for the whole batch"
         if self._count_unreplayed(tested):
@@ -118,16 +107,13 @@ class ModuleTest:
         changed = self._count_changed(tested)
         if changed:
             return "meeting", f"mixes rows: when one is changed, {changed} other rows of {self.total} change"
-        sources, draws, draws_of_half = self._count_draws(tested)
-        if sources:
+        if sources := self._sources(tested):
             return "position", (
                 f"draws random numbers from {sources}, by position: a row gets other numbers in another "
                 "micro-batch"
             )
-        if draws > draws_of_half:
-            return "position", ROW_BY_ROW.format(draws, self.total, draws_of_half), *ROW_BY_ROW_WAYS_OUT
         if not self._is_equivariant(tested):
-            return "position", "returns another output for a row at another place in the batch", GIVE_TENSOR
+            return "position", "returns another output for a row at another place in the batch"
         return "meeting", "returns another output for a row when other rows are missing"
 
     @property
@@ -185,20 +171,15 @@ class ModuleTest:
 
         return sum(map(differs, rows))
 
-    def _count_draws(self, tested: ComparedCall) -> tuple[str, int, int]:
-        """Return moved streams of Python and NumPy, and the number of draws for all rows and for half."""
-        counts: list[int] = []
-        sources: set[str] = set()
+    def _sources(self, tested: ComparedCall) -> str:
+        """Return the libraries whose default streams the module moves."""
         with self._fresh(tested.call) as (_, run):
-            for rows in (self.total, self.total // 2):
-                part = RowPart(tuple(range(rows)), self.total)
-                before = rng.capture(rng.of_process())
-                run(_select_all(tested.call.inputs, tested.inputs, part), part)
-                now = rng.capture(rng.of_process())
-                moved = [one for one in rng.of_process() if not rng.is_same(before, now, of=(one,))]
-                sources |= {"Python's random" if one is random else "NumPy" for one in moved}
-                counts.append(self.bench.draws.count)
-        return " and ".join(sorted(sources)), counts[0], counts[1]
+            self.bench.draws.begin(self._whole, tested.call.state)  # as `run` does
+            before = rng.capture(rng.of_process())
+            run(tested.call.inputs, self._whole)
+            now = rng.capture(rng.of_process())
+        moved = [one for one in rng.of_process() if not rng.is_same(before, now, of=(one,))]
+        return " and ".join(["Python's random" if one is random else "NumPy" for one in moved])
 
     def _is_equivariant(self, tested: ComparedCall) -> bool:
         turned = RowPart(tuple(range(self.total))[::-1], self.total)
