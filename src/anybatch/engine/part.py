@@ -202,14 +202,7 @@ class Part:
         if gradients is not None:
             gradients.begin()
         if reader is not None:
-            reader.begin(micro, 0 if gradients is None else self._held(gradients))
-
-    def _held(self, gradients: InPlace | Apart) -> int:
-        """Return the bytes of gradient sums."""
-        held = [one for bank in gradients.banks.values() for one in bank.values()]
-        if self.ways.is_lockstep:  # FSDP itself may hold them, as before a sum over copies
-            held = [local(one) for one in self.task.network.parameters]
-        return sum(one.untyped_storage().nbytes() for one in held if one.layout is torch.strided)
+            reader.begin(micro, 0 if gradients is None else _nbytes(self, gradients))
 
     def done(self) -> None:
         """Mark the current micro-batch as done: its rows are not run again."""
@@ -429,3 +422,11 @@ class Part:
         """Remove hooks, and drop readings of a micro-batch that has begun."""
         self.sums.close()
         (self.reader or NO_READER).close()
+
+
+def _nbytes(part: Part, gradients: InPlace | Apart) -> int:
+    """Return the bytes of gradient sums."""
+    held = [one for bank in gradients.banks.values() for one in bank.values()]
+    if part.ways.is_lockstep:  # FSDP itself may hold them, as before a sum over copies
+        held = [local(one) for one in part.task.network.parameters]
+    return sum(one.untyped_storage().nbytes() for one in held if one.layout is torch.strided)
