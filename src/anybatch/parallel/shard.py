@@ -193,14 +193,14 @@ class Shard(Replicate):
     @contextmanager
     def evaluating(self) -> Generator[None]:
         """Run forwards in lockstep; after an error others wait for this rank until their timeout."""
-        order, self._order, self._is_inside = self._order, None, True
+        orders, self._orders, self._is_inside = self._orders, {}, True
         try:
             yield
         except BaseException as error:
             self._leave(error)
             raise
         finally:
-            self._order, self._is_inside = order, False
+            self._orders, self._is_inside = orders, False
             self.ready(self._model)
 
     def begin(self, task: Task, settings: Plan) -> None:
