@@ -5,8 +5,8 @@ import importlib
 import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from threading import Thread
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anybatch.core import RankError, accelerator, torch_private as private
 
-_GRACE = timedelta(seconds=1)  # for others to say that they wait
+_GRACE_S = 1.0  # for others to say that they wait
 _SIZE = 4096  # bytes of a message; fixed, so that all ranks send and expect the same size
 
 Group = Any  # a torch.distributed.ProcessGroup; None for the default one
@@ -83,7 +83,7 @@ def answered(group: Group = None) -> Generator[None]:
         found: list[str] = []
         asking = Thread(target=_behind, args=(group, found), daemon=True)
         asking.start()
-        asking.join(5 * _GRACE.total_seconds())  # a store whose host stands still never answers
+        asking.join(5 * _GRACE_S)  # a store whose host stands still never answers
         said = " and ".join(found) or "at least one of them"
         raise RankError(
             f"Expected an answer from all {ranks(group)} ranks, got none from {said}: it has ended "
@@ -129,8 +129,9 @@ def _behind(group: Group, found: list[str]) -> None:
             elif count < mine:
                 found.append(f"rank {place} (it sent {count} of {mine} messages)")
         if not found:
-            with suppress(RuntimeError):
-                store.wait([f"{key} waits" for key in keys], _GRACE)
+            end = monotonic() + _GRACE_S
+            while monotonic() < end and not store.check([f"{key} waits" for key in keys]):
+                sleep(0.05)  # `store.wait` writes a warning if its time is over
             found += [f"rank {at}" for at, key in enumerate(keys) if not store.check([f"{key} waits"])]
 
 
