@@ -127,6 +127,7 @@ class Shard(Replicate):
         self._spare = 0.0  # bytes beside each micro-batch
         self._row: Any = None
         self._rows = _ROWS  # of that
+        self._row_of = -1  # updates that had been made when it came
         self._synced: tuple[bool, bool] | None = None
         self._calls: list[Collective] = []  # of the current micro-batch
 
@@ -229,6 +230,8 @@ class Shard(Replicate):
                 "adds them up. Say MixedPrecisionPolicy(reduce_dtype=torch.float32), or leave hold=True out."
             )
         self._can_wait, self.is_held, self._spare = is_wide, False, 0.0
+        if self._row_of == self._updates:
+            self._row = None  # it may be why no update was made: zero times NaN is NaN
         self._shown = bool(task.callbacks.gradients)
         task.progress.unchecked = (
             "ranks wait for each other in a sharded model: run ab.check before fully_shard"
@@ -244,7 +247,7 @@ class Shard(Replicate):
             self._rows = min(_ROWS, len(left[0]))
             with rng.preserved():  # `collate` may draw
                 (micro,) = part.batch.micro_batches([left[0][: self._rows]])
-            self._row = tree.map_leaves(_copied, micro.rows)
+            self._row, self._row_of = tree.map_leaves(_copied, micro.rows), self._updates
         fits = self._spare >= self._whole_bytes and self._can_wait and not part.sums.redone
         holds = fits if self.hold is None else self.hold
         message = {"open": len(left), "row": self._row is not None, "shown": self._shown}
@@ -346,6 +349,7 @@ class Shard(Replicate):
             packed = io.BytesIO(bytes(joined.split(sizes)[source].tolist()))
             # Safe to unpickle: packed by another process of this program.
             self._row = torch.load(packed, map_location=self._device, weights_only=False)
+            self._row_of = self._updates
 
     # ---- the end
 
