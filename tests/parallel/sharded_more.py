@@ -2,6 +2,7 @@
 
 import copy
 import random
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import anybatch as ab
+from anybatch.core.errors import RankError
 from anybatch.parallel import Shard, rank as rank_of, ranks, shard_files
 from tests.parallel.cases import digest, draw_sizes, share
 from tests.parallel.sharded import OPTIMIZERS, WORDS, error_of, make, rows, shard, tokens, whole
@@ -106,6 +108,26 @@ def poisoned(rank: int, size: int) -> list[bool]:
         found.append(step((x * torch.nan if rank == bad else x, y)).updated)
         found.append(step((x, y)).updated)
     return found
+
+
+def named(rank: int, size: int) -> list[str]:
+    """The errors of copies of shards where rank 1 fails in its first forward; then where all wait."""
+    mesh, told = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("copies", "shards")), list[str]()
+
+    def fails(*args: Any, **options: Any) -> Any:
+        if rank == 1 and not told:
+            raise ValueError("no")
+        time.sleep(1.0)  # as long as rank 1 needs to leave its error
+        raise RuntimeError("Timed out")
+
+    for _ in range(2):
+        step = steps(shard(make(), mesh), make())[0]
+        with mock.patch.object(dist, "all_gather_single", side_effect=fails):
+            try:
+                step(share(rows(size), [1] * size, rank))
+            except (RankError, ValueError) as error:
+                told.append(str(error))
+    return told
 
 
 class Watcher(ab.Callback):

@@ -53,10 +53,11 @@ class Collectives:
     Args:
         part: the module.
         calls: collects those of the current micro-batch.
+        everyone: the group of the step, whose ranks an error names.
     """
 
-    def __init__(self, part: Any, calls: list[Collective]) -> None:
-        self.part, self.calls = part, calls
+    def __init__(self, part: Any, calls: list[Collective], everyone: Group) -> None:
+        self.part, self.calls, self.everyone = part, calls, everyone
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the memory of a buffer."""
@@ -74,7 +75,7 @@ class Collectives:
         sizes = output_tensor.numel(), input_tensor.numel()
         kind = input_tensor.dtype, input_tensor.device
         self.calls.append(Collective(self.part, sizes, *kind, group, op))
-        with answered(group):
+        with answered(self.everyone):
             if op is not None:
                 return dist.reduce_scatter_single(
                     output_tensor, input_tensor, op=op, group=group, async_op=async_op
@@ -270,7 +271,7 @@ class Shard(Replicate):
     def _configure(self) -> None:
         """Set the options of FSDP, which the caller or another step may have changed since the last time."""
         for one in self._parts:
-            recorder = Collectives(one, self._calls)
+            recorder = Collectives(one, self._calls, self.group)
             one.set_gradient_divide_factor(1.0)
             one.set_force_sum_reduction_for_comms(True)
             one.set_custom_all_gather(recorder)
