@@ -2,6 +2,7 @@
 
 import copy
 import random
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import anybatch as ab
+from anybatch.core.errors import RankError
 from anybatch.parallel import Shard, rank as rank_of, ranks, shard_files
 from tests.parallel.cases import digest, draw_sizes, share
 from tests.parallel.sharded import OPTIMIZERS, WORDS, error_of, make, rows, shard, tokens, whole
@@ -68,8 +70,9 @@ def features(rank: int, size: int) -> dict[str, float]:
                 options=ab.Options(strategy="local", check=False, clip_value=clip),
             )
         watchers = [Watcher(one) for one in shown]
-        mine.attach(watchers[:1])
-        twin.attach(watchers[1:])
+        flows = [ab.GradientFlow(one, every=1) for one in (parts, model)]
+        mine.attach([watchers[0], flows[0]])
+        twin.attach([watchers[1], flows[1]])
         for number in range(3):
             batch = rows(7, seed=number)
             if name == "by length":
@@ -81,6 +84,8 @@ def features(rank: int, size: int) -> dict[str, float]:
         found[name] = error_of(parts, model)
         if name == "plain":
             found["shown"] = max(abs(one - other) for one, other in zip(*shown, strict=True))
+            ratios = zip(*[one.last.ratio for one in flows if one.last], strict=True)
+            found["flow"] = max(abs(one - other) for one, other in ratios)
     model, batch = make(), rows(7)
     parts = shard(model)
     loss, optimizer = ab.BatchLoss(parts, tokens, micro_batch=2), OPTIMIZERS["momentum"](parts.parameters())
@@ -89,6 +94,40 @@ def features(rank: int, size: int) -> dict[str, float]:
     steps(parts, model)[1](batch)
     found["BatchLoss"] = error_of(parts, model)
     return found
+
+
+def poisoned(rank: int, size: int) -> list[bool]:
+    """Updates made after a first batch of NaN: on rank 1, and on rank 0, from which rank 1 has its rows."""
+    found: list[bool] = []
+    for bad, split in ((1, [5, 2]), (0, [7, 0])):
+        parts = fully_shard(nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
+        options = ab.Options(non_finite="skip")
+        step = ab.Step(parts, nn.MSELoss(), optimizer, micro_batch=2, options=options)
+        x, y = share((torch.randn(7, 3), torch.randn(7, 2)), split, rank)
+        found.append(step((x * torch.nan if rank == bad else x, y)).updated)
+        found.append(step((x, y)).updated)
+    return found
+
+
+def named(rank: int, size: int) -> list[str]:
+    """The errors of copies of shards where rank 1 fails in its first forward; then where all wait."""
+    mesh, told = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("copies", "shards")), list[str]()
+
+    def fails(*args: Any, **options: Any) -> Any:
+        if rank == 1 and not told:
+            raise ValueError("no")
+        time.sleep(1.0)  # as long as rank 1 needs to leave its error
+        raise RuntimeError("Timed out")
+
+    for _ in range(2):
+        step = steps(shard(make(), mesh), make())[0]
+        with mock.patch.object(dist, "all_gather_single", side_effect=fails):
+            try:
+                step(share(rows(size), [1] * size, rank))
+            except (RankError, ValueError) as error:
+                told.append(str(error))
+    return told
 
 
 class Watcher(ab.Callback):

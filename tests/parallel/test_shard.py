@@ -44,6 +44,16 @@ def test_options(two: Ranks) -> None:
             assert error < (0.02 if "bf16" in name or "policy" in name else 1e-12), (name, error)
 
 
+def test_rows_that_made_no_update_are_not_kept_for_micro_batches_of_weight_0(two: Ranks) -> None:
+    assert two.run(sharded_more.poisoned) == [[False, True] * 2] * 2
+
+
+def test_a_rank_that_fails_is_named_to_its_copies_but_not_later(four: Ranks) -> None:
+    for rank, (first, then) in enumerate(four.run(sharded_more.named)):
+        assert rank == 1 or "rank 1 (it says 'ValueError: no')" in first
+        assert "ValueError" not in then
+
+
 SAID = {
     "local": 'strategy="auto"',
     "replicate": 'strategy="auto"',

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from anybatch.core import torch_private as private
+from anybatch.core import torch_private as private, whole
 
 Table = Mapping[str, Sequence[float]]  # numbers by name
 
@@ -24,10 +24,11 @@ def sizes_of(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def norms_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the 2-norm of each tensor, of shape (1,), on its device."""
+    """Return the 2-norm of each tensor, of shape (1,), on its device; for DTensors a collective."""
     found: dict[str, Tensor] = {}
     for names, values, wide in _by_device({name: dense(value) for name, value in tensors.items()}):
-        found |= zip(names, torch.stack(private.foreach_norm(values, 2, dtype=wide)).view(-1, 1), strict=True)
+        norms = torch.stack(private.foreach_norm(values, 2, dtype=wide))
+        found |= zip(names, whole(norms).view(-1, 1), strict=True)
     return found
 
 

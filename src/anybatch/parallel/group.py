@@ -109,9 +109,8 @@ def leave_error(said: str, group: Group = None) -> None:
     """Store an error for other processes, which wait in a collective of this one until their timeout."""
     store: Any = private.default_store(dist.distributed_c10d)
     with suppress(RuntimeError, AttributeError):
-        store.set(
-            f"anybatch {tuple(dist.get_process_group_ranks(group))} {dist.get_rank()} failed", said[:600]
-        )
+        members = tuple(dist.get_process_group_ranks(group))
+        store.set(f"anybatch {members} {dist.get_rank()} failed at {_messages.get(members, 0)}", said[:600])
 
 
 def _behind(group: Group, found: list[str]) -> None:
@@ -124,8 +123,8 @@ def _behind(group: Group, found: list[str]) -> None:
         store.set(f"{keys[dist.get_rank(group)]} waits", str(mine))
         for place, key in enumerate(keys):
             count = int(store.get(key)) if store.check([key]) else 0
-            if store.check([f"{key} failed"]):
-                found.append(f"rank {place} (it says {store.get(f'{key} failed').decode()!r})")
+            if store.check([failed := f"{key} failed at {mine}"]):
+                found.append(f"rank {place} (it says {store.get(failed).decode()!r})")
             elif count < mine:
                 found.append(f"rank {place} (it sent {count} of {mine} messages)")
         if not found:

@@ -53,10 +53,11 @@ class Collectives:
     Args:
         part: the module.
         calls: collects those of the current micro-batch.
+        everyone: the group of the step, whose ranks an error names.
     """
 
-    def __init__(self, part: Any, calls: list[Collective]) -> None:
-        self.part, self.calls = part, calls
+    def __init__(self, part: Any, calls: list[Collective], everyone: Group) -> None:
+        self.part, self.calls, self.everyone = part, calls, everyone
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the memory of a buffer."""
@@ -74,7 +75,7 @@ class Collectives:
         sizes = output_tensor.numel(), input_tensor.numel()
         kind = input_tensor.dtype, input_tensor.device
         self.calls.append(Collective(self.part, sizes, *kind, group, op))
-        with answered(group):
+        with answered(self.everyone):
             if op is not None:
                 return dist.reduce_scatter_single(
                     output_tensor, input_tensor, op=op, group=group, async_op=async_op
@@ -127,6 +128,7 @@ class Shard(Replicate):
         self._spare = 0.0  # bytes beside each micro-batch
         self._row: Any = None
         self._rows = _ROWS  # of that
+        self._row_of = -1  # updates that had been made when it came
         self._synced: tuple[bool, bool] | None = None
         self._calls: list[Collective] = []  # of the current micro-batch
 
@@ -229,6 +231,8 @@ class Shard(Replicate):
                 "adds them up. Say MixedPrecisionPolicy(reduce_dtype=torch.float32), or leave hold=True out."
             )
         self._can_wait, self.is_held, self._spare = is_wide, False, 0.0
+        if self._row_of == self._updates:
+            self._row = None  # it may be why no update was made: zero times NaN is NaN
         self._shown = bool(task.callbacks.gradients)
         task.progress.unchecked = (
             "ranks wait for each other in a sharded model: run ab.check before fully_shard"
@@ -244,7 +248,7 @@ class Shard(Replicate):
             self._rows = min(_ROWS, len(left[0]))
             with rng.preserved():  # `collate` may draw
                 (micro,) = part.batch.micro_batches([left[0][: self._rows]])
-            self._row = tree.map_leaves(_copied, micro.rows)
+            self._row, self._row_of = tree.map_leaves(_copied, micro.rows), self._updates
         fits = self._spare >= self._whole_bytes and self._can_wait and not part.sums.redone
         holds = fits if self.hold is None else self.hold
         message = {"open": len(left), "row": self._row is not None, "shown": self._shown}
@@ -267,7 +271,7 @@ class Shard(Replicate):
     def _configure(self) -> None:
         """Set the options of FSDP, which the caller or another step may have changed since the last time."""
         for one in self._parts:
-            recorder = Collectives(one, self._calls)
+            recorder = Collectives(one, self._calls, self.group)
             one.set_gradient_divide_factor(1.0)
             one.set_force_sum_reduction_for_comms(True)
             one.set_custom_all_gather(recorder)
@@ -346,6 +350,7 @@ class Shard(Replicate):
             packed = io.BytesIO(bytes(joined.split(sizes)[source].tolist()))
             # Safe to unpickle: packed by another process of this program.
             self._row = torch.load(packed, map_location=self._device, weights_only=False)
+            self._row_of = self._updates
 
     # ---- the end
 

@@ -171,8 +171,9 @@ class Trainer:
     def _fit(self, epochs: int, interruption: Interruption) -> list[EpochReport]:
         if self.out is not None and not self._is_ours and has_run(self.out):
             raise CheckpointError(
-                f"{self.out}: expected a folder without an earlier run, got one with {LAST}. Go on with that "
-                f"run by resume({str(self.out)!r}), or choose another folder."
+                f"{self.out}: expected a folder without an earlier run, got one with checkpoints. Go on with "
+                f"that run by resume({str(self.out)!r}), or choose another folder. A run that resumes with "
+                "fully_shard what was saved without it, or the other way round, needs another folder, too."
             )
         per_epoch = self.train.per_epoch(self.batch_size)
         info = RunInfo(
