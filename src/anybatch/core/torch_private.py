@@ -425,6 +425,11 @@ def communication_hooks(model: nn.Module) -> list[str]:
 # ---- FSDP2
 
 
+def local_of(shard: Any) -> Tensor:
+    """Return the part of a DTensor on this rank, without a graph. If missing: with one, which is slower."""
+    return shard._local_tensor if hasattr(shard, "_local_tensor") else shard.to_local()
+
+
 def groups_of_shards(model: nn.Module) -> list[Any]:
     """Return the parameter groups of all modules that `fully_shard` was applied to."""
     modules: list[Any] = [one for one in model.modules() if hasattr(one, "_get_fsdp_state")]
@@ -475,6 +480,6 @@ def sharding_of(model: nn.Module) -> list[Any]:
     ]
 
 
-def keeps_weights(model: nn.Module) -> bool:
-    """Return True if a sharded model keeps gathered weights after backward."""
-    return not all(group.reshard_after_backward for group in groups_of_shards(model))
+def keeps_weights(groups: Iterable[Any]) -> bool:
+    """Return True if one of these parameter groups keeps gathered weights after backward."""
+    return not all(group.reshard_after_backward for group in groups)

@@ -78,7 +78,7 @@ def loss_of(task: Task, batch: Batch | None = None) -> str:
     if batch is None:
         values = []
     elif not settings:
-        inside = {*task.model.modules()}
+        inside = {*task.network.inner}
         values = [
             one for module in task.network.modules if module not in inside for one in module.buffers(False)
         ]
@@ -95,7 +95,7 @@ def state_of(task: Task) -> list[Tensor]:
 
 def buffers_of_model(task: Task) -> list[Tensor]:
     """Return the model's buffers."""
-    tables = [private.buffers_of(module).values() for module in task.model.modules()]
+    tables = [private.buffers_of(module).values() for module in task.network.inner]
     return [one for table in tables for one in table if one is not None and one.layout is torch.strided]
 
 
@@ -234,6 +234,7 @@ def _of_rows(batch: Batch) -> int:
 
 
 def _part(tensors: Sequence[Tensor], turn: int) -> int:
+    tensors = [one for one in tensors if not is_shard(one)]  # each rank holds another part
     total, found, at = sum(one.nbytes for one in tensors), 0, 0
     start, stop = total * turn // TURNS, total * (turn + 1) // TURNS
     for place, one in enumerate(tensors, 1):
