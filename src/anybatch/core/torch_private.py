@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import CodeType
@@ -274,7 +275,8 @@ _accumulated = attrgetter("_post_accumulate_grad_hooks") if hasattr(Tensor, HOOK
 
 def hooks_after_accumulation(tensors: Sequence[Tensor]) -> list[Callable[..., Any]]:
     """Return hooks and optimizers that run after a gradient is accumulated. If missing: none."""
-    if not any(map(_accumulated, tensors)) and not any(map(vars, tensors)):
+    names = chain.from_iterable(map(vars, tensors))
+    if not any(map(_accumulated, tensors)) and "_in_backward_optimizers" not in names:
         return []
     found = [hook for tensor in tensors for hook in hooks_of_tensor(tensor)[1].values()]
     return [*found, *[one for t in tensors for one in getattr(t, "_in_backward_optimizers", ())]]

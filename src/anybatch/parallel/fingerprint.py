@@ -15,6 +15,7 @@ from anybatch.engine import Plan, Sums, Task, owned
 TURNS = 64  # steps in which every tensor is compared once
 _LOOKS = 2  # number of first steps that compare rows
 _FEW = 4  # rows compared
+_PLAIN = (bool, int, float, str, tuple, type(None))
 _ADVICE = {
     "weights": "Set the same seed before the model is made, or load the same checkpoint, on every rank",
     "optimizer state": "Load the same state on every rank",
@@ -60,7 +61,7 @@ def optimizers_of(task: Task) -> str:
         for slots in one.state.values()
         if isinstance(slots, dict)
         for value in slots.values()
-        if isinstance(value, int | float)
+        if isinstance(value, (int, float))
     ]
     options = [(type(one).__name__, *map(_plain, one.param_groups)) for one in task.optimizers]
     return _hash([options, counts])
@@ -138,7 +139,7 @@ def checksum(value: Tensor, start: int = 0, stop: int | None = None) -> int:
 
 def _plain(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     kept = {
-        key: one for key, one in values.items() if isinstance(one, bool | int | float | str | tuple | None)
+        key: one for key, one in values.items() if isinstance(one, _PLAIN)
     }
     return sorted(kept.items())
 
