@@ -181,7 +181,7 @@ ODD: dict[str, tuple[Callable[[Any, Any], Any], dict[str, Any], dict[str, Any]]]
     "clip_norm": (shard, {"clip_norm": 0.1}, {}),
     "precision": (shard, {"precision": "bf16-mixed"}, {}),
     "non_finite": (shard, {}, {"non_finite": "skip"}),
-    "compensated": (shard, {}, {"compensated": True}),
+    "accumulate": (shard, {}, {"accumulate": torch.float64}),
     "resharding": (lambda model, mesh: shard(model, mesh, reshard_after_forward=False), {}, {}),
     "policy": (lambda model, mesh: shard(model, mesh, mp_policy=POLICY), {}, {}),
     "modules": (lambda model, mesh: fully_shard(copy.deepcopy(model), mesh=mesh), {}, {}),

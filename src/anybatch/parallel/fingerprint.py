@@ -138,9 +138,7 @@ def checksum(value: Tensor, start: int = 0, stop: int | None = None) -> int:
 
 
 def _plain(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    kept = {
-        key: one for key, one in values.items() if isinstance(one, _PLAIN)
-    }
+    kept = {key: one for key, one in values.items() if isinstance(one, _PLAIN)}
     return sorted(kept.items())
 
 
