@@ -275,8 +275,7 @@ _accumulated = attrgetter("_post_accumulate_grad_hooks") if hasattr(Tensor, HOOK
 
 def hooks_after_accumulation(tensors: Sequence[Tensor]) -> list[Callable[..., Any]]:
     """Return hooks and optimizers that run after a gradient is accumulated. If missing: none."""
-    names = chain.from_iterable(map(vars, tensors))
-    if not any(map(_accumulated, tensors)) and "_in_backward_optimizers" not in names:
+    if not any(map(_accumulated, tensors)) and "_in_backward_optimizers" not in chain(*map(vars, tensors)):
         return []
     found = [hook for tensor in tensors for hook in hooks_of_tensor(tensor)[1].values()]
     return [*found, *[one for t in tensors for one in getattr(t, "_in_backward_optimizers", ())]]
@@ -427,9 +426,9 @@ def communication_hooks(model: nn.Module) -> list[str]:
 # ---- FSDP2
 
 
-def local_of(shard: Any) -> Tensor:
-    """Return the part of a DTensor on this rank, without a graph. If missing: with one, which is slower."""
-    return shard._local_tensor if hasattr(shard, "_local_tensor") else shard.to_local()
+def local(value: Any) -> Tensor:
+    """Return the part of a tensor on this rank, outside of the graph; a plain tensor as it is."""
+    return getattr(value, "_local_tensor", value)
 
 
 def groups_of_shards(model: nn.Module) -> list[Any]:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from anybatch.core import torch_private as private
 from anybatch.core.errors import BatchError
 
 Build = Callable[[Iterator[Tensor]], Any]
@@ -176,11 +175,6 @@ def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Buil
 def is_shard(value: object) -> bool:
     """Return True for a DTensor, as the parameters of a sharded model are."""
     return type(value) is not Tensor and hasattr(type(value), "device_mesh")
-
-
-def local(value: Any) -> Tensor:
-    """Return the part of a tensor on this rank; a plain tensor as it is."""
-    return private.local_of(value) if is_shard(value) else value
 
 
 def whole(value: Any) -> Tensor:

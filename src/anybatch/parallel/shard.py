@@ -212,7 +212,7 @@ class Shard(Replicate):
             'non_finite="drop"': settings.non_finite == "drop",
             "SyncBatchNorm in training mode": task.is_synced(settings),
             "a callback with micro_gradients": bool(task.callbacks.of_micro_gradients),
-            "trained parameters of the loss": any(not is_shard(p) for p in task.network.parameters),
+            "trained parameters of the loss": not all(map(is_shard, task.network.parameters)),
         }
         if found := [name for name, is_asked in refused.items() if is_asked]:
             raise PlanError(
