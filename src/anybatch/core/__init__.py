@@ -75,6 +75,7 @@ from anybatch.core.report import (
     RunInfo as RunInfo,
     StepReport as StepReport,
 )
+from anybatch.core.torch_private import local as local
 from anybatch.core.total import (
     SHORT_DTYPES as SHORT_DTYPES,
     Fold as Fold,
@@ -84,7 +85,6 @@ from anybatch.core.total import (
 )
 from anybatch.core.tree import (
     is_shard as is_shard,
-    local as local,
     mould as mould,
     parts as parts,
     tensors_in as tensors_in,

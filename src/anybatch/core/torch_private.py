@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import CodeType
@@ -274,7 +275,7 @@ _accumulated = attrgetter("_post_accumulate_grad_hooks") if hasattr(Tensor, HOOK
 
 def hooks_after_accumulation(tensors: Sequence[Tensor]) -> list[Callable[..., Any]]:
     """Return hooks and optimizers that run after a gradient is accumulated. If missing: none."""
-    if not any(map(_accumulated, tensors)) and not any(map(vars, tensors)):
+    if not any(map(_accumulated, tensors)) and "_in_backward_optimizers" not in chain(*map(vars, tensors)):
         return []
     found = [hook for tensor in tensors for hook in hooks_of_tensor(tensor)[1].values()]
     return [*found, *[one for t in tensors for one in getattr(t, "_in_backward_optimizers", ())]]
@@ -425,6 +426,11 @@ def communication_hooks(model: nn.Module) -> list[str]:
 # ---- FSDP2
 
 
+def local(value: Any) -> Tensor:
+    """Return the part of a tensor on this rank, outside of the graph; a plain tensor as it is."""
+    return getattr(value, "_local_tensor", value)
+
+
 def groups_of_shards(model: nn.Module) -> list[Any]:
     """Return the parameter groups of all modules that `fully_shard` was applied to."""
     modules: list[Any] = [one for one in model.modules() if hasattr(one, "_get_fsdp_state")]
@@ -475,6 +481,6 @@ def sharding_of(model: nn.Module) -> list[Any]:
     ]
 
 
-def keeps_weights(model: nn.Module) -> bool:
-    """Return True if a sharded model keeps gathered weights after backward."""
-    return not all(group.reshard_after_backward for group in groups_of_shards(model))
+def keeps_weights(groups: Iterable[Any]) -> bool:
+    """Return True if one of these parameter groups keeps gathered weights after backward."""
+    return not all(group.reshard_after_backward for group in groups)

@@ -174,12 +174,7 @@ def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Buil
 
 def is_shard(value: object) -> bool:
     """Return True for a DTensor, as the parameters of a sharded model are."""
-    return type(value) is not Tensor and hasattr(value, "device_mesh")
-
-
-def local(value: Any) -> Tensor:
-    """Return the part of a tensor on this rank; a plain tensor as it is."""
-    return value.to_local() if is_shard(value) else value
+    return type(value) is not Tensor and hasattr(type(value), "device_mesh")
 
 
 def whole(value: Any) -> Tensor:

@@ -97,7 +97,7 @@ class InPlace:
         made = [p for p in self._awaited if p.grad is not None]
         for parameter in sorted(made, key=Tensor.numel):
             gradient = parameter.grad
-            if gradient is None or gradient.layout is not torch.strided or is_shard(gradient):
+            if gradient is None or is_shard(gradient) or gradient.layout is not torch.strided:
                 continue  # parts of a shard's gradient do not overlap
             if gradient.is_conj() or gradient.is_neg():  # which torch's common operations do not know
                 gradient = parameter.grad = gradient.resolve_conj().resolve_neg()

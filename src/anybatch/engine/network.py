@@ -19,6 +19,7 @@ class Network:
     """The modules and parameters of a model and its loss, as they stand."""
 
     modules: Sequence[nn.Module]
+    inner: Sequence[nn.Module]  # those of the model alone
     parameters: Sequence[nn.Parameter]  # the trainable ones of the optimizers
     # parameters of the model, or in closures of the loss, that no optimizer here owns, and frozen ones; their
     # `.grad` takes no part in the update and is left alone
@@ -52,17 +53,19 @@ class Network:
             held: the parameters of the optimizers.
             is_mixed: rows meet in the loss, which sees all of them: its BatchNorms do not depend on the cut.
         """
-        modules = list(dict.fromkeys([*model.modules(), *module_of(loss).modules()]))
+        inner = [*model.modules()]
+        modules = list(dict.fromkeys([*inner, *module_of(loss).modules()]))
         inside, parameters = _parameters_of(modules), [p for p in held if p.requires_grad]
         # Backward reaches those in closures of the loss, as a GAN's other network: their `.grad` is kept.
         beside, trained = _parameters_of(Reachable([loss]).modules), frozenset(parameters)
         return Network(
             modules=modules,
+            inner=inner,
             parameters=parameters,
             others=[p for p in dict.fromkeys((*inside, *held, *beside)) if p not in trained],
-            batch_norms=find_batch_norms(model.modules() if is_mixed else modules),
+            batch_norms=find_batch_norms(inner if is_mixed else modules),
             devices={p.device for p in inside},
-            is_static=any(map(private.is_static, model.modules())),
+            is_static=any(map(private.is_static, inner)),
         )
 
     @property

@@ -15,6 +15,7 @@ from anybatch.engine import Plan, Sums, Task, owned
 TURNS = 64  # steps in which every tensor is compared once
 _LOOKS = 2  # number of first steps that compare rows
 _FEW = 4  # rows compared
+_PLAIN = (bool, int, float, str, tuple, type(None))
 _ADVICE = {
     "weights": "Set the same seed before the model is made, or load the same checkpoint, on every rank",
     "optimizer state": "Load the same state on every rank",
@@ -60,7 +61,7 @@ def optimizers_of(task: Task) -> str:
         for slots in one.state.values()
         if isinstance(slots, dict)
         for value in slots.values()
-        if isinstance(value, int | float)
+        if isinstance(value, (int, float))
     ]
     options = [(type(one).__name__, *map(_plain, one.param_groups)) for one in task.optimizers]
     return _hash([options, counts])
@@ -78,7 +79,7 @@ def loss_of(task: Task, batch: Batch | None = None) -> str:
     if batch is None:
         values = []
     elif not settings:
-        inside = {*task.model.modules()}
+        inside = {*task.network.inner}
         values = [
             one for module in task.network.modules if module not in inside for one in module.buffers(False)
         ]
@@ -95,7 +96,7 @@ def state_of(task: Task) -> list[Tensor]:
 
 def buffers_of_model(task: Task) -> list[Tensor]:
     """Return the model's buffers."""
-    tables = [private.buffers_of(module).values() for module in task.model.modules()]
+    tables = [private.buffers_of(module).values() for module in task.network.inner]
     return [one for table in tables for one in table if one is not None and one.layout is torch.strided]
 
 
@@ -137,9 +138,7 @@ def checksum(value: Tensor, start: int = 0, stop: int | None = None) -> int:
 
 
 def _plain(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    kept = {
-        key: one for key, one in values.items() if isinstance(one, bool | int | float | str | tuple | None)
-    }
+    kept = {key: one for key, one in values.items() if isinstance(one, _PLAIN)}
     return sorted(kept.items())
 
 
@@ -234,6 +233,7 @@ def _of_rows(batch: Batch) -> int:
 
 
 def _part(tensors: Sequence[Tensor], turn: int) -> int:
+    tensors = [one for one in tensors if not is_shard(one)]  # each rank holds another part
     total, found, at = sum(one.nbytes for one in tensors), 0, 0
     start, stop = total * turn // TURNS, total * (turn + 1) // TURNS
     for place, one in enumerate(tensors, 1):

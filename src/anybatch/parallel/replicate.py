@@ -215,8 +215,7 @@ class Replicate(Strategy):
             rows=sum(one["rows"] for one in said),
             dropped=sum(one["dropped"] for one in said),
         )
-        chosen = sums.plan.accumulation_dtype
-        self._like = {p: accumulation_dtype(p.dtype, chosen) for p in sums.task.network.parameters}
+        self._chosen = sums.plan.accumulation_dtype
         self._gathered, self._is_reducing = None, True
         self._names = sums.task.names() if self.compression else {}
         add = max if any(one["shared"] for one in said) else fsum
@@ -229,7 +228,7 @@ class Replicate(Strategy):
 
     def reduce(self, gradients: Gradient) -> Gradient:
         """Sum the gradients over ranks, bit-identical on all; raise PlanError for sparse ones."""
-        like = self._like
+        like = {p: accumulation_dtype(p.dtype, self._chosen) for p in self._task.network.parameters}
         if any(one.is_sparse for one in gradients.values()):
             raise PlanError(
                 f"Expected dense gradients on several ranks, got sparse ones of {len(gradients)} parameters. "

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from anybatch.core import OpenBatch, PlanError, RankError, local, torch_private as private, tree
+from anybatch.core import OpenBatch, PlanError, RankError, is_shard, local, torch_private as private, tree
 from anybatch.engine import Gradient, Part, Plan, Restart, Sums, Task, accompany, norm_of
 from anybatch.integrations import wants_router_loss
 from anybatch.losses import ModelTerms, WholeBatch
@@ -177,6 +177,7 @@ class Shard(Replicate):
         wide = max(one.itemsize for one in self._dtypes)
         self._whole_bytes = sum(p.numel() * max(wide, p.itemsize) for p in shards)
         self._parts: list[Any] = [one for one in model.modules() if hasattr(one, "reset_iter_state")]
+        self._groups = private.groups_of_shards(model)
         self._shards, self._replicas = private.connections_of_shards(model)
         self.group = self._shards if axes == 1 else None
 
@@ -184,7 +185,7 @@ class Shard(Replicate):
         """Reshard what a forward without backward has left unsharded; check a model that is new."""
         if model is not self._model:
             self.take(model)
-        if private.keeps_weights(model):
+        if private.keeps_weights(self._groups):
             raise PlanError(
                 f"Expected weights that are resharded after backward, got a {type(model).__name__} with "
                 "set_reshard_after_backward(False), which keeps those from before the update. Leave it out."
@@ -213,9 +214,7 @@ class Shard(Replicate):
             'non_finite="drop"': settings.non_finite == "drop",
             "SyncBatchNorm in training mode": task.is_synced(settings),
             "a callback with micro_gradients": bool(task.callbacks.of_micro_gradients),
-            "trained parameters of the loss": any(
-                not hasattr(p, "device_mesh") for p in task.network.parameters
-            ),
+            "trained parameters of the loss": not all(map(is_shard, task.network.parameters)),
         }
         if found := [name for name, is_asked in refused.items() if is_asked]:
             raise PlanError(
@@ -317,8 +316,9 @@ class Shard(Replicate):
         is_last = self._at == self._count
         synced = is_last or not self.is_held, is_last or not self._can_wait
         if synced != self._synced:
-            self._model.set_requires_gradient_sync(synced[0])
-            self._model.set_requires_all_reduce(all(synced))
+            for one in self._parts:
+                one.set_requires_gradient_sync(synced[0], recurse=False)
+                one.set_requires_all_reduce(all(synced), recurse=False)
             self._synced = synced
 
     def missing(self, part: Part) -> Iterator[Any]:
