@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,10 +30,17 @@ def test_any_data_gives_the_run_of_one_process(two: Ranks, four: Ranks, kind: st
     assert_alike(answers[0], sharded_trainings.trained(0, 1, kind, True))
 
 
+@pytest.fixture
+def fresh() -> Iterator[Ranks]:
+    """Four ranks of their own: a test makes their group anew, and torch keeps meshes of the old one."""
+    with spawned(4) as ranks:
+        yield ranks
+
+
 @pytest.mark.parametrize("epochs", [2, 3], ids=["at the end of an epoch", "in the middle"])
-def test_a_run_goes_on_on_any_number_of_ranks(four: Ranks, epochs: int, tmp_path: Path) -> None:
+def test_a_run_goes_on_on_any_number_of_ranks(fresh: Ranks, epochs: int, tmp_path: Path) -> None:
     """Saved by 4, loaded by 3 and by one process without shards: the same bits, and one end."""
-    (done, *_) = four.run(sharded_trainings.saved, str(tmp_path / "run"), epochs)
+    (done, *_) = fresh.run(sharded_trainings.saved, str(tmp_path / "run"), epochs)
     assert {one.name for one in (tmp_path / "run").iterdir()} == {
         "best",
         "log.jsonl",
@@ -42,7 +50,7 @@ def test_a_run_goes_on_on_any_number_of_ranks(four: Ranks, epochs: int, tmp_path
     ends = []
     for count in (3, 1):
         folder = shutil.copytree(tmp_path / "run", tmp_path / f"run{count}")
-        found = four.run(sharded_trainings.resumed, str(folder), count, str(tmp_path), count == 1)[:count]
+        found = fresh.run(sharded_trainings.resumed, str(folder), count, str(tmp_path), count == 1)[:count]
         for loaded, end in found:
             assert loaded["bits"] == done["bits"]
             assert loaded["counts"][:3] == done["counts"][:3]

@@ -1,6 +1,7 @@
 """A trainer on several ranks makes the run of one process, and no rank waits for one that failed."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from anybatch.testing import tolerance
 from anybatch.train.checkpoint import load
 from tests.parallel import trainings
-from tests.parallel.spawned import Ranks
+from tests.parallel.spawned import Ranks, spawned
 
 FLOAT64 = tolerance(torch.float64, 8)
 
@@ -26,6 +27,13 @@ def assert_alike(found: Any, expected: Any) -> None:
 def assert_same(answers: list[Any]) -> None:
     """To the bit, on all ranks."""
     assert all(one == answers[0] for one in answers)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    """Four ranks of this file: tests make their group anew, and torch keeps meshes of the old one."""
+    with spawned(4) as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize("kind", trainings.KINDS)
