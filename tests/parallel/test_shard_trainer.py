@@ -74,7 +74,7 @@ def test_a_run_goes_on_on_any_number_of_ranks(fresh: Ranks, epochs: int, tmp_pat
     ],
 )
 def test_killed_while_saving_the_last_good_one_is_loaded(
-    four: Ranks, place: str, at: int, left: int, last: int, tmp_path: Path
+    fresh: Ranks, place: str, at: int, left: int, last: int, tmp_path: Path
 ) -> None:
     """A rank gets SIGKILL in a save; 3 ranks and one process find the bits of the last whole checkpoint."""
     folder = tmp_path / "run"
@@ -87,7 +87,7 @@ def test_killed_while_saving_the_last_good_one_is_loaded(
     for count in (3, 1):
         copy = shutil.copytree(folder, tmp_path / f"run{count}")
         args = str(copy), count, str(tmp_path), count == 1
-        for loaded, end in four.run(sharded_trainings.resumed, *args)[:count]:
+        for loaded, end in fresh.run(sharded_trainings.resumed, *args)[:count]:
             assert loaded["counts"][1] == last
             assert loaded["bits"] == bits[last]
             assert end["counts"] == [4, 20, 20, ""]
