@@ -5,7 +5,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -430,3 +430,15 @@ def ended(rank: int, size: int, end: signal.Signals, seed: int) -> dict[str, Any
         told["said"] = str(error)
     same = all(map(torch.equal, before, map(local, parts.parameters())))
     return told | {"seconds": time.monotonic() - began, "is_as_before": same}
+
+
+def said_by(cases: Mapping[str, Callable[[], object]]) -> dict[str, str]:
+    """What each call raises, by name."""
+    found: dict[str, str] = {}
+    for name, call in cases.items():
+        try:
+            call()
+            found[name] = "no error"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found

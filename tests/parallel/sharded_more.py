@@ -20,7 +20,7 @@ import anybatch as ab
 from anybatch.core.errors import RankError
 from anybatch.parallel import Shard, rank as rank_of, ranks, shard_files
 from tests.parallel.cases import digest, draw_sizes, share
-from tests.parallel.sharded import OPTIMIZERS, WORDS, error_of, make, rows, shard, tokens, whole
+from tests.parallel.sharded import OPTIMIZERS, WORDS, error_of, make, rows, said_by, shard, tokens, whole
 
 # ---- what else a step can do, and what is refused
 
@@ -196,14 +196,7 @@ def refused(rank: int, size: int) -> dict[str, str]:
         "plan": lambda: ab.plan(parts, tokens, torch.optim.SGD(parts.parameters()), batch, memory="1GB"),
         "flow": lambda: ab.gradient_flow(parts, tokens, batch),
     }
-    found = {}
-    for name, call in cases.items():
-        try:
-            call()
-            found[name] = "no error"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return said_by(cases)
 
 
 def only_in_words(model: Any, mesh: Any) -> Any:

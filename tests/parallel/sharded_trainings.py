@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import anybatch as ab
 from anybatch.core import CheckpointError, RankError
 from tests.parallel.cases import digest
-from tests.parallel.sharded import whole
+from tests.parallel.sharded import said_by, whole
 from tests.parallel.trainings import COUNTS, Stop, as_many, data, stacked
 
 UPDATES = 5  # of an epoch
@@ -242,11 +242,4 @@ def refused(rank: int, size: int, folder: str) -> dict[str, str]:
         "another seed": lambda: same.resume(folder),
         "another model": lambda: other.resume(folder),
     }
-    found: dict[str, str] = {}
-    for name, call in cases.items():
-        try:
-            call()
-            found[name] = "no error"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found | {"unchanged": str(numbers(same, [])["bits"] == before)}
+    return said_by(cases) | {"unchanged": str(numbers(same, [])["bits"] == before)}

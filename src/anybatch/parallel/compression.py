@@ -8,6 +8,7 @@ each parameter the positions of its values, int32, unless all elements are sent,
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -27,7 +28,7 @@ _Values = tuple[Tensor | None, Tensor]  # positions (None for all elements) and 
 _STAGES = 4  # stages of the warm-up: 75 %, 93.75 %, 98.4 % and 99.6 %
 
 
-class Codec:
+class Codec(ABC):
     """A codec: this rank's share of the divided gradient as bytes, and the bytes of all ranks as the sum.
 
     By itself it has no state; codecs with a state override `state`, `load` and `undo`.
@@ -45,9 +46,9 @@ class Codec:
                     f"{parameter.dtype} and shape {tuple(parameter.shape)}. Train without compression."
                 )
 
+    @abstractmethod
     def encode(self, gradients: Tensors, like: Tensors) -> Tensor:
         """Return uint8 bytes, `(sent,)`, of finite gradients by name; `like` has all parameters."""
-        raise NotImplementedError
 
     def decode(self, payloads: Sequence[Tensor], like: Tensors) -> dict[str, Tensor]:
         """Return the sum by name, in float32 or float64; payloads are added in order."""
@@ -65,7 +66,7 @@ class Codec:
                 f"{sorted(state)}. Use the compression that the checkpoint was written with."
             )
 
-    def undo(self) -> None:
+    def undo(self) -> None:  # noqa: B027  # without a state there is nothing to restore
         """Restore the state before the last `encode`: its update was not made. Repeated calls do nothing."""
 
 
