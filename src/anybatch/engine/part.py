@@ -71,7 +71,7 @@ class Ways:
         self.loss: Loss = task.loss if plan.is_cut or is_open else task.loss.uncut()
         # gradients of a micro-batch, until it is over
         self.holds_whole = not is_whole or task.strategy.is_lockstep
-        self.is_late = is_open or (plan.non_finite == "drop" and plan.is_cut)
+        self.is_late = is_open or (plan.non_finite == "drop" and plan.is_cut) or bool(task.guess)
         self.is_guarded = plan.is_guarded and not is_dry
         self.is_lockstep = task.strategy.is_lockstep
         self.adds_over_ranks = self.is_lockstep or task.is_synced(plan)
@@ -302,7 +302,8 @@ class Part:
         division = sums.division
         if division is UNDECIDED:
             known = OpenBatch() if ways.is_late else self.batch
-            division = Division.decide(ways.loss, known, terms, rows, adds_over_ranks=ways.adds_over_ranks)
+            guess = 0.0 if ways.adds_over_ranks else self.task.guess or 1.0
+            division = Division.decide(ways.loss, known, terms, rows, guess=guess)
             if ways.adds_over_ranks and division.divisors is None and len(terms.sums) > 1:
                 raise LossError(
                     f"Expected a loss of one term with SyncBatchNorm or shards, got {[*terms.sums]}, each of "
