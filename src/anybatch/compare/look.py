@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice, product
+from operator import attrgetter
 from textwrap import shorten
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from anybatch.core import (
     LossError,
     OutOfMemoryError,
     SampleBatch,
+    TensorBatch,
     TrimmedBatch,
     cut_sizes,
     ran_out_of_memory,
@@ -85,6 +87,25 @@ def refuse_what_depends_on_the_cut(
             if doubt is None or doubt.lasts:
                 return doubt
     return doubt
+
+
+def few_of(batch: Batch) -> Batch:
+    """Return copies of a few rows, to compare them with later ones."""
+    return batch.only(choose_rows(batch)(min(ROWS, batch.rows))).copied()
+
+
+def joined(few: Batch, batch: Batch) -> Batch:
+    """Return a few rows and some of a batch as one batch; those of more rows if their shapes differ."""
+    if isinstance(batch, SampleBatch):
+        both = SampleBatch([*few.given, *batch.given], batch.collate)
+        return both.only([*range(few.rows), *[few.rows + row for row in choose_rows(batch)(ROWS // 2)]])
+    if few.like != batch.like:
+        return max(batch, few, key=attrgetter("rows"))
+    rows = max(ROWS // 2, ROWS - few.rows)
+    more = batch.only(choose_rows(batch)(min(rows, batch.rows)))
+    few, nest = few.only(range(min(few.rows, ROWS - more.rows))), tree.flatten(more.whole)
+    pairs = zip(tree.flatten(few.whole).leaves, nest.leaves, strict=True)
+    return TensorBatch(nest.build(torch.cat([one.detach(), other.detach()]) for one, other in pairs))
 
 
 def _fits(task: Task, few: Batch, plan: Plan, most: int) -> bool:
@@ -204,9 +225,14 @@ def _only(task: Task, batch: Batch, rows: Sequence[int]) -> Batch:
 
 def reached_by(task: Task, batch: Batch) -> ObjectState:
     """Note all that a run reaches, but for the task's parameters and buffers, which a step puts back."""
-    collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
     known = [p for module in task.network.modules for p in (*module.parameters(), *module.buffers())]
-    return ObjectState([task.model, task.loss, *task.network.modules, *collate], but_for=known)
+    return ObjectState(roots_of(task, batch), but_for=known)
+
+
+def roots_of(task: Task, batch: Batch) -> list[object]:
+    """Return the objects from which all that a run reaches is found."""
+    collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
+    return [task.model, task.loss, *task.network.modules, *collate]
 
 
 class _FewRows(NamedTuple):
