@@ -67,11 +67,11 @@ class Ways:
         self.plan, self.is_whole = plan, is_whole  # not the task, which holds this: a circle is freed late
         # If the batch is not cut, the loss is torch's own, bit-identical. The total weight of a window, or of
         # several ranks, is unknown before its end.
-        is_open = not is_whole or task.strategy.is_many
+        is_open = not is_whole or task.strategy.is_many or bool(task.guess)
         self.loss: Loss = task.loss if plan.is_cut or is_open else task.loss.uncut()
         # gradients of a micro-batch, until it is over
         self.holds_whole = not is_whole or task.strategy.is_lockstep
-        self.is_late = is_open or (plan.non_finite == "drop" and plan.is_cut) or bool(task.guess)
+        self.is_late = is_open or (plan.non_finite == "drop" and plan.is_cut)
         self.is_guarded = plan.is_guarded and not is_dry
         self.is_lockstep = task.strategy.is_lockstep
         self.adds_over_ranks = self.is_lockstep or task.is_synced(plan)
