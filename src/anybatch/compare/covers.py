@@ -16,7 +16,7 @@ _MOST = 256  # items of a container whose numbers, strings and flags are read; a
 _CHANGES = 3  # values of an attribute that are compared; one with more of them may be a counter
 
 
-class _Place(NamedTuple):
+class _Kept(NamedTuple):
     read: Callable[[Any], Any]
     key: Any
     name: tuple[int, Any]  # the container and the key
@@ -33,7 +33,7 @@ class Covers:
         self._form = cast("Hashable", None)
         self._is_ragged = False
         self._lowest: dict[int, int] = {}  # by tensor, the lowest sign of its numbers
-        self._places: list[_Place] = []
+        self._places: list[_Kept] = []
         self._values: list[Any] = []
         self._known: dict[tuple[int, Any], set[Any]] = {}  # by place, the values that were compared
 
@@ -90,12 +90,12 @@ class Covers:
         return found
 
 
-def _value_of(place: _Place) -> Any:
+def _value_of(place: _Kept) -> Any:
     value = place.read(place.key)
     return value if type(value) in _PLAIN else None
 
 
-def _places_of(found: Reachable) -> Iterator[_Place]:
+def _places_of(found: Reachable) -> Iterator[_Kept]:
     """Yield the places of numbers, strings and flags; modules of torch have none that meet rows."""
     own = {id(vars(one)) for one in found.modules if type(one).__module__.startswith("torch.nn.")}
     for container in [one for one in found.containers if id(one) not in own and len(one) <= _MOST]:
@@ -111,8 +111,8 @@ def _places_of(found: Reachable) -> Iterator[_Place]:
         yield from [_of(scope.get, name, scope) for name in names if type(scope.get(name)) in _PLAIN]
 
 
-def _of(read: Callable[[Any], Any], key: Any, holder: object) -> _Place:
-    return _Place(read, key, (id(holder), key))
+def _of(read: Callable[[Any], Any], key: Any, holder: object) -> _Kept:
+    return _Kept(read, key, (id(holder), key))
 
 
 def _item_of(items: Any) -> Callable[[int], Any]:

@@ -50,12 +50,19 @@ class Doubt(NamedTuple):
 
 
 def refuse_what_depends_on_the_cut(
-    task: Task, batch: Batch, plan: Plan, most: int, *, is_late: bool = False, is_first: bool = True
+    task: Task,
+    batch: Batch,
+    plan: Plan,
+    most: int,
+    *,
+    is_late: bool = False,
+    is_first: bool = True,
+    is_bounded: bool = False,
 ) -> Doubt | None:
     """Compare loss and gradient of a few rows between several cuts.
 
-    At most eight rows, as different as `choose_rows` finds them, run as one part if memory allows, without
-    the plan's recomputation; and in parts as small as the plan's, in another order. No part has a single row
+    At most eight rows, as different as `choose_rows` finds them, run as one part, without the plan's
+    recomputation, if memory allows and no budget holds (`is_bounded`); and in parts as small as the plan's, in another order. No part has a single row
     unless the plan has such parts. If the gradient is divided last, as in a window (`is_late`), the parts
     start from another provisional divisor. Dropout gives its expected value, and everything is put back.
     Only the first comparison has a third cut. Return the reason why these rows could not tell, or None.
@@ -75,10 +82,10 @@ def refuse_what_depends_on_the_cut(
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt = Doubt("memory ran out in a few rows")
     with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as few:
-        largest = rows if _fits(task, few, plan, most) else most
+        largest = rows if not is_bounded and _fits(task, few, plan, most) else most
         tries = dict.fromkeys([(largest, least), (most, least), (most, 2), (2, least), (2, 1)])
-        bare = dict.fromkeys([replace(plan, blocks=()), plan])  # memory may not do without the plan's blocks
-        for kept, (size, small) in product(bare, tries):
+        bare = [plan] if is_bounded else [replace(plan, blocks=()), plan]  # memory may need the blocks
+        for kept, (size, small) in product(dict.fromkeys(bare), tries):
             with suppress(OutOfMemoryError):
                 cuts = _cuts(few.rows, size, small, max(small, smallest), is_mixed=is_mixed)
                 cuts = cuts if is_first else islice(cuts, 0, None, 2)

@@ -355,7 +355,7 @@ class Planning:
 
 @dataclass(slots=True)
 class _Compared:
-    """What was compared of one kind of rows."""
+    """The comparisons of one kind of rows."""
 
     covers: Covers = field(default_factory=Covers)
     left: int = 0  # how often there is still to be looked
@@ -368,8 +368,8 @@ class Guard:
     Without `check` loss and gradient of a few rows are not compared before the first cut.
     """
 
-    def __init__(self, *, batch_norm: str | None, check: bool) -> None:
-        self.batch_norm, self.checks = batch_norm, check
+    def __init__(self, *, batch_norm: str | None, check: bool, is_bounded: bool = False) -> None:
+        self.batch_norm, self.checks, self._is_bounded = batch_norm, check, is_bounded
         self._looks: dict[Hashable, _Compared] = {}  # by the kind of rows
         self._has_warned = False
 
@@ -405,7 +405,7 @@ class Guard:
         if self.wants(batch, smallest):
             rows = batch if kept is None else joined(kept, batch)
             compare = partial(refuse_what_depends_on_the_cut, task, rows, plan, most, is_late=in_window)
-            self._note(task, batch, compare)
+            self._note(task, batch, partial(compare, is_bounded=self._is_bounded))
         self._tell(task, batch)
 
     def wants(self, batch: Batch, smallest: int) -> bool:
