@@ -14,7 +14,7 @@ from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding
 from anybatch.check.modules import ModuleTest, first_that_differs
 from anybatch.check.prepare import Prepared, prepare
-from anybatch.check.rows import RowPart, find_padding, trimmed
+from anybatch.check.rows import find_padding, trimmed
 from anybatch.check.splits import (
     Comparison,
     Pass,
@@ -29,6 +29,7 @@ from anybatch.core import BatchError, Collate, PlanError, html_table
 from anybatch.engine import check_micro_batch
 from anybatch.losses import LossLike
 from anybatch.parallel import refuse_sharded, unwrapped
+from anybatch.state import RowPart
 from anybatch.step import DEFAULT, Options, known_keywords
 
 CUTTING_S = 5.0  # a further split is given up after this time

@@ -13,10 +13,11 @@ from torch.jit import ScriptModule
 from anybatch.check.copies import Copied, named_parameters
 from anybatch.check.draws import Draws, OutOfTime
 from anybatch.check.passes import Bench, Pass
-from anybatch.check.rows import RowCut, RowPart, rows_of, subset
+from anybatch.check.rows import RowCut, rows_of, subset
 from anybatch.compare import choose_rows, numbered_anew
 from anybatch.core import BatchError, Collate, PlanError, SampleBatch, TensorBatch, tree
 from anybatch.losses import WholeBatch
+from anybatch.state import RowPart
 
 ALL_ROWS = 64  # the most rows that are tried if a few rows do not run
 ROWS = 8  # enough for uneven splits of several rows

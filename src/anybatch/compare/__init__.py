@@ -12,7 +12,7 @@ from anybatch.compare.look import (
     rehearse as rehearse,
     run_parts as run_parts,
 )
-from anybatch.compare.outcome import Outcome as Outcome, distance as distance
+from anybatch.compare.outcome import Outcome as Outcome, WatchedBatch as WatchedBatch, distance as distance
 from anybatch.compare.tolerance import (
     limit_of as limit_of,
     relative_error as relative_error,

@@ -31,7 +31,7 @@ from anybatch.core import (
 from anybatch.engine import Accumulation, Plan, Restart, Task, context
 from anybatch.losses import Additive, ModelTerms, Terms, WholeBatch, function_of
 from anybatch.memory import find_device, parse_memory
-from anybatch.state import ObjectState, rng
+from anybatch.state import ObjectState, Replayed, rng
 
 ROWS = 8
 LEAST = 3  # the fewest rows with an uneven split
@@ -62,10 +62,11 @@ def refuse_what_depends_on_the_cut(
     """Compare loss and gradient of a few rows between several cuts.
 
     At most eight rows, as different as `choose_rows` finds them, run as one part, without the plan's
-    recomputation, if memory allows and no budget holds (`is_bounded`); and in parts as small as the plan's, in another order. No part has a single row
-    unless the plan has such parts. If the gradient is divided last, as in a window (`is_late`), the parts
-    start from another provisional divisor. Dropout gives its expected value, and everything is put back.
-    Only the first comparison has a third cut. Return the reason why these rows could not tell, or None.
+    recomputation, if memory allows and no budget holds (`is_bounded`); and in parts as small as the plan's,
+    in another order. No part has a single row unless the plan has such parts. If the gradient is divided
+    last, as in a window (`is_late`), the parts start from another provisional divisor. Dropout gives its
+    expected value, other random numbers are replayed, and everything is put back. Only the first comparison
+    has a third cut. Return the reason why these rows could not tell, or None.
 
     Raises:
         LossError: loss, gradient or weights depend on the split.
@@ -90,7 +91,8 @@ def refuse_what_depends_on_the_cut(
                 cuts = _cuts(few.rows, size, small, max(small, smallest), is_mixed=is_mixed)
                 cuts = cuts if is_first else islice(cuts, 0, None, 2)
                 guess = _guess(task, plan) if is_late or _divides_last(task, plan) else 0.0
-                doubt = _FewRows(task, few, plan, kept, guess).compare(size, cuts)
+                draws = Replayed(without_dropout=True)
+                doubt = _FewRows(task, few, plan, kept, guess, draws).compare(size, cuts)
             if doubt is None or doubt.lasts:
                 return doubt
     return doubt
@@ -163,7 +165,8 @@ def read_rows(
         cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
         if check:
             guess = _guess(task, plan) if _divides_last(task, plan) else 0.0
-            doubt = _FewRows(task, few, plan, plan, guess).compare(2, cuts)
+            draws = Replayed(without_dropout=True)
+            doubt = _FewRows(task, few, plan, plan, guess, draws).compare(2, cuts)
         else:
             for cut in cuts:
                 outcome_of(task, few, plan, cut, is_watched=False)
@@ -247,14 +250,14 @@ class _FewRows(NamedTuple):
     few: Batch
     plan: Plan
     kept: Plan  # of the first cut
-    guess: (
-        float  # the factor of the provisional divisor of the other cuts; 0 if the gradient is divided early
-    )
+    guess: float  # the factor of the provisional divisor of the other cuts; 0 if they divide early
+    draws: Replayed  # the random numbers of the first cut
 
     def run(self, cut: Split, *, is_first: bool = True, is_watched: bool = True) -> Looked | Exception:
         few = self.few.padded() if is_first else self.few
         task = self.task if is_first else replace(self.task, guess=self.guess)
-        return outcome_of(task, few, self.kept if is_first else self.plan, cut, is_watched=is_watched)
+        plan = self.kept if is_first else self.plan
+        return outcome_of(task, few, plan, cut, is_watched=is_watched, like=self.draws)
 
     def compare(self, most: int, cuts: Iterable[Split]) -> Doubt | None:
         others = iter(cuts)
@@ -333,6 +336,10 @@ class _FewRows(NamedTuple):
             likely += f"a hook on {hooked[0]!r} changes the gradient of each micro-batch, "
         is_sum = isinstance(self.task.loss, Additive)
         likely += "or ab.Additive got a mean." if is_sum else "or a Total's weight is not its divisor."
+        if parts.mixes or whole.mixes:
+            likely = (
+                "It draws random numbers and mixes rows by them (a permutation, negatives of the batch). "
+            )
         if whole.moved:
             likely = f"The forward changes {whole.moved!r}, and later forwards may compute with it."
         raise LossError(

@@ -55,11 +55,10 @@ class SeenDraws(private.TorchDispatchMode):
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Make a draw."""
-        name = func.__name__
-        if "bernoulli_" in name and not has_own_generator(args, kwargs):
+        if is_dropout(func) and not has_own_generator(args, kwargs):
+            if "native" in func.__name__:
+                return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
             return expected_of_bernoulli(args)
-        if "native_dropout" in name:
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         self.unreplayed += 1
         return func(*args, **kwargs)
 
@@ -98,6 +97,11 @@ def plain_kernels() -> Generator[None]:
             cudnn.enabled = False
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield
+
+
+def is_dropout(func: Any) -> bool:
+    """Return True for the draws of dropout."""
+    return "bernoulli_" in func.__name__ or "native_dropout" in func.__name__
 
 
 def expected_of_bernoulli(args: Sequence[Any]) -> Tensor:
