@@ -6,13 +6,12 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
-from anybatch.compare.look import ROWS, roots_of
 from anybatch.core import Batch, SampleBatch
-from anybatch.engine import Task
 from anybatch.state import Reachable
 
 _PLAIN = {int, float, bool, str}
 _MOST = 256  # items of a container whose numbers, strings and flags are read; a longer one is data
+_SMALLEST = 4  # rows of a part; smaller ones are compared only if a plan has them
 _CHANGES = 3  # values of an attribute that are compared; one with more of them may be a counter
 
 
@@ -29,9 +28,9 @@ class Covers:
     """
 
     def __init__(self) -> None:
-        self._rows, self._smallest = 0, ROWS
+        self._rows, self._smallest = 0, _SMALLEST + 1
         self._form = cast("Hashable", None)
-        self._is_ragged = False
+        self._is_ragged = self.has_held = False  # `has_held`: once nothing was found
         self._lowest: dict[int, int] = {}  # by tensor, the lowest sign of its numbers
         self._places: list[_Kept] = []
         self._values: list[Any] = []
@@ -39,14 +38,14 @@ class Covers:
 
     def lacks(self, batch: Batch, smallest: int) -> bool:
         """Return True if rows, their smallest part or attributes are not covered; they are from now on."""
-        smallest = min(smallest, ROWS // 2)
+        smallest = min(smallest, _SMALLEST)
         found = [batch.rows > self._rows, smallest < self._smallest]
         self._rows, self._smallest = max(batch.rows, self._rows), min(smallest, self._smallest)
         return any([*found, self._is_longer(batch), self._is_lower(batch), self._has_changed()])
 
-    def add(self, task: Task, batch: Batch) -> None:
-        """Add the attributes of model and loss, with which they are now compared."""
-        self._places = [*_places_of(Reachable(roots_of(task, batch)))]
+    def add(self, found: Reachable) -> None:
+        """Add the attributes that are reached from model and loss, which are now compared."""
+        self._places = [*_places_of(found)]
         self._values = [*map(_value_of, self._places)]
         for place, value in zip(self._places, self._values, strict=True):
             self._known.setdefault(place.name, set()).add(value)

@@ -14,6 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from anybatch.compare.choose_rows import choose_rows, numbered_anew
+from anybatch.compare.covers import Covers
 from anybatch.compare.outcome import Difference, Looked, Split, differ, outcome_of
 from anybatch.core import (
     Batch,
@@ -54,9 +55,9 @@ def refuse_what_depends_on_the_cut(
     batch: Batch,
     plan: Plan,
     most: int,
+    covers: Covers,
     *,
     is_late: bool = False,
-    is_first: bool = True,
     is_bounded: bool = False,
 ) -> Doubt | None:
     """Compare loss and gradient of a few rows between several cuts.
@@ -65,8 +66,8 @@ def refuse_what_depends_on_the_cut(
     recomputation, if memory allows and no budget holds (`is_bounded`); and in parts as small as the plan's,
     in another order. No part has a single row unless the plan has such parts. If the gradient is divided
     last, as in a window (`is_late`), the parts start from another provisional divisor. Dropout gives its
-    expected value, other random numbers are replayed, and everything is put back. Only the first comparison
-    has a third cut. Return the reason why these rows could not tell, or None.
+    expected value, other random numbers are replayed, and everything is put back. `covers` notes what was
+    compared; only the first comparison has a third cut. Return the reason why these rows could not tell, or None.
 
     Raises:
         LossError: loss, gradient or weights depend on the split.
@@ -82,14 +83,14 @@ def refuse_what_depends_on_the_cut(
     # A loss over all rows may pair rows by their places.
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt = Doubt("memory ran out in a few rows")
-    with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as few:
+    with suppress(OutOfMemoryError), _few_rows(task, batch, rows, covers) as few:
         largest = rows if not is_bounded and _fits(task, few, plan, most) else most
         tries = dict.fromkeys([(largest, least), (most, least), (most, 2), (2, least), (2, 1)])
         bare = [plan] if is_bounded else [replace(plan, blocks=()), plan]  # memory may need the blocks
         for kept, (size, small) in product(dict.fromkeys(bare), tries):
             with suppress(OutOfMemoryError):
                 cuts = _cuts(few.rows, size, small, max(small, smallest), is_mixed=is_mixed)
-                cuts = cuts if is_first else islice(cuts, 0, None, 2)
+                cuts = islice(cuts, 0, None, 2) if covers.has_held else cuts  # XX islice(cuts, 0, None, 2)
                 guess = _guess(task, plan) if is_late or _divides_last(task, plan) else 0.0
                 draws = Replayed(without_dropout=True)
                 doubt = _FewRows(task, few, plan, kept, guess, draws).compare(size, cuts)
@@ -140,13 +141,13 @@ def _guess(task: Task, plan: Plan) -> float:
 
 
 def read_rows(
-    task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool], *, check: bool
+    task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool], covers: Covers | None
 ) -> Doubt | None:
     """Show micro-batches of a few rows to the reader of a task; compare loss and gradient of two splits.
 
     The first split has two rows in each part. The parts of the second are the largest that then `fits`, by
-    the readings so far. Then 32, 128, 512 rows run, as long as they fit and are few beside the batch. Return
-    the reason why these rows could not tell; None if they could.
+    the readings so far. Then 32, 128, 512 rows run, as long as they fit and are few beside the batch. Without
+    `covers` nothing is compared. Return the reason why these rows could not tell; None if they could.
 
     Raises:
         LossError: loss, gradient or weights depend on the split.
@@ -161,9 +162,9 @@ def read_rows(
             size *= 4
         return None
     doubt: Doubt | None = Doubt("memory ran out in a few rows")
-    with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as few:
+    with suppress(OutOfMemoryError), _few_rows(task, batch, rows, covers) as few:
         cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
-        if check:
+        if covers is not None:
             guess = _guess(task, plan) if _divides_last(task, plan) else 0.0
             draws = Replayed(without_dropout=True)
             doubt = _FewRows(task, few, plan, plan, guess, draws).compare(2, cuts)
@@ -213,11 +214,13 @@ def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> I
 
 
 @contextmanager
-def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[Batch]:
+def _few_rows(task: Task, batch: Batch, rows: int, covers: Covers | None = None) -> Generator[Batch]:
     with rng.preserved():  # `collate` may draw
         try:
             few = _only(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
             noted = reached_by(task, few)
+            if covers is not None:
+                covers.add(noted.found)
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
@@ -235,14 +238,9 @@ def _only(task: Task, batch: Batch, rows: Sequence[int]) -> Batch:
 
 def reached_by(task: Task, batch: Batch) -> ObjectState:
     """Note all that a run reaches, but for the task's parameters and buffers, which a step puts back."""
-    known = [p for module in task.network.modules for p in (*module.parameters(), *module.buffers())]
-    return ObjectState(roots_of(task, batch), but_for=known)
-
-
-def roots_of(task: Task, batch: Batch) -> list[object]:
-    """Return the objects from which all that a run reaches is found."""
     collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
-    return [task.model, task.loss, *task.network.modules, *collate]
+    known = [p for module in task.network.modules for p in (*module.parameters(), *module.buffers())]
+    return ObjectState([task.model, task.loss, *task.network.modules, *collate], but_for=known)
 
 
 class _FewRows(NamedTuple):

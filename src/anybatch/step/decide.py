@@ -404,8 +404,8 @@ class Guard:
         smallest = min(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most))
         if self.wants(batch, smallest):
             rows = batch if kept is None else joined(kept, batch)
-            compare = partial(refuse_what_depends_on_the_cut, task, rows, plan, most, is_late=in_window)
-            self._note(task, batch, partial(compare, is_bounded=self._is_bounded))
+            compare = partial(refuse_what_depends_on_the_cut, is_late=in_window, is_bounded=self._is_bounded)
+            self._note(batch, partial(compare, task, rows, plan, most))
         self._tell(task, batch)
 
     def wants(self, batch: Batch, smallest: int) -> bool:
@@ -419,15 +419,14 @@ class Guard:
         """Read micro-batches of a few rows with the task's reader, and look, if that is wanted."""
         norms = task.network.batch_norms and self.batch_norm != "frozen"
         if self.checks and not norms and self.wants(batch, min(2, batch.rows)):
-            self._note(task, batch, lambda: read_rows(task, batch, plan, fits, check=True))
+            self._note(batch, partial(read_rows, task, batch, plan, fits))
         else:
-            read_rows(task, batch, plan, fits, check=False)
+            read_rows(task, batch, plan, fits, None)
 
-    def _note(self, task: Task, batch: Batch, look: Callable[[], Doubt | None]) -> None:
+    def _note(self, batch: Batch, look: Callable[[Covers], Doubt | None]) -> None:
         """Look, and keep the reason if nothing was found out."""
         known = self._looks[_kind(batch)]
-        known.doubt = doubt = look()
-        known.covers.add(task, batch)
+        known.doubt = doubt = look(known.covers)
         known.left = 0 if doubt is None or doubt.lasts else known.left - 1
         if doubt is not None and not (known.left or doubt.is_quiet or self._has_warned):
             self._has_warned = True
