@@ -67,7 +67,8 @@ def refuse_what_depends_on_the_cut(
     in another order. No part has a single row unless the plan has such parts. If the gradient is divided
     last, as in a window (`is_late`), the parts start from another provisional divisor. Dropout gives its
     expected value, other random numbers are replayed, and everything is put back. `covers` notes what was
-    compared; only the first comparison has a third cut. Return the reason why these rows could not tell, or None.
+    compared; once it has held, there is one cut less. Return the reason why these rows could not tell, or
+    None.
 
     Raises:
         LossError: loss, gradient or weights depend on the split.
@@ -90,10 +91,11 @@ def refuse_what_depends_on_the_cut(
         for kept, (size, small) in product(dict.fromkeys(bare), tries):
             with suppress(OutOfMemoryError):
                 cuts = _cuts(few.rows, size, small, max(small, smallest), is_mixed=is_mixed)
-                cuts = islice(cuts, 0, None, 2) if covers.has_held else cuts  # XX islice(cuts, 0, None, 2)
+                cuts = islice(cuts, 0, None, 2) if covers.has_held else cuts
                 guess = _guess(task, plan) if is_late or _divides_last(task, plan) else 0.0
                 draws = Replayed(without_dropout=True)
                 doubt = _FewRows(task, few, plan, kept, guess, draws).compare(size, cuts)
+            covers.has_held = covers.has_held or doubt is None
             if doubt is None or doubt.lasts:
                 return doubt
     return doubt
