@@ -358,6 +358,7 @@ class _Compared:
     """The comparisons of one kind of rows."""
 
     covers: Covers = field(default_factory=Covers)
+    updates: int = 0
     left: int = 0  # how often there is still to be looked
     doubt: Doubt | None = None  # why nothing was found out
 
@@ -387,6 +388,7 @@ class Guard:
         *,
         kept: Batch | None = None,
         in_window: bool = False,
+        is_first: bool = True,
     ) -> None:
         """Refuse a result that depends on the cut, if the rows, or model and loss, are not covered.
 
@@ -397,22 +399,26 @@ class Guard:
             most: rows that are known to fit.
             kept: rows of the `add` of a window before these, compared together with them.
             in_window: the gradient is divided at the end.
+            is_first: these are the first rows of an update.
         """
         if not self.checks:
             task.progress.unchecked = "the Step was made with Options(check=False)"
             return
         smallest = min(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most))
-        if self.wants(batch, smallest):
+        if self.wants(batch, smallest, is_first=is_first):
             rows = batch if kept is None else joined(kept, batch)
             compare = partial(refuse_what_depends_on_the_cut, is_late=in_window, is_bounded=self._is_bounded)
             self._note(batch, partial(compare, task, rows, plan, most))
         self._tell(task, batch)
 
-    def wants(self, batch: Batch, smallest: int) -> bool:
+    def wants(self, batch: Batch, smallest: int, *, is_first: bool = True) -> bool:
         """Return True if these rows, the smallest parts of so many, are to be compared."""
         known = self._looks.setdefault(_kind(batch), _Compared())
+        known.updates += is_first
         if known.covers.lacks(batch, smallest):
             known.left = _TRIES
+        elif is_first and not known.updates & known.updates - 1:  # a power of two
+            known.left = max(known.left, 1)
         return bool(known.left)
 
     def read(self, task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool]) -> None:
