@@ -234,7 +234,7 @@ class _Watched(Replayed):
         self._missed, self.total = False, 0
         self._places = {one.untyped_storage().data_ptr(): one for one in parameters if not is_lazy(one)}
         self._copies: dict[Tensor, Tensor] = {}
-        self._has_drawn, self.nbytes = False, 0  # bytes of all results, as if all were kept
+        self._has_drawn = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -245,9 +245,7 @@ class _Watched(Replayed):
                 if known is not None and known not in self._copies:
                     with private.disable_current_modes():
                         self._copies[known] = known.detach().clone()
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.nbytes += result.nbytes if _is_strided(result) else 0
-        return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._has_drawn = True

@@ -19,6 +19,7 @@ class SeenDraws(private.TorchDispatchMode):
 
     Attributes:
         dtypes: floating dtypes of results.
+        nbytes: of all floating results, as if all were kept.
         unreplayed: draws whose numbers differ in another split.
         is_watching: set to False to stop noting and replacing.
     """
@@ -26,7 +27,7 @@ class SeenDraws(private.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
-        self.unreplayed = 0
+        self.unreplayed = self.nbytes = 0
         self.is_watching = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -51,6 +52,7 @@ class SeenDraws(private.TorchDispatchMode):
         first = result[0] if isinstance(result, tuple) and result else result
         if isinstance(first, Tensor) and first.is_floating_point() and any(map(_is_floating, args)):
             self.dtypes.add(first.dtype)  # constants are exact
+            self.nbytes += first.numel() * first.itemsize
         return result
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
