@@ -408,7 +408,10 @@ class Guard:
         if self.wants(batch, smallest, is_first=is_first):
             rows = batch if kept is None else joined(kept, batch)
             compare = partial(refuse_what_depends_on_the_cut, is_late=in_window, is_bounded=self._is_bounded)
-            self._note(batch, partial(compare, task, rows, plan, most))
+            if rows.rows > 1:
+                self._note(batch, partial(compare, task, rows, plan, most))
+            else:
+                self._looks[_kind(batch)].doubt = Doubt("a single row has no cut to compare")
         self._tell(task, batch)
 
     def wants(self, batch: Batch, smallest: int, *, is_first: bool = True) -> bool:
