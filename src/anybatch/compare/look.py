@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from anybatch.compare.choose_rows import choose_rows, numbered_anew
-from anybatch.compare.covers import Covers
+from anybatch.compare.covers import Covers, Doubt
 from anybatch.compare.outcome import Difference, Looked, Split, differ, outcome_of
 from anybatch.core import (
     Batch,
@@ -42,14 +42,6 @@ _FARTHER = 2.0**4  # between two provisional divisors
 _AGAIN = 4  # repetitions before a refusal: hidden random numbers may be equal by chance
 
 
-class Doubt(NamedTuple):
-    """The reason why a look could not judge; `lasts` if other rows do not help."""
-
-    reason: str
-    lasts: bool = False
-    is_quiet: bool = False  # True for no warning
-
-
 def refuse_what_depends_on_the_cut(
     task: Task,
     batch: Batch,
@@ -58,17 +50,15 @@ def refuse_what_depends_on_the_cut(
     covers: Covers,
     *,
     is_late: bool = False,
-    is_bounded: bool = False,
 ) -> Doubt | None:
     """Compare loss and gradient of a few rows between several cuts.
 
     At most eight rows, as different as `choose_rows` finds them, run as one part, without the plan's
-    recomputation, if memory allows and no budget holds (`is_bounded`); and in parts as small as the plan's,
-    in another order. No part has a single row unless the plan has such parts. If the gradient is divided
-    last, as in a window (`is_late`), the parts start from another provisional divisor. Dropout gives its
-    expected value, other random numbers are replayed, and everything is put back. `covers` notes what was
-    compared; once it has held, there is one cut less. Return the reason why these rows could not tell, or
-    None.
+    recomputation, if memory allows; and in parts as small as the plan's, in another order. No part has a
+    single row unless the plan has such parts. If the gradient is divided last, as in a window (`is_late`),
+    the parts start from another provisional divisor. Dropout gives its expected value, other random numbers
+    are replayed, and everything is put back. `covers` notes what was compared; once it has held, there is one
+    cut less. Return the reason why these rows could not tell, or None.
 
     Raises:
         LossError: loss, gradient or weights depend on the split.
@@ -85,17 +75,16 @@ def refuse_what_depends_on_the_cut(
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt = Doubt("memory ran out in a few rows")
     with suppress(OutOfMemoryError), _few_rows(task, batch, rows, covers) as few:
-        largest = rows if not is_bounded and _fits(task, few, plan, most) else most
+        largest = rows if _fits(task, few, plan, most) else most
         tries = dict.fromkeys([(largest, least), (most, least), (most, 2), (2, least), (2, 1)])
-        bare = [plan] if is_bounded else [replace(plan, blocks=()), plan]  # memory may need the blocks
-        for kept, (size, small) in product(dict.fromkeys(bare), tries):
+        bare = dict.fromkeys([replace(plan, blocks=()), plan])  # memory may need the blocks
+        for kept, (size, small) in product(bare, tries):
             with suppress(OutOfMemoryError):
                 cuts = _cuts(few.rows, size, small, max(small, smallest), is_mixed=is_mixed)
                 cuts = islice(cuts, 0, None, 2) if covers.has_held else cuts
                 guess = _guess(task, plan) if is_late or _divides_last(task, plan) else 0.0
                 draws = Replayed(without_dropout=True)
                 doubt = _FewRows(task, few, plan, kept, guess, draws).compare(size, cuts)
-            covers.has_held = covers.has_held or doubt is None
             if doubt is None or doubt.lasts:
                 return doubt
     return doubt

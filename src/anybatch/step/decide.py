@@ -3,8 +3,8 @@
 import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from numbers import Integral
 from operator import attrgetter
 from typing import cast
@@ -176,6 +176,9 @@ class Planning:
         ladder = budget.ladder(task, self.settings, _kind(batch))
         want = self._want(task, batch, ladder, is_add=is_add)
         has_looked = ladder.has_looked or batch.rows == 1
+        if self.guard.wants(batch) and ladder.has_looked:
+            self._look(task, batch, ladder, want, again=True)
+            want = self._want(task, batch, ladder, is_add=is_add)
         if has_looked and (found := ladder.known(want)):
             return ladder, *found, want
         ladder.refuse_below_floor(task, want)
@@ -230,7 +233,7 @@ class Planning:
         if reader.is_blind and not rung.readings.law.readings:
             raise refuse_unread()
 
-    def _look(self, task: Task, batch: Batch, ladder: Ladder, want: Want) -> None:
+    def _look(self, task: Task, batch: Batch, ladder: Ladder, want: Want, *, again: bool = False) -> None:
         """Read a few rows, and compare loss and gradient of two splits."""
         rung, ladder.looks = ladder.plain, ladder.looks + 1
         like = _of_size(self.settings, batch.rows, min(2, batch.rows))
@@ -243,6 +246,8 @@ class Planning:
                 room = rung.room(want) - copies - 2 * rung.readings.gradients
                 return rung.readings.fits((rows, want.length), room)
 
+            if again and not fits(2):
+                return
             try:
                 self.guard.read(running, batch, like, fits)
             except LossError as error:
@@ -353,16 +358,6 @@ class Planning:
         return rows if self.micro_batch is None else min(rows, self.micro_batch)
 
 
-@dataclass(slots=True)
-class _Compared:
-    """The comparisons of one kind of rows."""
-
-    covers: Covers = field(default_factory=Covers)
-    updates: int = 0
-    left: int = 0  # how often there is still to be looked
-    doubt: Doubt | None = None  # why nothing was found out
-
-
 class Guard:
     """The conditions of a cut: no meeting that was not allowed, and a loss that adds up.
 
@@ -371,7 +366,7 @@ class Guard:
 
     def __init__(self, *, batch_norm: str | None, check: bool, is_bounded: bool = False) -> None:
         self.batch_norm, self.checks, self._is_bounded = batch_norm, check, is_bounded
-        self._looks: dict[Hashable, _Compared] = {}  # by the kind of rows
+        self._covers: dict[Hashable, Covers] = {}  # by the kind of rows
         self._has_warned = False
 
     def before_cut(self, task: Task, batch: Batch, plan: Plan, most: int) -> None:
@@ -390,54 +385,45 @@ class Guard:
         in_window: bool = False,
         is_first: bool = True,
     ) -> None:
-        """Refuse a result that depends on the cut, if the rows, or model and loss, are not covered.
+        """Refuse a result that depends on the cut, if rows or attributes are not covered.
 
-        Args:
-            task: what is compared.
-            batch: the rows that come.
-            plan: how they are cut.
-            most: rows that are known to fit.
-            kept: rows of the `add` of a window before these, compared together with them.
-            in_window: the gradient is divided at the end.
-            is_first: these are the first rows of an update.
+        `most` rows are known to fit; `kept` are rows of an `add` before, which are compared with these; in a
+        window the end divides; `is_first` rows begin an update.
         """
         if not self.checks:
             task.progress.unchecked = "the Step was made with Options(check=False)"
             return
+        covers = self.covers(batch)
         smallest = min(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most))
-        if self.wants(batch, smallest, is_first=is_first):
+        if not self._is_bounded and covers.wants(batch, smallest, is_first=is_first):
             rows = batch if kept is None else joined(kept, batch)
-            compare = partial(refuse_what_depends_on_the_cut, is_late=in_window, is_bounded=self._is_bounded)
             if rows.rows > 1:
-                self._note(batch, partial(compare, task, rows, plan, most))
+                compare = refuse_what_depends_on_the_cut
+                self._judge(covers, compare(task, rows, plan, most, covers, is_late=in_window))
             else:
-                self._looks[_kind(batch)].doubt = Doubt("a single row has no cut to compare")
-        self._tell(task, batch)
+                covers.doubt = Doubt("a single row has no cut to compare")
+        if covers.doubt is not None:
+            task.progress.unchecked = covers.doubt.reason
 
-    def wants(self, batch: Batch, smallest: int, *, is_first: bool = True) -> bool:
-        """Return True if these rows, the smallest parts of so many, are to be compared."""
-        known = self._looks.setdefault(_kind(batch), _Compared())
-        known.updates += is_first
-        if known.covers.lacks(batch, smallest):
-            known.left = _TRIES
-        elif is_first and not known.updates & known.updates - 1:  # a power of two
-            known.left = max(known.left, 1)
-        return bool(known.left)
+    def covers(self, batch: Batch) -> Covers:
+        """Return what was compared of rows of this kind: of these dtypes and numbers of dimensions."""
+        return self._covers.setdefault(_kind(batch), Covers())
+
+    def wants(self, batch: Batch) -> bool:
+        """Return True if rows are to be compared, within a budget in parts of two."""
+        return self.checks and batch.rows > 1 and self.covers(batch).wants(batch, 2)
 
     def read(self, task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool]) -> None:
         """Read micro-batches of a few rows with the task's reader, and look, if that is wanted."""
-        norms = task.network.batch_norms and self.batch_norm != "frozen"
-        if self.checks and not norms and self.wants(batch, min(2, batch.rows)):
-            self._note(batch, partial(read_rows, task, batch, plan, fits))
+        norms, covers = task.network.batch_norms and self.batch_norm != "frozen", self.covers(batch)
+        if self.checks and not norms and covers.wants(batch, min(2, batch.rows), is_first=False):
+            self._judge(covers, read_rows(task, batch, plan, fits, covers))
         else:
             read_rows(task, batch, plan, fits, None)
 
-    def _note(self, batch: Batch, look: Callable[[Covers], Doubt | None]) -> None:
-        """Look, and keep the reason if nothing was found out."""
-        known = self._looks[_kind(batch)]
-        known.doubt = doubt = look(known.covers)
-        known.left = 0 if doubt is None or doubt.lasts else known.left - 1
-        if doubt is not None and not (known.left or doubt.is_quiet or self._has_warned):
+    def _judge(self, covers: Covers, doubt: Doubt | None) -> None:
+        """Warn once if nothing was found out."""
+        if covers.judged(doubt) and doubt is not None and not (doubt.is_quiet or self._has_warned):
             self._has_warned = True
             warnings.warn(
                 f"Expected to find the same loss and gradient for every split, but {doubt.reason}. The "
@@ -445,10 +431,6 @@ class Guard:
                 "it; Options(check=False) skips this look.",
                 stacklevel=2,
             )
-
-    def _tell(self, task: Task, batch: Batch) -> None:
-        if (doubt := self._looks[_kind(batch)].doubt) is not None:
-            task.progress.unchecked = doubt.reason
 
     def refuse_in_synced(self, task: Task, planning: Planning) -> None:
         """Refuse what runs a forward twice, or on one rank alone, where rows of all ranks meet in it."""
@@ -494,7 +476,6 @@ def _why_uncut(task: Task, settings: Plan) -> str:
 
 _NOTHING = nullcontext()
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
-_TRIES = 3  # some batches tell nothing
 
 
 def _kind(batch: Batch) -> Hashable:
