@@ -156,8 +156,7 @@ class Window(Accumulation):
         if plan.is_cut:
             guard.refuse_meetings(task)
         if plan.is_cut or self._rows:
-            most, is_first = plan.micro_batch, not self._rows
-            guard.look(task, batch, plan, most, kept=self._kept, in_window=True, is_first=is_first)
+            guard.look(task, batch, plan, plan.micro_batch, self._kept, self._rows)
         elif guard.checks and guard.covers(batch).wants(batch, batch.rows):
             self._kept = few_of(batch)
         return plan, running
