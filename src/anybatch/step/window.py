@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from anybatch.compare import few_of
+from anybatch.compare import few_of, joined
 from anybatch.core import (
     Batch,
     BatchError,
@@ -74,7 +74,7 @@ class Window(Accumulation):
         self._step, self._share = step, share
         self._trained = [*map(_is_trained, task.network.everyone)]
         self._report: StepReport | None = None
-        self._kept: Batch | None = None  # rows of the first `add`, which are compared with the second's
+        self._kept: Batch | None = None  # rows of the first `add`s, which are compared with the next one's
         self._seconds = 0.0
         task.progress.unchecked = ""
         task.strategy.begin(task, self._settings)  # refuses gradients on several ranks, so before they go
@@ -157,6 +157,7 @@ class Window(Accumulation):
             guard.refuse_meetings(task)
         if plan.is_cut or self._rows:
             guard.look(task, batch, plan, plan.micro_batch, self._kept, self._rows)
+            self._kept = self._kept and joined(self._kept, batch)
         elif guard.checks and guard.covers(batch).wants(batch, batch.rows):
             self._kept = few_of(batch)
         return plan, running
