@@ -373,6 +373,25 @@ def test_pairs_by_place_in_a_whole_batch_loss_are_left_together() -> None:
     look(ab.WholeBatch(nearest), batch=(torch.randn(16, 4),), micro_batch=8)
 
 
+def by_numbers(out: Tensor, numbers: Tensor) -> Tensor:
+    return F.cross_entropy(out @ out.T, numbers)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [torch.arange(40), torch.arange(40).roll(20), torch.arange(40) ^ 1, torch.arange(40).clamp(max=33)],
+    ids=["each its own", "halves", "pairs", "some the same"],
+)
+@pytest.mark.parametrize("options", [{"micro_batch": 8}, {"micro_batch": None, "memory": "1GiB"}])
+def test_targets_that_number_the_rows_number_those_that_are_compared(numbers: Tensor, options: Any) -> None:
+    """A number of a row that is not there is an error, and on an accelerator the end of the process."""
+    batch, loss = (torch.randn(40, 4), numbers), ab.WholeBatch(by_numbers)
+    assert make(Perceptron(4, 3), loss, **options)(batch).checked
+    with pytest.raises(LossError, match="Rows affect"):
+        look(loss, batch=batch, model=Meeting(MEETINGS["mean"]))
+    assert ab.check(Perceptron(4, 3), loss, batch, rows=8).exact
+
+
 def test_lazy_parameters_become_what_they_are_in_the_step() -> None:
     model = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.Linear(5, 3))
     step, _ = step_on(model, nn.CrossEntropyLoss(), make_batch(), 5, batch_norm="micro")

@@ -14,8 +14,9 @@ from anybatch.check.copies import Copied, named_parameters
 from anybatch.check.draws import Draws, OutOfTime
 from anybatch.check.passes import Bench, Pass
 from anybatch.check.rows import RowCut, RowPart, rows_of, subset
-from anybatch.compare import choose_rows
+from anybatch.compare import choose_rows, numbered_anew
 from anybatch.core import BatchError, Collate, PlanError, SampleBatch, TensorBatch, tree
+from anybatch.losses import WholeBatch
 
 ALL_ROWS = 64  # the most rows that are tried if a few rows do not run
 ROWS = 8  # enough for uneven splits of several rows
@@ -68,6 +69,8 @@ def prepare(
     def cut(count: int) -> RowCut:
         chosen = choose(count)
         data = subset(batch, collate, chosen)
+        if isinstance(loss, WholeBatch) and collate is None:
+            data = numbered_anew(TensorBatch(data), given).whole
         return RowCut(data=data, micro_batch=len(chosen), part=RowPart.whole(len(chosen)), collate=collate)
 
     # Two rows may be too few for a model; a loss that holds a tensor per row needs all rows.

@@ -1,6 +1,6 @@
 """The one comparison of splits: outcomes of a few rows, tolerances, and the look before the first cut."""
 
-from anybatch.compare.choose_rows import choose_rows as choose_rows
+from anybatch.compare.choose_rows import choose_rows as choose_rows, numbered_anew as numbered_anew
 from anybatch.compare.look import (
     Doubt as Doubt,
     reached_by as reached_by,

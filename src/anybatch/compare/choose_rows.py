@@ -56,6 +56,26 @@ def choose_rows(batch: Batch, at_least: int = 0) -> Callable[[int], list[int]]:
     return choose
 
 
+def numbered_anew(few: Batch, batch: Batch) -> Batch:
+    """Return rows of a batch whose columns of row numbers (the positives of a contrast) number these rows.
+
+    A number beyond the rows is an error on the CPU, and on an accelerator it ends the use of the device.
+    A column holds one integer per row, below the number of rows; classes keep which of them are equal.
+    """
+    pairs = zip(getattr(few, "leaves", ()), getattr(batch, "leaves", ()), strict=True)
+    places = [at for at, (one, of) in enumerate(pairs) if _numbers_rows(one, of, few.rows)]
+    few = few.copied() if places else few
+    for at in places:
+        column: Tensor = getattr(few, "leaves", ())[at]
+        column[column >= 0] = column[column >= 0].unique(return_inverse=True)[1].to(column.dtype)
+    return few
+
+
+def _numbers_rows(few: Tensor, column: Tensor, rows: int) -> bool:
+    is_integer = not (few.is_floating_point() or few.is_complex() or few.dtype == torch.bool)
+    return is_integer and few.numel() == rows and rows <= int(few.max()) and int(column.max()) < len(column)
+
+
 def _leaves(value: object) -> list[Tensor]:
     """Return the first row of each tensor of a collated sample; zeros of an empty one (no boxes)."""
     first = [leaf.detach()[:1] for leaf in tree.flatten(value).leaves if leaf.dim()]

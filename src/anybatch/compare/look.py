@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch.nn.parameter import is_lazy
 
-from anybatch.compare.choose_rows import choose_rows
+from anybatch.compare.choose_rows import choose_rows, numbered_anew
 from anybatch.compare.outcome import Difference, Looked, Split, differ, outcome_of
 from anybatch.core import (
     Batch,
@@ -149,7 +149,7 @@ def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> I
 def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[Batch]:
     with rng.preserved():  # `collate` may draw
         try:
-            few = batch.only(choose_rows(batch)(rows) if rows < batch.rows else range(rows))
+            few = _only(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
             noted = reached_by(task, few)
         except Exception as error:
             if not ran_out_of_memory(error):
@@ -159,6 +159,11 @@ def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[Batch]:
             yield few
         finally:
             noted.put_back()
+
+
+def _only(task: Task, batch: Batch, rows: Sequence[int]) -> Batch:
+    few = batch.only(rows)
+    return numbered_anew(few, batch) if isinstance(task.loss, WholeBatch) else few
 
 
 def reached_by(task: Task, batch: Batch) -> ObjectState:
@@ -230,7 +235,7 @@ class _FewRows(NamedTuple):
             return Doubt("the same rows give another loss or gradient the second time", lasts=True)
         middle, alone = self.few.rows // 2, list[Looked]()
         for half in (range(middle), range(middle, self.few.rows)):
-            few = self.few.only(half)
+            few = _only(self.task, self.few, half)
             found = outcome_of(self.task, few, self.plan, Split(tuple(cut_sizes(few.rows, most))))
             alone += [found] if isinstance(found, Looked) else []
         return differ(whole, parts, *alone)
@@ -296,7 +301,7 @@ class _FewRows(NamedTuple):
             return
         again = [self.run(whole.cut) for _ in range(_AGAIN)]
         middle = self.few.rows // 2
-        half = outcome_of(self.task, self.few.only(range(middle)), self.plan, Split((middle,)))
+        half = outcome_of(self.task, _only(self.task, self.few, range(middle)), self.plan, Split((middle,)))
         for name in sorted(names):
             reports = [each.report for each in (*again, half) if isinstance(each, Looked)]
             if not all(_is_equal(weights[name], each.weights.get(name, 0.0)) for each in reports[:_AGAIN]):
