@@ -201,6 +201,8 @@ def exact(bench: Bench) -> Figures:
             else:
                 cuts = [gradients(bench, case, dtype, size) for size in (1, 5, 8)]
                 error = max(relative_error(one, whole) for one in cuts)
+        if name.startswith("Llama"):  # transformers computes its norms in float32
+            limit = max(limit, 1e-6)
         yield Figure(table="exact", row=name, what=f"{short}, error of cuts", value=error, limit=limit)
         yield Figure(
             table="exact", row=name, what=f"{short}, uncut: other bits", value=int(not is_same), limit=0
@@ -594,8 +596,10 @@ def contestants(case: Case, size: int, make: Callable[[], tuple[nn.Module, Any, 
     with suppress(ImportError):
         from accelerate import Accelerator
 
-        model, loss, optimizer = make()
         other = Accelerator(gradient_accumulation_steps=4)
+        if other.device.type != next(model.parameters()).device.type:
+            return found
+        model, loss, optimizer = make()
         model, optimizer = other.prepare(model, optimizer)
 
         def accelerated(batch: Any, model: Any = model, optimizer: Any = optimizer) -> None:
