@@ -28,6 +28,7 @@ class Case:
     needs: str = ""  # a package
     rows: int = 12
     dropout: bool = False
+    loss_in_float32: bool = False  # whatever the dtype, as in the causal models of transformers
 
     def on(self, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
         """Return the model and its loss on a device, the same each time."""
@@ -130,7 +131,14 @@ _TINY_GPT = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_tok
 
 def _head(name: str, head: str, batch: Callable[[int], Any], **sizes: Any) -> Case:
     make = partial(_transformer, name, head, **sizes)
-    return Case(make=make, loss=ab.ModelLoss(), whole=_own, batch=batch, needs="transformers")
+    return Case(
+        make=make,
+        loss=ab.ModelLoss(),
+        whole=_own,
+        batch=batch,
+        needs="transformers",
+        loss_in_float32=name in ("Llama", "GPT2"),
+    )
 
 
 _llm, _classes = partial(_text, 64, 16), partial(_text, 64, 16, labels=3)

@@ -295,12 +295,14 @@ class Planning:
         self.budget.forget()
         return True
 
-    def enforced(self, task: Task) -> AbstractContextManager[object]:
+    def enforced(self, task: Task, batch: Batch) -> AbstractContextManager[object]:
         """Return a context in which the allocator of an accelerator itself keeps to the budget."""
         # To look a device up takes milliseconds.
         if self.budget is None or self._used is None or task.network.kinds <= {"cpu"}:
             return _NOTHING
-        return enforced(self.budget.memory, task, self._used[0].held)
+        places = task.network.devices
+        leaves = [one for one in getattr(batch, "leaves", ()) if one.device in places]
+        return enforced(self.budget.memory, task, self._used[0].held + sum(one.nbytes for one in leaves))
 
     def foresee(
         self,

@@ -233,7 +233,7 @@ class Step:
             elif cut.is_cut or rows.needs or is_many:
                 self.planning.guard.before_cut(task, rows.batch, cut, plan.micro_batch)
             try:
-                with self.planning.enforced(task):
+                with self.planning.enforced(task, logical):
                     report = carry_out(cut, running, rows.batch, end)
             except BlockError as error:
                 if not self.planning.distrust(error.block, plan):  # it was asked for by name

@@ -133,7 +133,7 @@ class Window(Accumulation):
         if self._skipped is None:
             plan, running = self._plan(batch)
             self.reader = running.reader
-            with planning.enforced(task), context(plan, task):
+            with planning.enforced(task, batch), context(plan, task):
                 part = self.fold(plan, batch)
             if self._skipped is None:
                 try:
