@@ -311,17 +311,20 @@ def test_it_changes_nothing() -> None:
     assert_same(*found)
 
 
-@pytest.mark.parametrize(("micro_batch", "most"), [(1, 2), (2, 3), (5, 5), (10, 8)])
-def test_no_more_rows_go_through_together_than_are_known_to_fit(
-    micro_batch: int, most: int, capsys: Any
+@pytest.mark.parametrize("micro_batch", [1, 2, 5, 10])
+@pytest.mark.parametrize(("room", "most"), [(1 << 30, 8), (1, 0)])
+def test_eight_rows_go_through_together_if_they_fit(
+    micro_batch: int, room: int, most: int, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("anybatch.compare.look.parse_memory", lambda *_: room)
+
     def loss(model: nn.Module, micro: Tensor) -> ab.Total:
         print(len(micro))  # a list would be put back
         return ab.Total(model(micro).square().sum(), len(micro))
 
     step, report = step_on(nn.Linear(4, 1), loss, torch.randn(20, 4), micro_batch=micro_batch)
     looked = [*map(int, capsys.readouterr().out.split())][: -report.micro_batches]
-    assert max(looked) == most
+    assert max(looked) == (most or max(2, min(8, micro_batch + (micro_batch == 2))))
     again = step(torch.randn(20, 4))
     assert len(capsys.readouterr().out.split()) == again.micro_batches  # never twice for rows of a kind
 

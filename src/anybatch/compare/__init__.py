@@ -1,8 +1,11 @@
 """The one comparison of splits: outcomes of a few rows, tolerances, and the look before the first cut."""
 
 from anybatch.compare.choose_rows import choose_rows as choose_rows, numbered_anew as numbered_anew
+from anybatch.compare.covers import Covers as Covers
 from anybatch.compare.look import (
     Doubt as Doubt,
+    few_of as few_of,
+    joined as joined,
     reached_by as reached_by,
     read_rows as read_rows,
     refuse_what_depends_on_the_cut as refuse_what_depends_on_the_cut,

@@ -5,9 +5,12 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import islice, product
+from operator import attrgetter
 from textwrap import shorten
 from typing import NamedTuple
 
+import torch
 from torch.nn.parameter import is_lazy
 
 from anybatch.compare.choose_rows import choose_rows, numbered_anew
@@ -17,6 +20,7 @@ from anybatch.core import (
     LossError,
     OutOfMemoryError,
     SampleBatch,
+    TensorBatch,
     TrimmedBatch,
     cut_sizes,
     ran_out_of_memory,
@@ -26,12 +30,14 @@ from anybatch.core import (
 )
 from anybatch.engine import Accumulation, Plan, Restart, Task, context
 from anybatch.losses import Additive, ModelTerms, Terms, WholeBatch, function_of
+from anybatch.memory import find_device, parse_memory
 from anybatch.state import ObjectState, rng
 
 ROWS = 8
 LEAST = 3  # the fewest rows with an uneven split
 _SHARE = 8  # rows that are read before the first cut: at most one of so many
 _LONGEST = 160  # characters of an error that are shown within another
+_FARTHER = 2.0**4  # between two provisional divisors
 _AGAIN = 4  # repetitions before a refusal: hidden random numbers may be equal by chance
 
 
@@ -43,13 +49,23 @@ class Doubt(NamedTuple):
     is_quiet: bool = False  # True for no warning
 
 
-def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: int) -> Doubt | None:
-    """Compare loss and gradient of a few rows between several cuts, before a batch is cut for the first time.
+def refuse_what_depends_on_the_cut(
+    task: Task,
+    batch: Batch,
+    plan: Plan,
+    most: int,
+    *,
+    is_late: bool = False,
+    is_first: bool = True,
+    is_bounded: bool = False,
+) -> Doubt | None:
+    """Compare loss and gradient of a few rows between several cuts.
 
-    At most eight rows, as different as `choose_rows` finds them, run in a few large parts of at most `most`
-    rows, in another number of parts, and in another order. No part has a single row unless the plan has
-    such parts. Dropout gives its expected value, and everything is put back. Return the reason why these rows
-    could not tell, or None.
+    At most eight rows, as different as `choose_rows` finds them, run as one part, without the plan's
+    recomputation, if memory allows and no budget holds (`is_bounded`); and in parts as small as the plan's, in another order. No part has a single row
+    unless the plan has such parts. If the gradient is divided last, as in a window (`is_late`), the parts
+    start from another provisional divisor. Dropout gives its expected value, and everything is put back.
+    Only the first comparison has a third cut. Return the reason why these rows could not tell, or None.
 
     Raises:
         LossError: loss, gradient or weights depend on the split.
@@ -59,19 +75,66 @@ def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: i
     rows = min(batch.rows, ROWS)
     if rows < 2 or any(map(is_lazy, task.network.everyone)):  # the first forward initialises lazy parameters
         return Doubt("the first rows were too few, or parameters lazy")
-    least = min(2, *(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most))) if rows > LEAST else 1
+    smallest = min(rows // 2, *(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most)))
+    least = min(2, smallest) if rows > LEAST else 1
     most = min(rows, max(2, most))
     # A loss over all rows may pair rows by their places.
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt = Doubt("memory ran out in a few rows")
     with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as few:
-        for size, small in dict.fromkeys([(most, least), (most, 2), (2, least), (2, 1)]):
+        largest = rows if not is_bounded and _fits(task, few, plan, most) else most
+        tries = dict.fromkeys([(largest, least), (most, least), (most, 2), (2, least), (2, 1)])
+        bare = [plan] if is_bounded else [replace(plan, blocks=()), plan]  # memory may need the blocks
+        for kept, (size, small) in product(dict.fromkeys(bare), tries):
             with suppress(OutOfMemoryError):
-                cuts = _cuts(few.rows, size, small, is_mixed=is_mixed)
-                doubt = _FewRows(task, few, plan).compare(size, cuts)
+                cuts = _cuts(few.rows, size, small, max(small, smallest), is_mixed=is_mixed)
+                cuts = cuts if is_first else islice(cuts, 0, None, 2)
+                guess = _guess(task, plan) if is_late or _divides_last(task, plan) else 0.0
+                doubt = _FewRows(task, few, plan, kept, guess).compare(size, cuts)
             if doubt is None or doubt.lasts:
-                break
+                return doubt
     return doubt
+
+
+def few_of(batch: Batch) -> Batch:
+    """Return copies of a few rows, to compare them with later ones."""
+    return batch.only(choose_rows(batch)(min(ROWS, batch.rows))).copied()
+
+
+def joined(few: Batch, batch: Batch) -> Batch:
+    """Return a few rows and some of a batch as one batch; those of more rows if their shapes differ."""
+    if isinstance(batch, SampleBatch):
+        both = SampleBatch([*few.given, *batch.given], batch.collate)
+        return both.only([*range(few.rows), *[few.rows + row for row in choose_rows(batch)(ROWS // 2)]])
+    if few.like != batch.like:
+        return max(batch, few, key=attrgetter("rows"))
+    rows = max(ROWS // 2, ROWS - few.rows)
+    more = batch.only(choose_rows(batch)(min(rows, batch.rows)))
+    few, nest = few.only(range(min(few.rows, ROWS - more.rows))), tree.flatten(more.whole)
+    pairs = zip(tree.flatten(few.whole).leaves, nest.leaves, strict=True)
+    return TensorBatch(nest.build(torch.cat([one.detach(), other.detach()]) for one, other in pairs))
+
+
+def _fits(task: Task, few: Batch, plan: Plan, most: int) -> bool:
+    """Return False if all rows as one part may not fit into the memory of the host, which ends a process."""
+    if few.rows <= most or task.network.kinds - {"cpu"}:
+        return True
+    part = outcome_of(task, _only(task, few, range(most)), plan, Split((most,)))
+    room = parse_memory("auto", find_device("cpu"))
+    return not isinstance(part, Looked) or part.nbytes * few.rows // most < room
+
+
+def _divides_last(task: Task, plan: Plan) -> bool:
+    is_unknown = isinstance(task.loss, Terms) and task.loss.weight is None
+    return is_unknown or task.strategy.is_many or plan.non_finite == "drop"
+
+
+def _guess(task: Task, plan: Plan) -> float:
+    """Return the factor of the provisional divisor: a power of two, which changes no digit."""
+    is_short = plan.precision.loss_scale is not None or any(
+        p.dtype == torch.float16 for p in task.network.parameters
+    )
+    return 1 / _FARTHER if is_short else _FARTHER  # smaller gradients have fewer digits in float16
 
 
 def read_rows(
@@ -99,7 +162,8 @@ def read_rows(
     with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as few:
         cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
         if check:
-            doubt = _FewRows(task, few, plan).compare(2, cuts)
+            guess = _guess(task, plan) if _divides_last(task, plan) else 0.0
+            doubt = _FewRows(task, few, plan, plan, guess).compare(2, cuts)
         else:
             for cut in cuts:
                 outcome_of(task, few, plan, cut, is_watched=False)
@@ -168,19 +232,29 @@ def _only(task: Task, batch: Batch, rows: Sequence[int]) -> Batch:
 
 def reached_by(task: Task, batch: Batch) -> ObjectState:
     """Note all that a run reaches, but for the task's parameters and buffers, which a step puts back."""
-    collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
     known = [p for module in task.network.modules for p in (*module.parameters(), *module.buffers())]
-    return ObjectState([task.model, task.loss, *task.network.modules, *collate], but_for=known)
+    return ObjectState(roots_of(task, batch), but_for=known)
+
+
+def roots_of(task: Task, batch: Batch) -> list[object]:
+    """Return the objects from which all that a run reaches is found."""
+    collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
+    return [task.model, task.loss, *task.network.modules, *collate]
 
 
 class _FewRows(NamedTuple):
     task: Task
     few: Batch
     plan: Plan
+    kept: Plan  # of the first cut
+    guess: (
+        float  # the factor of the provisional divisor of the other cuts; 0 if the gradient is divided early
+    )
 
-    def run(self, cut: Split, *, is_padded: bool = True, is_watched: bool = True) -> Looked | Exception:
-        few = self.few.padded() if is_padded else self.few
-        return outcome_of(self.task, few, self.plan, cut, is_watched=is_watched)
+    def run(self, cut: Split, *, is_first: bool = True, is_watched: bool = True) -> Looked | Exception:
+        few = self.few.padded() if is_first else self.few
+        task = self.task if is_first else replace(self.task, guess=self.guess)
+        return outcome_of(task, few, self.kept if is_first else self.plan, cut, is_watched=is_watched)
 
     def compare(self, most: int, cuts: Iterable[Split]) -> Doubt | None:
         others = iter(cuts)
@@ -196,7 +270,7 @@ class _FewRows(NamedTuple):
             return Doubt("no row that was looked at has weight")
         told, is_small, doubt = False, False, Doubt("there was no other cut to compare with")
         for cut in others:
-            parts = self.run(cut, is_padded=False, is_watched=not whole.is_quiet)
+            parts = self.run(cut, is_first=False, is_watched=not whole.is_quiet)
             if isinstance(parts, Exception):
                 self._refuse_failed_trim(parts, cut, whole)
                 if isinstance(parts, LossError) and is_own:  # the loss has another form in parts
@@ -249,6 +323,10 @@ class _FewRows(NamedTuple):
                 f"trimmed. {self._trimmed(parts.cut, whole)}"
             )
         likely = "Rows affect each other (batch_first, broadcasting, pairs: see ab.WholeBatch), "
+        same = self.run(whole.cut, is_first=False)
+        if isinstance(same, Looked) and differ(whole, same):
+            likely = "A backward is not linear (it clamps, rounds or normalises, as the same cut differs too "
+            likely += "with another divisor or recomputation), "
         if isinstance(self.few, SampleBatch):
             likely += "padded places of `collate` count, "
         if hooked := [name for p, name in self.task.names().items() if private.hooks_of_tensor(p)[0]]:
@@ -349,8 +427,8 @@ def _is_equal(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-5)
 
 
-def _cuts(rows: int, most: int, least: int, *, is_mixed: bool) -> Iterator[Split]:
-    """Yield the reference, then another number of unequal parts, then parts in another order."""
+def _cuts(rows: int, most: int, least: int, smallest: int, *, is_mixed: bool) -> Iterator[Split]:
+    """Yield the reference, then another number of unequal parts, then smallest parts in another order."""
     count = -(-rows // most)
     more = count + 1 if (count + 1) * least <= rows else max(1, count - 1)
     plain = cut_sizes(rows, most)
@@ -358,7 +436,7 @@ def _cuts(rows: int, most: int, least: int, *, is_mixed: bool) -> Iterator[Split
         plain[-2:] = [plain[-2] - 1, plain[-1] + 1]
     yield Split(tuple(plain))
     yield Split(_in_turn(_parts(rows, more, most if more > count else rows, least)))
-    yield Split(_parts(rows, rows // 2 if count == 1 else count, most, least), is_mixed)
+    yield Split(_parts(rows, -(-rows // smallest) if count == 1 else count, most, least), is_mixed)
 
 
 def _parts(rows: int, count: int, most: int = ROWS, least: int = 1) -> tuple[int, ...]:

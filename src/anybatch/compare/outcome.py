@@ -156,6 +156,7 @@ class Looked(Outcome):
             self._seen.put_back()
         self.is_quiet = self._seen.is_quiet
         self.dtypes |= _short_of_devices(task, plan)
+        self.nbytes = self._seen.nbytes
 
     def micro_batch(self, event: MicroBatchDone) -> None:
         """Stop watching: a forward that draws or writes does so in the first micro-batch."""
@@ -194,7 +195,7 @@ class _Watched(SeenDraws):
         super().__init__()
         self._places = {one.untyped_storage().data_ptr(): one for one in parameters if not is_lazy(one)}
         self._copies: dict[Tensor, Tensor] = {}
-        self._has_drawn = False
+        self._has_drawn, self.nbytes = False, 0  # bytes of all results, as if all were kept
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -205,7 +206,9 @@ class _Watched(SeenDraws):
                 if known is not None and known not in self._copies:
                     with private.disable_current_modes():
                         self._copies[known] = known.detach().clone()
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.nbytes += result.nbytes if _is_strided(result) else 0
+        return result
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._has_drawn = True

@@ -34,17 +34,18 @@ class Division:
     cotangents: dict[float, dict[str, Tensor]] = field(default_factory=dict[float, dict[str, Tensor]])
 
     @staticmethod
-    def decide(
-        loss: Loss, batch: Batch, terms: Evaluated, rows: int, *, adds_over_ranks: bool = False
-    ) -> "Division":
-        """Ask a loss for the divisors of this batch, after the forward of its first rows."""
+    def decide(loss: Loss, batch: Batch, terms: Evaluated, rows: int, *, guess: float = 1.0) -> "Division":
+        """Ask a loss for the divisors of this batch, after the forward of its first rows.
+
+        `guess` is the factor of the provisional divisor, which is 1 if it is 0.
+        """
         divisors = loss.divisors(batch, terms, rows)
         weights = terms.weigh() if divisors is None else {}
         return Division(
             coefficients=dict.fromkeys(terms.sums, 1.0) | {**loss.coefficients},
             divisors=divisors,
             provisional={
-                name: 1.0 if adds_over_ranks else _stand_in(weight, rows) for name, weight in weights.items()
+                name: guess * _stand_in(weight, rows) if guess else 1.0 for name, weight in weights.items()
             },
             is_counted=loss.counted and divisors is not None,
             is_divided=loss.divided,

@@ -67,7 +67,7 @@ class Ways:
         self.plan, self.is_whole = plan, is_whole  # not the task, which holds this: a circle is freed late
         # If the batch is not cut, the loss is torch's own, bit-identical. The total weight of a window, or of
         # several ranks, is unknown before its end.
-        is_open = not is_whole or task.strategy.is_many
+        is_open = not is_whole or task.strategy.is_many or bool(task.guess)
         self.loss: Loss = task.loss if plan.is_cut or is_open else task.loss.uncut()
         # gradients of a micro-batch, until it is over
         self.holds_whole = not is_whole or task.strategy.is_lockstep
@@ -302,7 +302,8 @@ class Part:
         division = sums.division
         if division is UNDECIDED:
             known = OpenBatch() if ways.is_late else self.batch
-            division = Division.decide(ways.loss, known, terms, rows, adds_over_ranks=ways.adds_over_ranks)
+            guess = 0.0 if ways.adds_over_ranks else self.task.guess or 1.0
+            division = Division.decide(ways.loss, known, terms, rows, guess=guess)
             if ways.adds_over_ranks and division.divisors is None and len(terms.sums) > 1:
                 raise LossError(
                     f"Expected a loss of one term with SyncBatchNorm or shards, got {[*terms.sums]}, each of "

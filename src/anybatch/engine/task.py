@@ -126,6 +126,8 @@ class Task:
     progress: Progress = field(default_factory=Progress)  # what the step counts
     callbacks: Callbacks = field(default_factory=Callbacks)
     reader: Reader | None = None
+    # of a comparison: divide at the end, from a provisional divisor times this; 0 in a step
+    guess: float = 0.0
     made: dict[Any, Any] = field(init=False, default_factory=dict[Any, Any])  # for a plan: `Ways`
 
     def aside(self) -> "Task":

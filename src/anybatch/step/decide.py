@@ -3,8 +3,8 @@
 import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from numbers import Integral
 from operator import attrgetter
 from typing import cast
@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.batchnorm import refuse_batch_norms
-from anybatch.compare import Doubt, read_rows, refuse_what_depends_on_the_cut, rehearse, run_parts
+from anybatch.compare import (
+    Covers,
+    Doubt,
+    joined,
+    read_rows,
+    refuse_what_depends_on_the_cut,
+    rehearse,
+    run_parts,
+)
 from anybatch.core import (
     Batch,
     BudgetError,
@@ -347,16 +355,24 @@ class Planning:
         return rows if self.micro_batch is None else min(rows, self.micro_batch)
 
 
+@dataclass(slots=True)
+class _Compared:
+    """The comparisons of one kind of rows."""
+
+    covers: Covers = field(default_factory=Covers)
+    left: int = 0  # how often there is still to be looked
+    doubt: Doubt | None = None  # why nothing was found out
+
+
 class Guard:
     """The conditions of a cut: no meeting that was not allowed, and a loss that adds up.
 
     Without `check` loss and gradient of a few rows are not compared before the first cut.
     """
 
-    def __init__(self, *, batch_norm: str | None, check: bool) -> None:
-        self.batch_norm, self.checks = batch_norm, check
-        # by the kind of rows: how often there is still to be looked, and why nothing was found out
-        self._looks: dict[Hashable, tuple[int, Doubt | None]] = {}
+    def __init__(self, *, batch_norm: str | None, check: bool, is_bounded: bool = False) -> None:
+        self.batch_norm, self.checks, self._is_bounded = batch_norm, check, is_bounded
+        self._looks: dict[Hashable, _Compared] = {}  # by the kind of rows
         self._has_warned = False
 
     def before_cut(self, task: Task, batch: Batch, plan: Plan, most: int) -> None:
@@ -364,38 +380,68 @@ class Guard:
         self.refuse_meetings(task)
         self.look(task, batch, plan, most)
 
-    def look(self, task: Task, batch: Batch, plan: Plan, most: int) -> None:
-        """Refuse a result that depends on the cut; once for each kind of rows, if these can tell."""
+    def look(
+        self,
+        task: Task,
+        batch: Batch,
+        plan: Plan,
+        most: int,
+        *,
+        kept: Batch | None = None,
+        in_window: bool = False,
+    ) -> None:
+        """Refuse a result that depends on the cut, if the rows, or model and loss, are not covered.
+
+        Args:
+            task: what is compared.
+            batch: the rows that come.
+            plan: how they are cut.
+            most: rows that are known to fit.
+            kept: rows of the `add` of a window before these, compared together with them.
+            in_window: the gradient is divided at the end.
+        """
         if not self.checks:
             task.progress.unchecked = "the Step was made with Options(check=False)"
-        elif batch.rows > 1:
-            self._note(task, batch, lambda: refuse_what_depends_on_the_cut(task, batch, plan, most))
+            return
+        smallest = min(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most))
+        if self.wants(batch, smallest):
+            rows = batch if kept is None else joined(kept, batch)
+            compare = partial(refuse_what_depends_on_the_cut, task, rows, plan, most, is_late=in_window)
+            self._note(task, batch, partial(compare, is_bounded=self._is_bounded))
+        self._tell(task, batch)
+
+    def wants(self, batch: Batch, smallest: int) -> bool:
+        """Return True if these rows, the smallest parts of so many, are to be compared."""
+        known = self._looks.setdefault(_kind(batch), _Compared())
+        if known.covers.lacks(batch, smallest):
+            known.left = _TRIES
+        return bool(known.left)
 
     def read(self, task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool]) -> None:
-        """Read micro-batches of a few rows with the task's reader, and look, if this kind of rows is new."""
+        """Read micro-batches of a few rows with the task's reader, and look, if that is wanted."""
         norms = task.network.batch_norms and self.batch_norm != "frozen"
-        if self.checks and not norms and self._looks.get(_kind(batch), _NEW)[0]:
+        if self.checks and not norms and self.wants(batch, min(2, batch.rows)):
             self._note(task, batch, lambda: read_rows(task, batch, plan, fits, check=True))
         else:
             read_rows(task, batch, plan, fits, check=False)
 
     def _note(self, task: Task, batch: Batch, look: Callable[[], Doubt | None]) -> None:
-        """Look, if this kind of rows is not known, and keep the reason if nothing was found out."""
-        kind = _kind(batch)
-        left, doubt = self._looks.get(kind, _NEW)
-        if left:
-            doubt = look()
-            left = 0 if doubt is None or doubt.lasts else left - 1
-            self._looks[kind] = left, doubt
-            if doubt is not None and not (left or doubt.is_quiet or self._has_warned):
-                self._has_warned = True
-                warnings.warn(
-                    f"Expected to find the same loss and gradient for every split, but {doubt.reason}. The "
-                    "step goes on, and its reports say checked=False. ab.check(model, loss, batch) judges "
-                    "it; Options(check=False) skips this look.",
-                    stacklevel=2,
-                )
-        if doubt is not None:
+        """Look, and keep the reason if nothing was found out."""
+        known = self._looks[_kind(batch)]
+        known.doubt = doubt = look()
+        known.covers.add(task, batch)
+        known.left = 0 if doubt is None or doubt.lasts else known.left - 1
+        if doubt is not None and not (known.left or doubt.is_quiet or self._has_warned):
+            self._has_warned = True
+            warnings.warn(
+                f"Expected to find the same loss and gradient for every split, but {doubt.reason}. The "
+                "step goes on, and its reports say checked=False. ab.check(model, loss, batch) judges "
+                "it; Options(check=False) skips this look.",
+                stacklevel=2,
+            )
+
+    def _tell(self, task: Task, batch: Batch) -> None:
+        if (doubt := self._looks[_kind(batch)].doubt) is not None:
             task.progress.unchecked = doubt.reason
 
     def refuse_in_synced(self, task: Task, planning: Planning) -> None:
@@ -442,7 +488,7 @@ def _why_uncut(task: Task, settings: Plan) -> str:
 
 _NOTHING = nullcontext()
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
-_NEW = 3, None  # some batches tell nothing
+_TRIES = 3  # some batches tell nothing
 
 
 def _kind(batch: Batch) -> Hashable:

@@ -151,7 +151,11 @@ class Step:
         blocks = choose_blocks(model, options.recompute)
         self.planning = Planning(
             options.settings(clip_norm=clip_norm, blocks=blocks, precision=chosen),
-            Guard(batch_norm=options.batch_norm, check=options.check and not self.strategy.is_lockstep),
+            Guard(
+                batch_norm=options.batch_norm,
+                check=options.check and not self.strategy.is_lockstep,
+                is_bounded=memory is not None,
+            ),
             micro_batch=micro_batch,
             memory=memory,
             may_choose_blocks=options.recompute is None,

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from anybatch.compare import few_of
 from anybatch.core import (
     Batch,
     BatchError,
@@ -64,7 +65,7 @@ class Window(Accumulation):
         ...     window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
     """
 
-    __slots__ = ("_report", "_seconds", "_step", "_trained")
+    __slots__ = ("_kept", "_report", "_seconds", "_step", "_trained")
 
     def __init__(self, step: Opener, task: Task) -> None:
         with task.loss.along(OpenBatch(), (), task.model, lambda: None) as share:
@@ -73,6 +74,7 @@ class Window(Accumulation):
         self._step, self._share = step, share
         self._trained = [*map(_is_trained, task.network.everyone)]
         self._report: StepReport | None = None
+        self._kept: Batch | None = None  # rows of the first `add`, which are compared with the second's
         self._seconds = 0.0
         task.progress.unchecked = ""
         task.strategy.begin(task, self._settings)  # refuses gradients on several ranks, so before they go
@@ -154,7 +156,9 @@ class Window(Accumulation):
         if plan.is_cut:
             guard.refuse_meetings(task)
         if plan.is_cut or self._rows:
-            guard.look(task, batch, plan, plan.micro_batch)
+            guard.look(task, batch, plan, plan.micro_batch, kept=self._kept, in_window=True)
+        elif guard.checks and guard.wants(batch, batch.rows):
+            self._kept = few_of(batch)
         return plan, running
 
     def update(self) -> StepReport:

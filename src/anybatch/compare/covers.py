@@ -1,0 +1,136 @@
+"""Covers: the rows, attributes and modes that a comparison was made with, to tell when others come"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import CellType
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
+
+from anybatch.compare.look import ROWS, roots_of
+from anybatch.core import Batch, SampleBatch
+from anybatch.engine import Task
+from anybatch.state import Reachable
+
+_PLAIN = {int, float, bool, str}
+_MOST = 256  # items of a container whose numbers, strings and flags are read; a longer one is data
+_CHANGES = 3  # values of an attribute that are compared; one with more of them may be a counter
+
+
+class _Kept(NamedTuple):
+    read: Callable[[Any], Any]
+    key: Any
+    name: tuple[int, Any]  # the container and the key
+
+
+class Covers:
+    """The rows of one kind that were compared, and the numbers, strings and flags of model and loss then.
+
+    Values of tensors are read on the host only: a device would have to be waited for.
+    """
+
+    def __init__(self) -> None:
+        self._rows, self._smallest = 0, ROWS
+        self._form = cast("Hashable", None)
+        self._is_ragged = False
+        self._lowest: dict[int, int] = {}  # by tensor, the lowest sign of its numbers
+        self._places: list[_Kept] = []
+        self._values: list[Any] = []
+        self._known: dict[tuple[int, Any], set[Any]] = {}  # by place, the values that were compared
+
+    def lacks(self, batch: Batch, smallest: int) -> bool:
+        """Return True if rows, their smallest part or attributes are not covered; they are from now on."""
+        smallest = min(smallest, ROWS // 2)
+        found = [batch.rows > self._rows, smallest < self._smallest]
+        self._rows, self._smallest = max(batch.rows, self._rows), min(smallest, self._smallest)
+        return any([*found, self._is_longer(batch), self._is_lower(batch), self._has_changed()])
+
+    def add(self, task: Task, batch: Batch) -> None:
+        """Add the attributes of model and loss, with which they are now compared."""
+        self._places = [*_places_of(Reachable(roots_of(task, batch)))]
+        self._values = [*map(_value_of, self._places)]
+        for place, value in zip(self._places, self._values, strict=True):
+            self._known.setdefault(place.name, set()).add(value)
+
+    def _is_longer(self, batch: Batch) -> bool:
+        """Return True the first time that lengths differ, among samples or from the last batch."""
+        if self._is_ragged:
+            return False
+        forms = {*map(_form_of, batch.given)} if isinstance(batch, SampleBatch) else {batch.like}
+        forms |= set() if self._form is None else {self._form}
+        self._form, self._is_ragged = next(iter(forms)), len(forms) > 1
+        return self._is_ragged
+
+    def _is_lower(self, batch: Batch) -> bool:
+        """Return True the first time that a tensor holds a zero or a negative number (an ignored label)."""
+        leaves: tuple[Tensor, ...] = getattr(batch, "leaves", ())
+        found = False
+        for at, leaf in enumerate(leaves):
+            lowest, is_real = self._lowest.get(at, 2), leaf.is_floating_point()
+            # Real numbers may be a mask or weights as long as none is negative.
+            if lowest > (0 if is_real else -1) and leaf.device.type == "cpu" and not leaf.is_complex():
+                low = leaf.detach().min().item() if leaf.numel() else 1
+                self._lowest[at] = min(lowest, (low > 0) - (low < 0))
+                found = found or self._lowest[at] < lowest
+        return found
+
+    def _has_changed(self) -> bool:
+        now = [*map(_value_of, self._places)]
+        if now == self._values:
+            return False
+        counters: set[int] = set()
+        found = False
+        for at, (place, value) in enumerate(zip(self._places, now, strict=True)):
+            known = self._known[place.name]
+            if value not in known:
+                is_counter = len(known) >= _CHANGES
+                counters |= {at} if is_counter else set()
+                found = found or not is_counter
+        self._places = [place for at, place in enumerate(self._places) if at not in counters]
+        self._values = [value for at, value in enumerate(now) if at not in counters]
+        return found
+
+
+def _value_of(place: _Kept) -> Any:
+    value = place.read(place.key)
+    return value if type(value) in _PLAIN else None
+
+
+def _places_of(found: Reachable) -> Iterator[_Kept]:
+    """Yield the places of numbers, strings and flags; modules of torch have none that meet rows."""
+    own = {id(vars(one)) for one in found.modules if type(one).__module__.startswith("torch.nn.")}
+    for container in [one for one in found.containers if id(one) not in own and len(one) <= _MOST]:
+        if isinstance(container, dict):
+            table = cast("dict[Any, Any]", container)
+            yield from [_of(table.get, key, table) for key, one in table.items() if type(one) in _PLAIN]
+        elif isinstance(container, list):
+            items = enumerate(cast("list[Any]", container))
+            yield from [_of(_item_of(container), at, container) for at, one in items if type(one) in _PLAIN]
+    for cell in found.cells:
+        yield _of(_content_of(cell), None, cell)
+    for scope, names in found.scopes:
+        yield from [_of(scope.get, name, scope) for name in names if type(scope.get(name)) in _PLAIN]
+
+
+def _of(read: Callable[[Any], Any], key: Any, holder: object) -> _Kept:
+    return _Kept(read, key, (id(holder), key))
+
+
+def _item_of(items: Any) -> Callable[[int], Any]:
+    return lambda at: items[at] if at < len(items) else None
+
+
+def _content_of(cell: CellType) -> Callable[[Any], Any]:
+    def read(_: Any) -> Any:
+        try:
+            return cell.cell_contents
+        except ValueError:  # an empty one
+            return None
+
+    return read
+
+
+def _form_of(sample: Any) -> Hashable:
+    """Return the shapes of the tensors of a sample, and the lengths of its lists."""
+    parts = [*sample.values()] if isinstance(sample, Mapping) else sample
+    parts = cast("Any", parts) if isinstance(parts, tuple | list) else [parts]
+    return tuple([getattr(one, "shape", len(one) if isinstance(one, list) else None) for one in parts])
