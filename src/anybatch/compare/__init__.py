@@ -11,6 +11,7 @@ from anybatch.compare.look import (
     refuse_what_depends_on_the_cut as refuse_what_depends_on_the_cut,
     rehearse as rehearse,
     run_parts as run_parts,
+    whole_of as whole_of,
 )
 from anybatch.compare.outcome import Outcome as Outcome, distance as distance
 from anybatch.compare.tolerance import (

@@ -38,6 +38,9 @@ def refuse_another_loss(
         return Doubt('batch_norm="micro" takes the statistics of each micro-batch', is_quiet=True)
     if any(map(is_lazy, task.network.everyone)):
         return Doubt("parameters are lazy", is_quiet=True)
+    copies = sum(one.nbytes for one in getattr(batch, "leaves", ()))  # a forward may write to its rows
+    if room is not None and 2 * copies > room:
+        return Doubt("the budget has no room for copies of all rows", is_quiet=True)
     plan = replace(plan, blocks=())  # recomputation changes nothing without a graph
     with rng.preserved():
         noted = reached_by(task, batch)
@@ -67,7 +70,7 @@ def _compare(task: Task, batch: Batch, plan: Plan, room: float | None, held: int
     if not isinstance(whole, Looked):
         return Doubt(f"{batch.rows} rows at once gave {type(whole).__name__}: {whole}", is_quiet=True)
     found = differ(whole, parts)
-    if found is None or not whole.is_weighed:
+    if found is None or not (whole.is_weighed and parts.is_weighed):
         return None
     again = outcome_of(task, batch.padded(), plan, whole.cut, has_graph=False)
     if whole.is_random or parts.is_random or not isinstance(again, Looked) or differ(whole, again):

@@ -305,6 +305,15 @@ class Planning:
         self.budget.forget()
         return True
 
+    def has_room(self, batch: Batch, plan: Plan) -> bool:
+        """Return True if a look, which holds copies of its rows and two gradients, fits into this step."""
+        if self.budget is None or self._used is None or self._used_for is None:
+            return True
+        rung, leaves = self._used[1], getattr(batch, "leaves", ())
+        copies = sum(one.nbytes for one in leaves) * min(8, batch.rows) // max(1, batch.rows)
+        spare = rung.spare(self._used_for, plan.sizes)
+        return bool(leaves) and copies + 2 * rung.readings.gradients < spare
+
     def room(self) -> float | None:
         """Return the bytes that a forward may take in this step; None without a budget."""
         if self.budget is None or self._used is None or self._used_for is None:
@@ -370,6 +379,7 @@ class _Compared:
     covers: Covers = field(default_factory=Covers)
     left: int = 0  # how often there is still to be looked
     doubt: Doubt | None = None  # why nothing was found out
+    has_held: bool = False  # the last comparison that could tell found nothing
 
 
 class Guard:
@@ -396,15 +406,15 @@ class Guard:
 
     @property
     def is_due(self) -> bool:
-        """True if this update is compared, whatever comes."""
-        count = self.updates
+        """True if this update, once it is cut, is compared, whatever comes."""
+        count = self.updates + (not self._has_begun)
         is_early = count <= _EARLY and count & (count - 1) == 0
         return self.checks == "always" or is_early or count % _EARLY == 0
 
-    def before_cut(self, task: Task, batch: Batch, plan: Plan, most: int) -> None:
+    def before_cut(self, task: Task, batch: Batch, plan: Plan, most: int, *, has_room: bool = True) -> None:
         """Refuse what would change the result; `most` rows are known to fit."""
         self.refuse_meetings(task)
-        self.look(task, batch, plan, most)
+        self.look(task, batch, plan, most, has_room=has_room)
 
     def witness(self, task: Task, batch: Batch, plan: Plan, room: float | None) -> None:
         """Refuse a loss that is not that of all rows, in an update that is due.
@@ -431,6 +441,7 @@ class Guard:
         *,
         kept: Batch | None = None,
         in_window: bool = False,
+        has_room: bool = True,
     ) -> None:
         """Refuse a result that depends on the cut, if the rows, or model and loss, are not covered.
 
@@ -441,13 +452,14 @@ class Guard:
             most: rows that are known to fit.
             kept: rows of the `add` of a window before these, compared together with them.
             in_window: the gradient is divided at the end.
+            has_room: the budget has room to compare again what was compared.
         """
         if not self.checks:
             task.progress.unchecked = "the Step was made with Options(check=False)"
             return
         if not self._has_begun:
             self._has_begun, self.updates = True, self.updates + 1
-            if self.is_due:
+            if self.is_due and has_room:
                 self._forget()
         smallest = min(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most))
         if self.wants(batch, smallest):
@@ -479,8 +491,12 @@ class Guard:
     def _note(self, task: Task, batch: Batch, look: Callable[[], Doubt | None]) -> None:
         """Look, and keep the reason if nothing was found out."""
         known = self._looks[_kind(batch)]
-        known.doubt = doubt = look()
+        doubt, has_held = look(), known.has_held
         known.covers.add(task, batch)
+        if has_held and doubt is not None and not doubt.lasts:  # these rows cannot tell; earlier ones could
+            known.left -= 1
+            return
+        known.doubt, known.has_held = doubt, doubt is None
         known.left = 0 if doubt is None or doubt.lasts else known.left - 1
         if doubt is not None and not (known.left or doubt.is_quiet or self._has_warned):
             self._has_warned = True

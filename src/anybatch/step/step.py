@@ -236,7 +236,8 @@ class Step:
                 self.strategy.meet(task, len(cut.parts.sizes))
                 task.progress.unchecked = "rows of all ranks meet in SyncBatchNorm, and no rank has them all"
             elif cut.is_cut or rows.needs or is_many:
-                self.planning.guard.before_cut(task, rows.batch, cut, plan.micro_batch)
+                has_room = self.planning.has_room(rows.batch, cut)
+                self.planning.guard.before_cut(task, rows.batch, cut, plan.micro_batch, has_room=has_room)
                 with self.planning.enforced(task, logical):
                     self.planning.guard.witness(task, rows.batch, cut, self.planning.room())
             try:
