@@ -1,1 +1,0 @@
-"""One command that proves anybatch on a device: `make gpu`, or `python -m benchmarks.gpu`."""
