@@ -80,7 +80,7 @@ def _steps(
 ) -> None:
     step, took, redone = training.step(memory=budget), list[float](), 0
     for index in range(1, count + 1):
-        notes.forget()
+        notes.forget(keep_cache=True)
         reports: list[ab.StepReport] = []
         took.append(notes.seconds(lambda: reports.append(step(training.batch))))  # noqa: B023
         redone += reports[0].redone
@@ -167,7 +167,7 @@ def lengths(notes: Notes) -> None:
     for index in range(8):
         length = longest * (index * 5 % 8 + 1) // 8
         batch = nets.shortened(training.batch, max(2, length))
-        notes.forget()
+        notes.forget(keep_cache=True)
         redone += step(batch).redone
         peaks.append((notes.allocated() or 0, notes.reserved() or 0))
     notes.add("lengths", "allocated, worst after 1", max(one for one, _ in peaks[1:]) / budget)

@@ -1,5 +1,6 @@
 """Figures of a section, written as they are found, and what is asked of them."""
 
+import gc
 import json
 import time
 import traceback
@@ -12,11 +13,14 @@ import torch
 
 from anybatch.core import accelerator
 
+_FORGET = accelerator.forget_peak
+
 #: The largest figure that holds, by section and name; figures without a limit are for information.
 LIMITS: dict[tuple[str, str], float] = {
     ("selftest", "failed"): 0,
     ("selftest", "device tests"): 0,
     ("exact", "float64"): 1e-12,
+    ("exact", "float64, loss in float32"): 1e-6,
     ("exact", "float32"): 3e-5,
     ("exact", "other bits uncut"): 0,
     ("precision", "weights"): 0.03,
@@ -46,6 +50,8 @@ class Notes:
     ) -> None:
         self.section, self.device, self.path, self.small = section, device, path, small
         self.end = time.monotonic() + seconds
+        self._most = [0, 0]  # bytes allocated and reserved, before peaks began anew
+        accelerator.forget_peak = self._note_peaks
         self.figures: list[dict[str, Any]] = []
         self.state: dict[str, Any] = {"crashed": [], "needs": [], "late": [], "done": False}
 
@@ -103,16 +109,26 @@ class Notes:
         self.sync()
         return time.perf_counter() - began
 
-    def forget(self) -> None:
+    def forget(self, *, keep_cache: bool = False) -> None:
         """Begin new peaks of what is allocated and reserved."""
-        accelerator.free_cache()
-        accelerator.forget_peak(self.device)
+        self.sync()
+        if not keep_cache:
+            gc.collect()
+            accelerator.free_cache()
+        _FORGET(self.device)
+        self._most = [0, 0]
+
+    def _note_peaks(self, device: torch.device) -> int | None:
+        """Keep the peaks so far: readings within a step begin new ones."""
+        self._most = [max(self._most[0], self.allocated() or 0), max(self._most[1], self.reserved() or 0)]
+        return _FORGET(device)
 
     def allocated(self) -> int | None:
         """Return the peak of allocated bytes."""
-        return accelerator.peak_bytes(self.device)
+        found = accelerator.peak_bytes(self.device)
+        return None if found is None else max(found, self._most[0])
 
     def reserved(self) -> int | None:
         """Return the peak of reserved bytes; of allocated ones where a device does not tell."""
         read = getattr(accelerator.module_of(self.device), "max_memory_reserved", None)
-        return self.allocated() if read is None else read(self.device)
+        return self.allocated() if read is None else max(read(self.device), self._most[1])

@@ -40,7 +40,7 @@ def selftest(notes: Notes) -> None:
     def tests() -> None:
         import pytest  # noqa: F401
 
-        workers = ["-n", "6"] if find_spec("xdist") else []
+        workers = ["-n", "10"] if find_spec("xdist") else []
         which = ["tests/step/test_window.py"] if notes.small else ["@tests/on_device.txt"]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "-m", "not slow", *which]
         command += ["--device", notes.device.type, *([] if notes.small else workers)]
@@ -156,12 +156,16 @@ def exact(notes: Notes) -> None:
                 whole = _after(case, notes, dtype)
                 found = {rows: _after(case, notes, dtype, micro_batch=rows) for rows in (1, 5)}
             worst = max(relative_error(change, whole) for change in found.values())
-            notes.add(name, str(dtype)[6:], worst)
+            # transformers' causal models compute their loss in float32.
+            is_short = dtype == torch.float64 and name in ("gpt2", "t5")
+            notes.add(name, "float64, loss in float32" if is_short else str(dtype)[6:], worst)
         uncut, plain = (_after(case, notes, dtype, **asked) for asked in ({"micro_batch": 12}, {}))
         notes.add(name, "other bits uncut", sum(not torch.equal(uncut[key], plain[key]) for key in plain))
 
+    torch.use_deterministic_algorithms(True, warn_only=True)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         notes.each({name: partial(one, name) for name in FAMILIES})
+    torch.use_deterministic_algorithms(False)
 
 
 def precision(notes: Notes) -> None:
@@ -180,7 +184,7 @@ def precision(notes: Notes) -> None:
 
     def overflow() -> None:
         model, loss, batch = _placed(_family("class weights"), notes, torch.float32)
-        chosen = ab.Precision(compute="float16", loss_scale=2.0**40)
+        chosen = ab.Precision(compute="float16", loss_scale=2.0**24)
         step = ab.Step(model, loss, torch.optim.SGD(model.parameters(), 0.1), micro_batch=5, precision=chosen)
         reports = [step(batch) for _ in range(3)]
         notes.add("fp16 overflow", "redone", sum(report.redone for report in reports))
