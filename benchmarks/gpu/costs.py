@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import anybatch as ab
-from anybatch.core import accelerator
+from anybatch.core import OutOfMemoryError, accelerator
 from benchmarks.gpu import nets
 from benchmarks.gpu.nets import Training
 from benchmarks.gpu.notes import Notes
@@ -62,16 +62,22 @@ def _budget(notes: Notes, name: str, share: int, hand: Hand) -> None:
     training = Training(name, notes.device, small=notes.small)
     try:
         _steps(notes, case, training, budget, plain[0], hand)
+    except OutOfMemoryError as error:
+        notes.add(case, "ran out", 1)
+        notes.add(case, "told", str(error)[:160])
     except ab.BudgetError as error:
         smallest = error.smallest
         notes.add(case, "smallest named / plain", smallest / plain[1])
+        notes.add(case, "refused without a number", int(not smallest))
+        if not smallest:
+            return
         del training
         notes.forget()
         again = Training(name, notes.device, small=notes.small)
         try:
             _steps(notes, f"{case}, named", again, smallest, plain[0], hand, count=3)
             notes.add(f"{case}, named", "named, refused again", 0)
-        except ab.BudgetError:
+        except (ab.BudgetError, OutOfMemoryError):
             notes.add(f"{case}, named", "named, refused again", 1)
 
 

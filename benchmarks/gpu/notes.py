@@ -32,6 +32,8 @@ LIMITS: dict[tuple[str, str], float] = {
     ("budgets", "reserved 10"): 1.0,
     ("budgets", "settled / by hand"): 1.05,
     ("budgets", "named, refused again"): 0,
+    ("budgets", "refused without a number"): 0,
+    ("budgets", "ran out"): 0,
     ("plan", "bytes off"): 0.1,
     ("oom", "error"): 1e-12,
     ("oom", "state changed"): 0,

@@ -1,5 +1,6 @@
 """How a step's batches are cut: as asked, as memory has taught, or as fits a budget; and what forbids it."""
 
+import sys
 import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -29,6 +30,7 @@ from anybatch.core import (
     LossError,
     Padding,
     PlanError,
+    accelerator,
     cut_sizes,
 )
 from anybatch.engine import Plan, Sums, Task, check_micro_batch
@@ -328,6 +330,12 @@ class Planning:
         places = task.network.devices
         leaves = [one for one in getattr(batch, "leaves", ()) if one.device in places]
         return enforced(self.budget.memory, task, self._used[0].held + sum(one.nbytes for one in leaves))
+
+    def lifted(self, task: Task) -> AbstractContextManager[object]:
+        """Return a context without that limit, for the update: one that runs out of memory may be torn."""
+        if self.budget is None or self._used is None or task.network.kinds <= {"cpu"}:
+            return _NOTHING
+        return accelerator.capped(next(iter(task.network.devices)), sys.maxsize)
 
     def foresee(
         self,

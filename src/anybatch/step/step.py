@@ -209,7 +209,8 @@ class Step:
 
     def end(self, window: Accumulation) -> StepReport:
         """End a window with the update."""
-        return window.write()
+        with self.planning.lifted(window.task):
+            return window.write()
 
     def _step(self, task: Task, batch: Any, end: Callable[[Accumulation], StepReport]) -> StepReport:
         is_many, task.progress.unchecked = self.strategy.is_many, ""
