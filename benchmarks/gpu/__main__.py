@@ -45,7 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--section", choices=[*SECTIONS, *HIDDEN], help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="folder of the files")
+    parser.add_argument(
+        "--table", action="store_true", help="only write the table of runs in docs and README"
+    )
     options = parser.parse_args(arguments)
+    if options.table:
+        page.rewrite(ROOT / "docs" / "gpu.md", ROOT / "README.md", ROOT / "benchmarks" / "results" / "gpu")
+        return 0
     return _child(options) if options.section else _parent(options)
 
 
@@ -147,7 +153,7 @@ def _parent(options: argparse.Namespace) -> int:
         print(f"The results cannot be written: {error}. Name a folder with --out.")
         return 2
     print(*(f"{key}: {value}" for key, value in head.items()), sep="\n", flush=True)
-    found: dict[str, Any] = dict.fromkeys(options.only)
+    found: dict[str, Any] = _earlier(folder, head) | dict.fromkeys(options.only)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     page.write(folder, head, found)
     with tempfile.TemporaryDirectory() as temporary:
@@ -166,9 +172,18 @@ def _parent(options: argparse.Namespace) -> int:
     )
     if not options.rehearse and folder.is_relative_to(ROOT / "benchmarks" / "results" / "gpu"):
         page.rewrite(ROOT / "docs" / "gpu.md", ROOT / "README.md", folder.parent)
-    if any(one and one["crashed"] for one in found.values()):
+    if any(one and one["crashed"] for name, one in found.items() if name in options.only):
         return 1
     return 2 if why else 0
+
+
+def _earlier(folder: Path, head: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections that ran before, with --only, on this device and day; else those of a whole run."""
+    empty: dict[str, Any] = dict.fromkeys(SECTIONS)
+    text = (folder / "gpu.json").read_text(encoding="utf-8")
+    raw = json.loads(text) if text else {"head": {}}
+    is_same = all(raw["head"].get(name) == head[name] for name in ("device", "date", "torch"))
+    return empty | raw["sections"] if is_same else empty
 
 
 def _run(

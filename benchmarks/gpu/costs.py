@@ -1,5 +1,6 @@
 """Sections about bytes and seconds: budgets, plans, speed, offload and recompute."""
 
+import json
 import os
 import statistics
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 import anybatch as ab
-from anybatch.core import OutOfMemoryError, accelerator
+from anybatch.core import accelerator
 from benchmarks.gpu import nets
 from benchmarks.gpu.nets import Training
 from benchmarks.gpu.notes import Notes
@@ -60,25 +61,30 @@ def _budget(notes: Notes, name: str, share: int, hand: Hand) -> None:
     if base > 2**20 and not notes.small:
         notes.add(case, "held before", base)
     training = Training(name, notes.device, small=notes.small)
+    smallest = _try(notes, case, training, budget, plain[0], hand)
+    if smallest is None:
+        return
+    del training
+    if not smallest:
+        notes.add(case, "refused", "below weights, gradients and optimizer")
+        return
+    notes.add(case, "smallest named / plain", smallest / plain[1])
+    notes.forget()
+    again = Training(name, notes.device, small=notes.small)
+    refused = _try(notes, f"{case}, named", again, smallest, plain[0], hand, count=3)
+    notes.add(f"{case}, named", "named, refused again", float(refused is not None))
+
+
+def _try(notes: Notes, case: str, *rest: Any, **keywords: Any) -> int | None:
+    """Train within a budget; return the smallest budget that a refusal names, 0 if it names none."""
     try:
-        _steps(notes, case, training, budget, plain[0], hand)
-    except OutOfMemoryError as error:
-        notes.add(case, "ran out", 1)
-        notes.add(case, "told", str(error)[:160])
+        _steps(notes, case, *rest, **keywords)
     except ab.BudgetError as error:
-        smallest = error.smallest
-        notes.add(case, "smallest named / plain", smallest / plain[1])
-        notes.add(case, "refused without a number", int(not smallest))
-        if not smallest:
-            return
-        del training
-        notes.forget()
-        again = Training(name, notes.device, small=notes.small)
-        try:
-            _steps(notes, f"{case}, named", again, smallest, plain[0], hand, count=3)
-            notes.add(f"{case}, named", "named, refused again", 0)
-        except (ab.BudgetError, OutOfMemoryError):
-            notes.add(f"{case}, named", "named, refused again", 1)
+        return error.smallest
+    except ab.errors.OutOfMemoryError as error:
+        notes.add(case, "update out of memory", 1)
+        notes.add(case, "told", str(error)[:200])
+    return None
 
 
 def _steps(
@@ -151,8 +157,6 @@ def _lengths(notes: Notes) -> None:
         ]
         command += ["--out", str(path), *(["--rehearse"] if notes.small else [])]
         subprocess.run(command, env=environment, check=True, timeout=60)
-        import json
-
         for one in json.loads(path.read_text(encoding="utf-8"))["figures"]:
             notes.add(f"eight lengths, {value}", one["name"], one["value"])
         path.unlink()
@@ -314,7 +318,7 @@ def speed(notes: Notes) -> None:
     names = ("lenet5", "bert", "gpt2", "resnet50")
     may_compile = not notes.small
     notes.each({f"{n}": partial(one, n, False) for n in names})
-    notes.each({f"{n} compiled": partial(one, n, True) for n in names if may_compile})
+    notes.each({f"{n} compiled": partial(one, n, True) for n in names[::2] if may_compile})
 
 
 def _stops(notes: Notes, way: Callable[[], Any]) -> float | None:
@@ -366,7 +370,7 @@ def offload(notes: Notes) -> None:
             notes.add(case, "other bits", changed)
             if policy == "offload" and peak:
                 moved = plain[1] - peak
-                alone = notes.seconds(partial(_there_and_back, notes, moved))
+                alone = _there_and_back(notes, moved)
                 notes.add(case, "copies alone / plain", alone / plain[0])
                 hidden = 1 - (took - plain[0]) / alone if alone else 0.0
                 notes.add(case, "share of copies hidden", hidden)
@@ -374,11 +378,14 @@ def offload(notes: Notes) -> None:
     notes.each({name: partial(one, name) for name in ("gpt2", "vit")})
 
 
-def _there_and_back(notes: Notes, num_bytes: int) -> None:
+def _there_and_back(notes: Notes, num_bytes: int) -> float:
+    """Return the seconds of copies of so many bytes to pinned host memory and back."""
     here = torch.empty(max(1, num_bytes), dtype=torch.uint8, device=notes.device)
-    host = torch.empty(
-        here.shape, dtype=torch.uint8, pin_memory=notes.device.type != "cpu" and not notes.small
-    )
-    notes.sync()
-    host.copy_(here, non_blocking=True)
-    here.copy_(host, non_blocking=True)
+    is_pinned = notes.device.type != "cpu" and not notes.small
+    host = torch.empty(here.shape, dtype=torch.uint8, pin_memory=is_pinned)
+
+    def copies() -> None:
+        host.copy_(here, non_blocking=True)
+        here.copy_(host, non_blocking=True)
+
+    return notes.seconds(copies)

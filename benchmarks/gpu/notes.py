@@ -32,8 +32,7 @@ LIMITS: dict[tuple[str, str], float] = {
     ("budgets", "reserved 10"): 1.0,
     ("budgets", "settled / by hand"): 1.05,
     ("budgets", "named, refused again"): 0,
-    ("budgets", "refused without a number"): 0,
-    ("budgets", "ran out"): 0,
+    ("budgets", "update out of memory"): 0,
     ("plan", "bytes off"): 0.1,
     ("oom", "error"): 1e-12,
     ("oom", "state changed"): 0,
@@ -86,6 +85,7 @@ class Notes:
             traceback.print_exc()
             told = (str(error).splitlines() or [""])[0][:200]
             self.state["crashed"].append(f"{name}: {type(error).__name__}: {told}")
+        gc.collect()  # what a traceback held
         accelerator.free_cache()
         self.write()
 

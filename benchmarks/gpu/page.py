@@ -133,6 +133,7 @@ def status(rows: Sequence[Sequence[str]]) -> str:
         )
     date, device, _, held, _ = rows[-1]
     return (
-        f"**Status: alpha.** Measured on {len(rows)} GPU{'s' if len(rows) > 1 else ''}, last on {device} ({date}): "
-        f"{held} sections hold ([what and where](docs/gpu.md)). Please run `make gpu` on yours."
+        f"**Status: alpha.** Measured on GPUs {len(rows)} times, last on "
+        f"{device} ({date}): {held} sections hold ([what and where](docs/gpu.md)). "
+        "Please run `make gpu` on yours."
     )
