@@ -12,7 +12,7 @@ or_say = || { echo "make $@: failed; $(1)" >&2; exit 1; }
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help env demo test test-slow test-device soak test-oldest check format bench docs wheel clean
+.PHONY: help env demo test test-slow test-device soak test-oldest check format bench gpu docs wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## /  make \1	/p' Makefile | expand -t 20
@@ -59,6 +59,9 @@ format: env ## format the code and fix what lint can fix by itself
 bench: env .venv/.with-bench ## compare speed and memory with hand-written PyTorch, accelerate and Fabric; ONLY="mlp gpt" for some
 	@echo "bench: measuring, about eight minutes; leave the machine alone meanwhile"
 	@MALLOC_TOP_PAD_=67108864 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(call or_say,a ratio is over its limit or a run broke: see above; repeat on an idle machine)
+
+gpu: env ## measure every promise on this machine's accelerator within MINUTES=9, and write a page
+	@PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --minutes $(or $(MINUTES),9) $(call or_say,a section is broken or there is no device: see above)
 
 # The homes are imported for their docstrings, so the site needs the libraries that they are for.
 docs: env .venv/.with-docs ## build the documentation site in build/docs; a warning is an error

@@ -20,7 +20,12 @@ import torch
 import torch.distributed
 
 # What libraries set once and keep. "Dummy-" is a thread that Python did not start, such as autograd's.
-LIBRARY_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+LIBRARY_VARIABLES = (
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+)
 LIBRARY_THREADS = ("Dummy-", "TMonitor", "tqdm_monitor", "QueueFeederThread")
 
 #: What a test leaves as it found it, and how to read it.

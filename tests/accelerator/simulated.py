@@ -89,7 +89,14 @@ def load() -> ModuleType:
     sim.reset_peak_memory_stats = lambda device=None: native.reset_peak()
     whole: list[int] = []  # the limit without a fraction, while there is one
 
+    def needs_index(device: object) -> None:
+        if isinstance(device, torch.device) and device.index is None:
+            raise ValueError(
+                f"Expected a torch.device with a specified index or an integer, but got:{device}"
+            )
+
     def set_fraction(fraction: float, device: object = None) -> None:
+        needs_index(device)
         limit = whole.pop() if whole else native.limit()
         if fraction < 1:
             whole.append(limit)
@@ -100,7 +107,7 @@ def load() -> ModuleType:
 
     sim.mem_get_info = lambda device=None: (total() - native.in_use(), total())
     sim.set_per_process_memory_fraction = set_fraction
-    sim.get_per_process_memory_fraction = lambda device=None: native.limit() / total()
+    sim.get_per_process_memory_fraction = lambda device=None: needs_index(device) or native.limit() / total()
     sim.get_device_name = lambda device=None: "simulated"
     sim.empty_cache = lambda: None
     sim.device = lambda device: nullcontext()

@@ -275,9 +275,10 @@ def with_cut(step: ab.Step, cut: Sequence[int], batch: tuple[Tensor, Tensor]) ->
     given = of_form(step, batch)
     task = step.task()
     plan = replace(step.plan(len(batch[0])), cut=tuple(cut), micro_batch=max(cut))
-    with step.planning.enforced(task):
+    admitted = admit(given, task, step.collate)
+    with step.planning.enforced(task, admitted):
         task.effects.begin(task.network.modules)
-        return carry_out(plan, task, admit(given, task, step.collate))
+        return carry_out(plan, task, admitted)
 
 
 def by_hand(

@@ -24,6 +24,7 @@ from anybatch.losses import call_model, split_batch, summed_loss
 from anybatch.losses.linear import linear_cross_entropy
 from anybatch.losses.reductions import FUNCTIONS, MODULES
 from anybatch.testing import GradientRecorder, reference_step, relative_error
+from tests import device
 from tests.laws.cases import Problem
 from tests.laws.losses import CASES as TORCH
 from tests.losses.own_losses import BATCH, EXACT, WITH_PARAMETERS, Layer, Own, whole_of
@@ -141,7 +142,9 @@ def test_uncut_is_torch_to_the_bit(name: str) -> None:
     for _ in range(2):
         report = step(variant.batch)
         assert recorder.gradients.keys() == gradients.keys()
-        assert all(torch.equal(recorder.gradients[key], gradients[key]) for key in gradients)
+        # On accelerators the weighted mean of nll_loss2d adds in any order.
+        is_same = torch.allclose if "nll-dense" in name and device.KIND != "cpu" else torch.equal
+        assert all(is_same(recorder.gradients[key], gradients[key]) for key in gradients)
         assert relative_error(report.loss, loss) <= LIMIT
         assert report.terms.keys() == cut.terms.keys()
         if not isinstance(variant.loss, ModelLoss | Terms):

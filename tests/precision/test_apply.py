@@ -148,7 +148,7 @@ def test_frequencies_of_transformers_stay_in_float32() -> None:
     sizes = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     for name in ("Llama", "GPTNeoX"):
         config = getattr(transformers, f"{name}Config")(**sizes, intermediate_size=16)
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        model = getattr(transformers, f"{name}ForCausalLM")(config).to(device.KIND)
         expected = {key: one for key, one in model.named_buffers() if key.endswith("inv_freq")}
         lower(model, find_precision("bf16-true"), model.parameters())
         assert expected

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Options, Step, Total
+from tests import device
 from tests.options import flat
 from tests.snapshots import changes, snapshot
 
@@ -78,6 +79,8 @@ def assert_follows(short: Step, full: Step) -> None:
 @pytest.mark.parametrize("precision", SHORT)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_are_those_of_float32(name: str, precision: str) -> None:
+    if name == "Adagrad fused" and device.KIND != "cpu":
+        pytest.skip("torch has this kernel for few devices")
     short, full = steps(OPTIMIZERS[name], precision)
     update(short, full, times=4)
     short.optimizers[0].load_state_dict(copy.deepcopy(short.optimizers[0].state_dict()))  # in float32

@@ -10,6 +10,7 @@ from anybatch.compare.look import (
     refuse_what_depends_on_the_cut as refuse_what_depends_on_the_cut,
     rehearse as rehearse,
     run_parts as run_parts,
+    whole_of as whole_of,
 )
 from anybatch.compare.outcome import Outcome as Outcome, WatchedBatch as WatchedBatch, distance as distance
 from anybatch.compare.tolerance import (
@@ -17,3 +18,4 @@ from anybatch.compare.tolerance import (
     relative_error as relative_error,
     tolerance as tolerance,
 )
+from anybatch.compare.witness import refuse_another_loss as refuse_another_loss

@@ -42,7 +42,7 @@ class Covers:
 
     def __init__(self) -> None:
         self.doubt: Doubt | None = None
-        self._left = self._updates = 0  # comparisons still to be tried; updates that were split
+        self._left = 0  # comparisons still to be tried
         self._rows, self._smallest = 0, _SMALLEST + 1
         self._form = cast("Hashable", None)
         self._is_ragged = self.has_held = False
@@ -51,23 +51,25 @@ class Covers:
         self._values: list[Any] = []
         self._known: dict[tuple[int, Any], set[Any]] = {}  # by place, the values that were compared
 
-    def wants(self, batch: Batch, smallest: int, *, is_first: bool = True) -> bool:
+    def renew(self) -> None:
+        """Compare once more."""
+        self._left = max(self._left, 1)
+
+    def wants(self, batch: Batch, smallest: int) -> bool:
         """Return True if these rows, in parts as small as `smallest`, are to be compared.
 
-        That is at updates 1, 2, 4, 8 ... (`is_first`: these are the first rows of one), or if they are not
-        covered: more rows, smaller parts, another length, a first number of 0 or less, other attributes.
+        That is if they are not covered: more rows, smaller parts, another length, a first number of 0 or
+        less, other attributes.
         """
-        self._updates += is_first
         if self._lacks(batch, smallest):
             self._left = _TRIES
-        elif is_first and not self._updates & self._updates - 1:  # a power of two
-            self._left = max(self._left, 1)
         return self._left > 0
 
     def judged(self, doubt: Doubt | None) -> bool:
         """Note the outcome of a comparison; return True if it is the last one that is tried."""
-        self.doubt, self.has_held = doubt, self.has_held or doubt is None
         self._left = 0 if doubt is None or doubt.lasts else self._left - 1
+        if not self.has_held or doubt is None or doubt.lasts:  # else earlier rows could tell
+            self.doubt, self.has_held = doubt, doubt is None
         return not self._left
 
     def _lacks(self, batch: Batch, smallest: int) -> bool:

@@ -109,6 +109,18 @@ def joined(few: Batch, batch: Batch) -> Batch:
     return TensorBatch(nest.build(torch.cat([one.detach(), other.detach()]) for one, other in pairs))
 
 
+def whole_of(batches: Sequence[Batch]) -> Batch | None:
+    """Return several batches as one; None if the shapes of their rows differ."""
+    first = batches[0]
+    if isinstance(first, SampleBatch):
+        return SampleBatch([row for one in batches for row in getattr(one, "given", ())], first.collate)
+    if any(one.like != first.like for one in batches):
+        return None
+    nests = [tree.flatten(one.whole) for one in batches]
+    columns = zip(*[nest.leaves for nest in nests], strict=True)
+    return TensorBatch(nests[0].build(torch.cat(column) for column in columns))
+
+
 def _fits(task: Task, few: Batch, plan: Plan, most: int) -> bool:
     """Return False if all rows as one part may not fit into the memory of the host, which ends a process."""
     if few.rows <= most or task.network.kinds - {"cpu"}:

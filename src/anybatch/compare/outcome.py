@@ -34,7 +34,8 @@ class Outcome:
     """The loss and the finished gradient of some rows in one split.
 
     The plan's rows and sizes are replaced by `sizes`. `draws` sees all operations, and no longer watches once
-    the gradient is finished. Optimizers are stepped unless `is_dry`; then everything is put back.
+    the gradient is finished. Optimizers are stepped unless `is_dry`; then everything is put back. Without
+    `has_graph` only the loss is computed.
 
     Raises:
         OutOfMemoryError: a micro-batch did not fit.
@@ -42,7 +43,15 @@ class Outcome:
     """
 
     def __init__(
-        self, task: Task, batch: Batch, plan: Plan, sizes: tuple[int, ...], draws: SeenDraws, *, is_dry: bool
+        self,
+        task: Task,
+        batch: Batch,
+        plan: Plan,
+        sizes: tuple[int, ...],
+        draws: SeenDraws,
+        *,
+        is_dry: bool,
+        has_graph: bool = True,
     ) -> None:
         self.gradient: dict[str, Tensor] = {}
         self.rows, self.draws = batch.rows, draws
@@ -54,12 +63,13 @@ class Outcome:
             effects=effects,
             scale=LossScale(Precision()),  # a dry run neither looks for overflow nor divides by a scale
             callbacks=Callbacks.of([self]),
+            optimizers=task.optimizers if has_graph else (),
             schedulers=(),
             before_cut=_allowed,
         )
         effects.begin(task.network.modules)
         plan = replace(plan, rows=batch.rows, micro_batch=max(sizes), cut=sizes, non_finite="raise")
-        with torch.enable_grad(), plain_kernels():
+        with torch.set_grad_enabled(has_graph), plain_kernels():
             self.report = carry_out(plan, task, batch, is_dry=is_dry)
         if self.report.too_large:  # and so it was cut otherwise
             raise OutOfMemoryError(f"Expected {max(sizes)} rows to fit, got none left. Take fewer.")
@@ -169,7 +179,15 @@ class Looked(Outcome):
     """An outcome of the caller's own model, which is restored; its gradients are kept as sketches."""
 
     def __init__(
-        self, task: Task, few: Batch, plan: Plan, cut: Split, like: Replayed | None, *, is_watched: bool
+        self,
+        task: Task,
+        few: Batch,
+        plan: Plan,
+        cut: Split,
+        like: Replayed | None,
+        *,
+        is_watched: bool,
+        has_graph: bool = True,
     ) -> None:
         self._model, self._versions, self.moved = task.model, _versions(task.model), ""
         self.buffers: dict[str, float] = {}
@@ -186,7 +204,8 @@ class Looked(Outcome):
             with self._watch:
                 if is_watched:
                     self._watch.enter_context(self._seen)
-                super().__init__(task, watched, plan, cut.sizes, self._seen, is_dry=True)
+                rows = watched
+                super().__init__(task, rows, plan, cut.sizes, self._seen, is_dry=True, has_graph=has_graph)
         finally:
             self._seen.put_back()
         self.is_quiet = self._seen.is_quiet
@@ -335,6 +354,7 @@ def outcome_of(
     cut: Split,
     *,
     is_watched: bool = True,
+    has_graph: bool = True,
     like: Replayed | None = None,
 ) -> "Looked | Exception":
     """Return the outcome of a split, or its error: a model may refuse a part that no step sends.
@@ -343,7 +363,7 @@ def outcome_of(
         OutOfMemoryError: a micro-batch did not fit.
     """
     try:
-        return Looked(task, few, plan, cut, like, is_watched=is_watched)
+        return Looked(task, few, plan, cut, like, is_watched=is_watched, has_graph=has_graph)
     except OutOfMemoryError:
         raise
     except Exception as error:

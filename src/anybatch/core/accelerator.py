@@ -94,12 +94,13 @@ def capped(device: torch.device, num_bytes: int) -> Generator[bool]:
     if found is None or not hasattr(module, "get_per_process_memory_fraction"):
         yield False
         return
-    before = module.get_per_process_memory_fraction(device)
-    module.set_per_process_memory_fraction(min(1.0, num_bytes / found[1]), device)
+    index = module.current_device() if device.index is None else device.index  # torch wants a number here
+    before = module.get_per_process_memory_fraction(index)
+    module.set_per_process_memory_fraction(min(1.0, num_bytes / found[1]), index)
     try:
         yield True
     finally:
-        module.set_per_process_memory_fraction(before, device)
+        module.set_per_process_memory_fraction(before, index)
 
 
 def name_of(device: torch.device) -> str:

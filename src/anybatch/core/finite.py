@@ -1,5 +1,6 @@
 """Checks for NaN and infinity, over many tensors at once."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 
@@ -27,12 +28,15 @@ class Look:
         """Return True if all numbers are finite: one pass and one synchronization per device."""
         flags, self._flags = self._flags, {}  # not kept if something is found: nothing resets the flag
         kinds = _by_kind([*tensors])
-        for (device, _, _), alike in kinds.items():
+        for (device, dtype, _), alike in kinds.items():
             if device not in flags:
                 one = torch.ones(1, dtype=torch.float32, device=device)
                 flags[device] = torch.zeros_like(one), one
-            # The kernel of torch's GradScaler. It also multiplies, here by 1, which changes nothing.
-            private.check_finite_(alike, *flags[device])
+            if dtype is torch.bfloat16 and device.type != "cpu":  # for which GradScaler's kernel is missing
+                for largest in private.foreach_norm([one for one in alike if one.numel()], math.inf):
+                    flags[device][0].add_(~largest.isfinite())
+            else:  # The kernel of torch's GradScaler. It also multiplies, here by 1, which changes nothing.
+                private.check_finite_(alike, *flags[device])
         for device in dict.fromkeys(map(_FIRST, kinds)):
             if flags[device][0].item():
                 return False

@@ -91,6 +91,11 @@ class Accumulation:
         self.reader: Reader | None = None  # of the cost of an `add`
         self._skipped: NonFiniteLossError | None = None
 
+    @property
+    def task(self) -> Task:
+        """The model, loss and optimizers."""
+        return self._task
+
     # ---- forward and backward
 
     def fold(self, plan: Plan, batch: Batch, tried: Tried = NOTHING_TRIED, *, is_dry: bool = False) -> Part:

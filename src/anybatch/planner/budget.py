@@ -152,7 +152,7 @@ def enforced(memory: str | int, task: Task, held: int) -> AbstractContextManager
     Args:
         memory: the budget.
         task: of the step.
-        held: bytes of parameters, buffers and optimizer state; what else is allocated does not count.
+        held: bytes of parameters, buffers, optimizer state and batch; what else is allocated does not count.
     """
     device = device_of(task)
     place = torch.device(device.name)

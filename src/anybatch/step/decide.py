@@ -1,5 +1,6 @@
 """How a step's batches are cut: as asked, as memory has taught, or as fits a budget; and what forbids it."""
 
+import sys
 import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -7,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Integral
 from operator import attrgetter
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from anybatch.compare import (
     Doubt,
     joined,
     read_rows,
+    refuse_another_loss,
     refuse_what_depends_on_the_cut,
     rehearse,
     run_parts,
@@ -28,6 +30,7 @@ from anybatch.core import (
     LossError,
     Padding,
     PlanError,
+    accelerator,
     cut_sizes,
 )
 from anybatch.engine import Plan, Sums, Task, check_micro_batch
@@ -124,6 +127,7 @@ class Planning:
         self._plans: dict[tuple[int, int], Plan] = {}  # without a budget, by rows of batch and micro-batch
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
         self._used: tuple[Ladder, Rung] | None = None  # what chose the cut of this step
+        self._used_for: Want | None = None
 
     @property
     def is_asked(self) -> bool:
@@ -145,7 +149,7 @@ class Planning:
             return self._as_set(batch.rows, self._limited(task, batch, self._size(batch.rows))), task
         ladder, rung, cut, want = self._within(task, batch, self.budget)
         plan = _of_cut(rung.settings, cut)
-        self._used, self._wanted = (ladder, rung), plan.micro_batch
+        self._used, self._used_for, self._wanted = (ladder, rung), want, plan.micro_batch
         task.strategy.spare(rung.spare(want, cut))
         size = self._limited(task, batch, plan.micro_batch)
         reader = rung.reader(want, cut, task.network.devices)
@@ -158,7 +162,7 @@ class Planning:
         if self.budget is None:
             return self._as_set(rows, self._limited(task, batch, rows)), task
         ladder, rung, cut, want = self._within(task, batch, self.budget, is_add=True)
-        self._used, self._wanted = (ladder, rung), max(cut)
+        self._used, self._used_for, self._wanted = (ladder, rung), want, max(cut)
         task.strategy.spare(rung.spare(want, cut))
         reader = rung.reader(want, cut, task.network.devices)
         task = task if reader is None else replace(task, reader=reader)
@@ -308,12 +312,26 @@ class Planning:
         self.budget.forget()
         return True
 
-    def enforced(self, task: Task) -> AbstractContextManager[object]:
+    def room(self) -> float | None:
+        """Return the bytes that a forward may take in this step; None without a budget."""
+        if self.budget is None or self._used is None or self._used_for is None:
+            return None
+        return self._used[1].room(self._used_for)
+
+    def enforced(self, task: Task, batch: Batch) -> AbstractContextManager[object]:
         """Return a context in which the allocator of an accelerator itself keeps to the budget."""
         # To look a device up takes milliseconds.
         if self.budget is None or self._used is None or task.network.kinds <= {"cpu"}:
             return _NOTHING
-        return enforced(self.budget.memory, task, self._used[0].held)
+        places = task.network.devices
+        leaves = [one for one in getattr(batch, "leaves", ()) if one.device in places]
+        return enforced(self.budget.memory, task, self._used[0].held + sum(one.nbytes for one in leaves))
+
+    def lifted(self, task: Task) -> AbstractContextManager[object]:
+        """Return a context without that limit, for the update: one that runs out of memory may be torn."""
+        if self.budget is None or self._used is None or task.network.kinds <= {"cpu"}:
+            return _NOTHING
+        return accelerator.capped(next(iter(task.network.devices)), sys.maxsize)
 
     def foresee(
         self,
@@ -361,18 +379,52 @@ class Planning:
 class Guard:
     """The conditions of a cut: no meeting that was not allowed, and a loss that adds up.
 
-    Without `check` loss and gradient of a few rows are not compared before the first cut.
+    Loss and gradient of a few rows, and the loss of all rows, are compared before the first cut, at updates
+    2, 4, 8 ... 64 that are cut, and then at one of 64. Without `check` nothing is compared; with "always"
+    each update is.
     """
 
-    def __init__(self, *, batch_norm: str | None, check: bool, is_bounded: bool = False) -> None:
+    def __init__(
+        self, *, batch_norm: str | None, check: bool | Literal["always"], is_bounded: bool = False
+    ) -> None:
         self.batch_norm, self.checks, self._is_bounded = batch_norm, check, is_bounded
+        self.updates = 0  # that were cut
+        self._held = 0  # the last of them whose loss was that of all rows
+        self._has_begun = False
         self._covers: dict[Hashable, Covers] = {}  # by the kind of rows
         self._has_warned = False
+
+    def begin(self) -> None:
+        """Begin an update; it is counted once it is cut."""
+        self._has_begun = False
+
+    @property
+    def is_due(self) -> bool:
+        """True if this update, once it is cut, is compared, whatever comes."""
+        count = self.updates + (not self._has_begun)
+        is_early = count <= _EARLY and count & (count - 1) == 0
+        return self.checks == "always" or is_early or count % _EARLY == 0
 
     def before_cut(self, task: Task, batch: Batch, plan: Plan, most: int) -> None:
         """Refuse what would change the result; `most` rows are known to fit."""
         self.refuse_meetings(task)
         self.look(task, batch, plan, most)
+
+    def witness(self, task: Task, batch: Batch, plan: Plan, room: float | None) -> None:
+        """Refuse a loss that is not that of all rows, in an update that is due.
+
+        Args:
+            task: what is compared.
+            batch: all rows of the update.
+            plan: how they are cut.
+            room: bytes that a forward may take; None without a budget.
+        """
+        if self.checks and self.is_due and plan.is_cut:
+            doubt = refuse_another_loss(task, batch, plan, room, held=self._held)
+            if doubt is None:
+                self._held = self.updates
+            elif not (doubt.is_quiet or task.progress.unchecked):
+                task.progress.unchecked = doubt.reason
 
     def look(
         self, task: Task, batch: Batch, plan: Plan, most: int, kept: Batch | None = None, added: int = -1
@@ -385,9 +437,14 @@ class Guard:
         if not self.checks:
             task.progress.unchecked = "the Step was made with Options(check=False)"
             return
+        if not self._has_begun:
+            self._has_begun, self.updates = True, self.updates + 1
+            if self.is_due and (self.checks == "always" or not self.updates & self.updates - 1):
+                for one in self._covers.values():
+                    one.renew()
         covers = self.covers(batch)
         smallest = min(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most))
-        if not self._is_bounded and covers.wants(batch, smallest, is_first=added <= 0):
+        if not self._is_bounded and covers.wants(batch, smallest):
             rows = batch if kept is None else joined(kept, batch)
             if rows.rows > 1:
                 compare = refuse_what_depends_on_the_cut
@@ -408,7 +465,7 @@ class Guard:
     def read(self, task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool]) -> None:
         """Read micro-batches of a few rows with the task's reader, and look, if that is wanted."""
         norms, covers = task.network.batch_norms and self.batch_norm != "frozen", self.covers(batch)
-        if self.checks and not norms and covers.wants(batch, min(2, batch.rows), is_first=False):
+        if self.checks and not norms and covers.wants(batch, min(2, batch.rows)):
             self._judge(covers, read_rows(task, batch, plan, fits, covers))
         else:
             read_rows(task, batch, plan, fits, None)
@@ -466,6 +523,7 @@ def _why_uncut(task: Task, settings: Plan) -> str:
     return f"rows meet in {len(norms)} BatchNorm layer{'s' * (len(norms) > 1)} in training mode."
 
 
+_EARLY = 64  # updates of which those at powers of two are compared; later one of as many
 _NOTHING = nullcontext()
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
 

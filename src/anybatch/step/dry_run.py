@@ -33,7 +33,7 @@ def show(step: Any, batch: Any, callback: object) -> None:
         plan, running = step.planning.of(task, logical)
         if plan.is_cut:
             step.planning.guard.before_cut(task, logical, plan, plan.micro_batch)
-        with step.planning.enforced(task):
+        with step.planning.enforced(task, logical):
             carry_out(plan, running, logical, is_dry=True)
     finally:
         noted.put_back()

@@ -6,13 +6,13 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
-from typing import ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.batchnorm import BatchNormChoice
-from anybatch.core import KeywordError
+from anybatch.core import KeywordError, PlanError
 from anybatch.engine import FLOAT32, Plan, Strategy
 from anybatch.parallel import StrategyName
 from anybatch.precision import NonFinitePolicy, Precision
@@ -43,8 +43,10 @@ class Options:
             and does not update them, split or not.
         non_finite: if the loss or gradient of a micro-batch is not finite, "raise" stops and names its rows,
             "drop" leaves out its rows and their weight, "skip" makes no update.
-        check: before a batch is split for the first time, compare the loss and gradient of a few rows
-            between several splits (`anybatch.compare.look`).
+        check: compare the loss and gradient of a few rows between several splits (`anybatch.compare.look`),
+            and the loss of all rows with that of the micro-batches (`anybatch.compare.witness`): before the
+            first split, at updates 2, 4, 8 ... 64 that are split, and then at one of 64. "always" compares at
+            each update, False never.
         strategy: "auto" sums gradients over all ranks of the process group, if there are several;
             torchrun starts one. Each rank passes its own rows. "replicate" refuses to run
             alone. "local" lets each rank make updates of its own. A DistributedDataParallel is unwrapped; a
@@ -67,12 +69,14 @@ class Options:
     accumulate: torch.dtype | None = None
     batch_norm: BatchNormChoice | None = None
     non_finite: NonFinitePolicy = "raise"
-    check: bool = True
+    check: bool | Literal["always"] = True
     strategy: StrategyName | Strategy = "auto"
     clip_value: float | None = None
 
     def __post_init__(self) -> None:
         check_order(self.order, self.batch_norm)
+        if self.check not in (True, False, "always"):
+            raise PlanError(f'Expected check to be True, False or "always", got {self.check!r}. Name one.')
         self.settings()
 
     def settings(

@@ -153,7 +153,7 @@ class Step:
             options.settings(clip_norm=clip_norm, blocks=blocks, precision=chosen),
             Guard(
                 batch_norm=options.batch_norm,
-                check=options.check and not self.strategy.is_lockstep,
+                check=False if self.strategy.is_lockstep else options.check,
                 is_bounded=memory is not None,
             ),
             micro_batch=micro_batch,
@@ -209,10 +209,12 @@ class Step:
 
     def end(self, window: Accumulation) -> StepReport:
         """End a window with the update."""
-        return window.write()
+        with self.planning.lifted(window.task):
+            return window.write()
 
     def _step(self, task: Task, batch: Any, end: Callable[[Accumulation], StepReport]) -> StepReport:
         is_many, task.progress.unchecked = self.strategy.is_many, ""
+        self.planning.guard.begin()
         if is_many:
             self.strategy.begin(task, self.planning.settings)
         logical = admit(batch, task, self.collate)
@@ -236,8 +238,10 @@ class Step:
                 task.progress.unchecked = "rows of all ranks meet in SyncBatchNorm, and no rank has them all"
             elif cut.is_cut or rows.needs or is_many:
                 self.planning.guard.before_cut(task, rows.batch, cut, plan.micro_batch)
+                with self.planning.enforced(task, logical):
+                    self.planning.guard.witness(task, rows.batch, cut, self.planning.room())
             try:
-                with self.planning.enforced(task):
+                with self.planning.enforced(task, logical):
                     report = carry_out(cut, running, rows.batch, end)
             except BlockError as error:
                 if not self.planning.distrust(error.block, plan):  # it was asked for by name

@@ -1,6 +1,7 @@
 """Window: one exact update from micro-batches that the caller provides."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter, is_not
 from time import perf_counter
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from anybatch.compare import few_of, joined
+from anybatch.compare import few_of, joined, whole_of
 from anybatch.core import (
     Batch,
     BatchError,
@@ -21,6 +22,7 @@ from anybatch.core import (
     all_finite,
     counted,
     running,
+    torch_private as private,
 )
 from anybatch.engine import (
     Accumulation,
@@ -65,7 +67,7 @@ class Window(Accumulation):
         ...     window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
     """
 
-    __slots__ = ("_kept", "_report", "_seconds", "_step", "_trained")
+    __slots__ = ("_adds", "_kept", "_report", "_seconds", "_sizes", "_step", "_trained")
 
     def __init__(self, step: Opener, task: Task) -> None:
         with task.loss.along(OpenBatch(), (), task.model, lambda: None) as share:
@@ -75,8 +77,10 @@ class Window(Accumulation):
         self._trained = [*map(_is_trained, task.network.everyone)]
         self._report: StepReport | None = None
         self._kept: Batch | None = None  # rows of the first `add`s, which are compared with the next one's
+        self._adds, self._sizes = list[tuple[Batch, list[int]]](), list[int]()  # of a window that is due
         self._seconds = 0.0
         task.progress.unchecked = ""
+        step.planning.guard.begin()
         task.strategy.begin(task, self._settings)  # refuses gradients on several ranks, so before they go
         clear(task.network.parameters)
 
@@ -135,7 +139,7 @@ class Window(Accumulation):
         if self._skipped is None:
             plan, running = self._plan(batch)
             self.reader = running.reader
-            with planning.enforced(task), context(plan, task):
+            with planning.enforced(task, batch), context(plan, task):
                 part = self.fold(plan, batch)
             if self._skipped is None:
                 try:
@@ -144,6 +148,9 @@ class Window(Accumulation):
                     self.discard(error)
                     raise
                 planning.learn_add(batch, plan, part.sums)
+                if planning.guard.is_due:
+                    self._adds.append((batch, [*map(private.version, getattr(batch, "leaves", ()))]))
+                    self._sizes += part.sums.rows
         self._rows += batch.rows
         self._seconds += perf_counter() - began
 
@@ -158,9 +165,25 @@ class Window(Accumulation):
         if plan.is_cut or self._rows:
             guard.look(task, batch, plan, plan.micro_batch, self._kept, self._rows)
             self._kept = self._kept and joined(self._kept, batch)
-        elif guard.checks and guard.covers(batch).wants(batch, batch.rows):
+        elif guard.checks and (guard.covers(batch).wants(batch, batch.rows) or guard.is_due):
             self._kept = few_of(batch)
         return plan, running
+
+    def _compare(self) -> None:
+        """Refuse a loss that is not that of all rows together, in a window that is due."""
+        planning, task = self._step.planning, self._task
+        adds, self._adds = self._adds, []
+        if len(self._sizes) < 2:
+            return
+        is_same = all([*map(private.version, getattr(one, "leaves", ()))] == known for one, known in adds)
+        whole = whole_of([one for one, _ in adds]) if is_same else None
+        if whole is None:
+            task.progress.unchecked = "rows of the window have other shapes, or were written to since"
+            return
+        sizes = tuple(self._sizes)
+        plan = replace(self._settings, rows=whole.rows, micro_batch=max(sizes), cut=sizes)
+        with planning.enforced(task, whole):
+            planning.guard.witness(task, whole, plan, planning.room())
 
     def update(self) -> StepReport:
         """Divide and clip the gradient, and step optimizers and schedulers.
@@ -182,6 +205,7 @@ class Window(Accumulation):
         task.progress.began = perf_counter() - self._seconds
         try:
             with context(self._settings, task):
+                self._compare()
                 self._report = self.finish(self._step.end)
         except BaseException as error:
             failed = no_room_for_update(error, self._sums) if self._phase == "open" else None

@@ -1,0 +1,1 @@
+"""One command that measures every promise on a device: `python -m benchmarks.gpu`."""
