@@ -68,8 +68,9 @@ class Covers:
     def judged(self, doubt: Doubt | None) -> bool:
         """Note the outcome of a comparison; return True if it is the last one that is tried."""
         self._left = 0 if doubt is None or doubt.lasts else self._left - 1
-        if not self.has_held or doubt is None or doubt.lasts:  # else earlier rows could tell
-            self.doubt, self.has_held = doubt, doubt is None
+        if self.has_held and doubt is not None and not doubt.lasts:
+            return False  # earlier rows could tell
+        self.doubt, self.has_held = doubt, doubt is None
         return not self._left
 
     def _lacks(self, batch: Batch, smallest: int) -> bool:

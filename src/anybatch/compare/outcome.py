@@ -173,6 +173,7 @@ class WatchedBatch:
             self._draws.dtypes = dtypes  # leave out those of `collate`
             self._begin(self._part.only(index))
             yield micro
+            del micro  # before the next one is made
 
 
 class Looked(Outcome):

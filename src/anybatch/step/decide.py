@@ -250,7 +250,8 @@ class Planning:
                 room = rung.room(want) - copies - 2 * rung.readings.gradients
                 return rung.readings.fits((rows, want.length), room)
 
-            if again and not fits(2):
+            is_tight = isinstance(task.loss, WholeBatch) or not leaves or not fits(16)  # twice its rows
+            if again and is_tight:
                 return
             try:
                 self.guard.read(running, batch, like, fits)
@@ -445,10 +446,13 @@ class Guard:
         covers = self.covers(batch)
         smallest = min(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most))
         if not self._is_bounded and covers.wants(batch, smallest):
-            rows = batch if kept is None else joined(kept, batch)
-            if rows.rows > 1:
+            tries = [rows for rows in (kept and joined(kept, batch), batch) if rows and rows.rows > 1]
+            for rows in tries:  # a loss may hold what belongs to the rows of one `add`
                 compare = refuse_what_depends_on_the_cut
-                self._judge(covers, compare(task, rows, plan, most, covers, is_late=added >= 0))
+                doubt = compare(task, rows, plan, most, covers, is_late=added >= 0)
+                if doubt is None or rows is tries[-1]:
+                    self._judge(covers, doubt)
+                    break
             else:
                 covers.doubt = Doubt("a single row has no cut to compare")
         if covers.doubt is not None:
