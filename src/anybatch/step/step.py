@@ -54,7 +54,8 @@ from anybatch.planner import PlanReport
 from anybatch.precision import LossScale, Masters, Precision, PrecisionName, at_work, find_precision
 from anybatch.recompute import choose_blocks
 from anybatch.state import Effects
-from anybatch.step.decide import Guard, Planning, whole_number
+from anybatch.step.decide import Planning, whole_number
+from anybatch.step.guard import Guard
 from anybatch.step.length import ordered
 from anybatch.step.options import DEFAULT, Options, known_keywords
 from anybatch.step.remote import Remote
@@ -224,7 +225,7 @@ class Step:
             return report
         is_synced = task.is_synced(settings)
         if is_synced:
-            self.planning.guard.refuse_in_synced(task, self.planning)
+            self.planning.guard.refuse_in_synced(task, settings, has_budget=self.planning.budget is not None)
         if not logical.rows:
             if is_synced:
                 self.strategy.meet(task, 0)

@@ -1,0 +1,161 @@
+"""Guard: the conditions of a cut, and when loss and gradient are compared"""
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
+from typing import Literal
+
+from torch import Tensor, nn
+
+from anybatch.batchnorm import refuse_batch_norms
+from anybatch.compare import (
+    Covers,
+    Doubt,
+    joined,
+    read_rows,
+    refuse_another_loss,
+    refuse_what_depends_on_the_cut,
+)
+from anybatch.core import Batch, Padding, PlanError, cut_sizes
+from anybatch.engine import Plan, Task
+
+_EARLY = 64  # updates of which those at powers of two are compared; later one of as many
+_dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
+
+
+class Guard:
+    """The conditions of a cut: no meeting that was not allowed, and a loss that adds up.
+
+    Loss and gradient of a few rows, and the loss of all rows, are compared before the first cut, at updates
+    2, 4, 8 ... 64 that are cut, and then at one of 64. Without `check` nothing is compared; with "always"
+    each update is.
+    """
+
+    def __init__(
+        self, *, batch_norm: str | None, check: bool | Literal["always"], is_bounded: bool = False
+    ) -> None:
+        self.batch_norm, self.checks, self._is_bounded = batch_norm, check, is_bounded
+        self.updates = 0  # that were cut
+        self._held = 0  # the last of them whose loss was that of all rows
+        self._has_begun = False
+        self._covers: dict[Hashable, Covers] = {}  # by the kind of rows
+        self._has_warned = False
+
+    def begin(self) -> None:
+        """Begin an update; it is counted once it is cut."""
+        self._has_begun = False
+
+    @property
+    def is_due(self) -> bool:
+        """True if this update, once it is cut, is compared, whatever comes."""
+        count = self.updates + (not self._has_begun)
+        is_early = count <= _EARLY and count & (count - 1) == 0
+        return self.checks == "always" or is_early or count % _EARLY == 0
+
+    def before_cut(self, task: Task, batch: Batch, plan: Plan, most: int) -> None:
+        """Refuse what would change the result; `most` rows are known to fit."""
+        self.refuse_meetings(task)
+        self.look(task, batch, plan, most)
+
+    def witness(self, task: Task, batch: Batch, plan: Plan, room: float | None) -> None:
+        """Refuse a loss that is not that of all rows, in an update that is due.
+
+        Args:
+            task: what is compared.
+            batch: all rows of the update.
+            plan: how they are cut.
+            room: bytes that a forward may take; None without a budget.
+        """
+        if self.checks and self.is_due and plan.is_cut:
+            doubt = refuse_another_loss(task, batch, plan, room, held=self._held)
+            if doubt is None:
+                self._held = self.updates
+            elif not (doubt.is_quiet or task.progress.unchecked):
+                task.progress.unchecked = doubt.reason
+
+    def look(
+        self, task: Task, batch: Batch, plan: Plan, most: int, kept: Batch | None = None, added: int = -1
+    ) -> None:
+        """Refuse a result that depends on the cut, if rows or attributes are not covered.
+
+        `most` rows are known to fit. In a window so many rows were `added` before, of which some are `kept`
+        to be compared with these.
+        """
+        if not self.checks:
+            task.progress.unchecked = "the Step was made with Options(check=False)"
+            return
+        if not self._has_begun:
+            self._has_begun, self.updates = True, self.updates + 1
+            if self.is_due and (self.checks == "always" or not self.updates & self.updates - 1):
+                for one in self._covers.values():
+                    one.renew()
+        covers = self.covers(batch)
+        smallest = min(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most))
+        if not self._is_bounded and covers.wants(batch, smallest):
+            tries = [rows for rows in (kept and joined(kept, batch), batch) if rows and rows.rows > 1]
+            for rows in tries:  # a loss may hold what belongs to the rows of one `add`
+                compare = refuse_what_depends_on_the_cut
+                doubt = compare(task, rows, plan, most, covers, is_late=added >= 0)
+                if doubt is None or rows is tries[-1]:
+                    self._judge(covers, doubt)
+                    break
+            else:
+                covers.doubt = Doubt("a single row has no cut to compare")
+        if covers.doubt is not None:
+            task.progress.unchecked = covers.doubt.reason
+
+    def covers(self, batch: Batch) -> Covers:
+        """Return what was compared of rows of this kind: of these dtypes and numbers of dimensions."""
+        return self._covers.setdefault(kind_of(batch), Covers())
+
+    def wants(self, batch: Batch) -> bool:
+        """Return True if rows are to be compared, within a budget in parts of two."""
+        return self.checks and batch.rows > 1 and self.covers(batch).wants(batch, 2)
+
+    def read(self, task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool]) -> None:
+        """Read micro-batches of a few rows with the task's reader, and look, if that is wanted."""
+        norms, covers = task.network.batch_norms and self.batch_norm != "frozen", self.covers(batch)
+        if self.checks and not norms and covers.wants(batch, min(2, batch.rows)):
+            self._judge(covers, read_rows(task, batch, plan, fits, covers))
+        else:
+            read_rows(task, batch, plan, fits, None)
+
+    def _judge(self, covers: Covers, doubt: Doubt | None) -> None:
+        """Warn once if nothing was found out."""
+        if covers.judged(doubt) and doubt is not None and not (doubt.is_quiet or self._has_warned):
+            self._has_warned = True
+            warnings.warn(
+                f"Expected to find the same loss and gradient for every split, but {doubt.reason}. The "
+                "step goes on, and its reports say checked=False. ab.check(model, loss, batch) judges "
+                "it; Options(check=False) skips this look.",
+                stacklevel=2,
+            )
+
+    def refuse_in_synced(self, task: Task, settings: Plan, *, has_budget: bool) -> None:
+        """Refuse what runs a forward twice, or on one rank alone, where rows of all ranks meet in it."""
+        plain = [norm for norm in task.network.batch_norms if not isinstance(norm, nn.SyncBatchNorm)]
+        refuse_batch_norms(task.model, plain, over_ranks=True)
+        asked = {
+            "memory": has_budget,
+            "recompute": bool(settings.blocks),
+            f"precision={str(settings.precision)!r}": settings.precision.loss_scale is not None,
+            f"non_finite={settings.non_finite!r}": settings.non_finite != "raise",
+        }
+        if found := [name for name, is_asked in asked.items() if is_asked]:
+            raise PlanError(
+                "Expected one forward and backward of each rank with SyncBatchNorm over ranks, got "
+                f"{' and '.join(found)}, which may run one again while others wait in the layer. Leave it "
+                'out, or use batch_norm="frozen" or ab.batch_norm_to_group_norm(model).'
+            )
+
+    def refuse_meetings(self, task: Task) -> None:
+        """Refuse BatchNorm in training mode in more than one micro-batch, unless `batch_norm` was chosen."""
+        if self.batch_norm is None:
+            refuse_batch_norms(task.model, task.network.batch_norms, over_ranks=task.strategy.is_many)
+
+
+def kind_of(batch: Batch) -> Hashable:
+    """Dtypes and numbers of dimensions: rows of another length are not looked at again. What is trimmed."""
+    paddings: Sequence[Padding] = getattr(batch, "paddings", ())
+    trimmed = [(one.axes, one.is_left) for one in paddings]
+    return (*map(_dtype_and_axes, getattr(batch, "leaves", ())), *trimmed)
