@@ -188,3 +188,36 @@ def test_a_first_micro_batch_without_several_terms_is_refused() -> None:
 
     with pytest.raises(LossError, match="Own in the first micro-batch, got a constant 0"):
         take(loss, {"x": X, "labels": LABELS.roll(-2, 0)})
+
+
+def _constant(scores: Tensor) -> Tensor | float:
+    return 3.0
+
+
+def _detached(scores: Tensor) -> Tensor | float:
+    return scores.square().mean().detach()
+
+
+def _after_two_terms(scores: Tensor) -> Tensor | float:
+    return 0.5 * scores.square().mean() + 2
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 8, None])
+@pytest.mark.parametrize("beside", [_constant, _detached, _after_two_terms])
+def test_constants_and_detached_parts_are_in_the_reported_loss(
+    beside: Callable[[Tensor], Tensor | float], micro_batch: int | None
+) -> None:
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(20, 3).double(), torch.randint(2, (20,))
+    model = nn.Linear(3, 2).double()
+
+    def call(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        scores = model(batch[0])
+        return nn.functional.cross_entropy(scores, batch[1]) + beside(scores)
+
+    expected, recorder = call(model, (inputs, targets)), GradientRecorder(model)
+    gradient = torch.autograd.grad(expected, [*model.parameters()])
+    report = Step(model, ModelLoss(call=call), recorder, micro_batch=micro_batch)((inputs, targets))
+    assert relative_error(report.loss, expected) <= LIMIT
+    assert report.checked
+    assert relative_error([*recorder.gradients.values()], [*gradient]) <= LIMIT

@@ -12,7 +12,7 @@ from anybatch.core import LossError, torch_private as private
 from anybatch.integrations import RouterLoss
 from anybatch.losses.cotangents import nodes_behind
 from anybatch.losses.inputs import call
-from anybatch.losses.model.intercept import Reduction, Watch
+from anybatch.losses.model.intercept import Reduction, Watch, widened
 from anybatch.losses.model.targets import rows_of
 
 WAYS_OUT = (
@@ -32,6 +32,7 @@ class LossTerms:
     rows: int  # rows of the micro-batch; 0 if its tensors disagree
     divides: bool  # True if the loss divides its terms
     padded: bool  # True if the model padded labels
+    constant: Tensor | None = None  # what the loss has beside them, without gradient; None for nothing
 
     def forgotten(self) -> "LossTerms":
         """Return a copy without graphs, with a snapshot of the settings."""
@@ -115,7 +116,23 @@ def found_in(
         rows=rows_of(leaves.values()),
         divides=divides,
         padded=watch.padded,
+        constant=_constant_of(loss, [*watch.found, *routers], factors),
     )
+
+
+def _constant_of(
+    loss: Tensor, stops: Sequence[Reduction | RouterLoss], factors: Mapping[int, float]
+) -> Tensor | None:
+    """Return what is left of a loss without its terms: constants and detached parts."""
+    node = loss.grad_fn
+    while node is not None and node.name() == "CloneBackward0":  # of a mean as it is
+        node = node.next_functions[0][0]
+    if [stops[index].node for index in factors] == [node]:
+        return None
+    values = [widened(stops[index].value.detach()) * factor for index, factor in factors.items()]
+    known = torch.stack(values).sum()
+    rest = widened(loss.detach()) - known
+    return rest.where((rest + known).isfinite(), 0)  # a mean over nothing is NaN, and its weight is 0
 
 
 def numbered(names: Sequence[str]) -> list[str]:

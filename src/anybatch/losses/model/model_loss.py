@@ -64,7 +64,7 @@ class ModelLoss:
     samples the division comes at the end, and agrees up to the rounding of float32.
 
     Evaluation leaves out a router loss, because it belongs to a whole batch. It also builds a graph, to
-    separate the terms, and drops it. `report.loss` contains the terms with gradient, and no constants.
+    separate the terms, and drops it. Constants and detached parts count to the first term, with its weight.
 
     Args:
         call: takes the model and a micro-batch, returns the mean over its rows, a scalar tensor of shape ().
@@ -168,6 +168,8 @@ class ModelTerms(Plain):
             for name, one in terms.items()
         }
         weights = {name: once if one.is_sum else one.weight for name, one in terms.items()}
+        if found.constant is not None and (first := next(iter(sums), None)):
+            sums[first] = sums[first] + found.constant * weights[first]
         if keep_graph:
             for name, call in found.routers.items():
                 sums[name] = self._router_share(model, name, call, factors[name])
@@ -348,6 +350,8 @@ class OwnLoss(Plain):
         # The first term carries the whole gradient; the values are separate.
         sums = {name: one.value.detach() * found.factors[name] for name, one in found.terms.items()}
         first = next(iter(sums))
+        if found.constant is not None:
+            sums[first] = sums[first] + found.constant.to(loss.dtype)
         sums[first] = loss + (sums[first] - loss).detach()
         return Evaluated(sums, lambda: weights)
 

@@ -85,7 +85,9 @@ def forget_form(model: nn.Module) -> None:
 def learn_form(model: nn.Module, found: LossTerms) -> None:
     """Store the form of a watched loss, if it can be read."""
     one = found.terms.get("loss")
-    is_single = one is not None and found.factors == {"loss": 1.0} and not found.divides
+    is_single = (
+        one is not None and found.factors == {"loss": 1.0} and not found.divides and found.constant is None
+    )
     if one is None or not is_single or not one.is_readable or _is_fake():
         return
     target = None if one.origin.target is None else one.origin.target.new_empty(0)
