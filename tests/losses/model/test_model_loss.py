@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Options, Step
-from anybatch.core.errors import LossError
+from anybatch.core.errors import LossError, NonFiniteLossError
 from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
 from tests.device import needs_cpu
@@ -221,3 +221,14 @@ def test_constants_and_detached_parts_are_in_the_reported_loss(
     assert relative_error(report.loss, expected) <= LIMIT
     assert report.checked
     assert relative_error([*recorder.gradients.values()], [*gradient]) <= LIMIT
+
+
+def test_a_detached_part_that_is_not_a_number_is_not_hidden() -> None:
+    def call(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean() + torch.tensor(math.nan)
+
+    model = nn.Linear(3, 2)
+    options = Options(check=False)
+    step = Step(model, ModelLoss(call=call), GradientRecorder(model), micro_batch=2, options=options)
+    with pytest.raises(NonFiniteLossError):
+        step(torch.randn(6, 3))

@@ -129,10 +129,12 @@ def _constant_of(
         node = node.next_functions[0][0]
     if [stops[index].node for index in factors] == [node]:
         return None
-    values = [widened(stops[index].value.detach()) * factor for index, factor in factors.items()]
-    known = torch.stack(values).sum()
-    rest = widened(loss.detach()) - known
-    return rest.where((rest + known).isfinite(), 0)  # a mean over nothing is NaN, and its weight is 0
+    with torch.no_grad():
+        whole = widened(loss)
+        known = torch.zeros_like(whole)
+        for index, factor in factors.items():
+            known = torch.add(known, stops[index].value, alpha=factor)
+        return (whole - known).masked_fill(known.isnan(), 0)  # a mean over nothing: its weight is 0
 
 
 def numbered(names: Sequence[str]) -> list[str]:
