@@ -130,7 +130,7 @@ LOSSES: Mistakes = {
     "not summed": (OWN.format("ab.Total(model(micro[0]), 4)"), "shape (4, 2)", ".sum()"),
     "a mean taken already": (
         OWN.format("ab.Total(F.cross_entropy(model(micro[0]), micro[1]), 1)"),
-        "8 rows as 4+4",
+        "8 rows as 8",
         "ab.check(model, loss, batch)",
     ),
     "pairs of rows": (
@@ -180,7 +180,7 @@ LOSSES: Mistakes = {
         "Pass a setting to the model",
         "ab.WholeBatch",
     ),
-    "ModelLoss and a plain model": ("Step(loss=ab.ModelLoss())({'input': x})", "(3, 2)", "another loss"),
+    "ModelLoss and a plain model": ("Step(loss=ab.ModelLoss())({'input': x})", "(5, 2)", "another loss"),
     "no_grad": ("with torch.no_grad(): step((x, y))", "['loss'] without gradient", "torch.no_grad()"),
     "a second backward": (
         "value = ab.BatchLoss(model, loss)((x, y)); value.backward(); value.backward()",

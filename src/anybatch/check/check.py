@@ -14,7 +14,7 @@ from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding
 from anybatch.check.modules import ModuleTest, first_that_differs
 from anybatch.check.prepare import Prepared, prepare
-from anybatch.check.rows import RowPart, find_padding, trimmed
+from anybatch.check.rows import find_padding, trimmed
 from anybatch.check.splits import (
     Comparison,
     Pass,
@@ -29,10 +29,11 @@ from anybatch.core import BatchError, Collate, PlanError, html_table
 from anybatch.engine import check_micro_batch
 from anybatch.losses import LossLike
 from anybatch.parallel import refuse_sharded, unwrapped
+from anybatch.state import RowPart
 from anybatch.step import DEFAULT, Options, known_keywords
 
-CUTTING_S = 5.0  # a further split is given up after this time
-CHECK_S = 8.0  # everything else is given up after this time
+CUTTING_S = 40.0  # a further split is given up after this time
+CHECK_S = 60.0  # everything else is given up after this time
 _NOT_PROVEN = "This does not say that the weight (what the loss is divided by) is the one you meant."
 
 
@@ -118,7 +119,7 @@ def check(
     rows: int | None = None,
     options: Options = DEFAULT,
 ) -> CheckReport:
-    """Test on a few rows that every split gives the same result, and name the cause if one does not.
+    """Test on rows of a batch that every split gives the same result, and name the cause if one does not.
 
     The test runs on a copy of the model, in float64 if the model can. It compares a step on all rows at once
     with steps on the same rows in several splits. Random numbers are replayed, so that dropout gives each row
@@ -132,7 +133,7 @@ def check(
         batch: as for `anybatch.Step`, at least 2 rows. Use rows of different lengths and classes.
         collate: as for `anybatch.Step`.
         micro_batch: another size to try.
-        rows: rows to check on. By default 8, or as many as take a few seconds.
+        rows: rows to check on. By default as many as the batch has and half a minute allows.
         options: those of your step. Only `batch_norm` matters: unless it is "frozen", each BatchNorm in
             training mode is a finding.
 

@@ -15,9 +15,9 @@ from anybatch.batchnorm import find_batch_norms
 from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import Finding, listed, module_finding
 from anybatch.check.passes import Bench, Call
-from anybatch.check.rows import Axis, RowPart, agree, find_axis, select
+from anybatch.check.rows import agree
 from anybatch.check.splits import Table, fault_of, inputs_of, outputs_of
-from anybatch.state import rng
+from anybatch.state import Axis, RowPart, find_axis, rng, select
 
 Run = Callable[[Sequence[Tensor], RowPart], list[Tensor]]
 

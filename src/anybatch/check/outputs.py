@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from anybatch.check.passes import Bench, Call, Calls
-from anybatch.check.rows import RowCut, RowPart, take
+from anybatch.check.rows import RowCut
 from anybatch.core import torch_private as private
 from anybatch.losses import resolve
+from anybatch.state import RowPart, take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

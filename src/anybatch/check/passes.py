@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from anybatch.check.copies import Copied
 from anybatch.check.draws import Draws
 from anybatch.check.finding import culprit_of
-from anybatch.check.rows import RowCut, RowPart
-from anybatch.compare import Outcome
-from anybatch.core import Batch, Micro, Total, torch_private as private
+from anybatch.check.rows import RowCut
+from anybatch.compare import Outcome, WatchedBatch
+from anybatch.core import Batch, Total, torch_private as private
 from anybatch.losses import Terms, call_loss, module_of, resolve
-from anybatch.state import plain_kernels, rng
+from anybatch.state import RowPart, plain_kernels, rng
 from anybatch.step import Options, Step
 
 _NAME = "loss"  # of an unnamed term
@@ -190,7 +190,7 @@ class Pass(Outcome):
         self.calls, self.state = Calls(), State()
         self._bench, self._held = bench, (model, module_of(loss))
         self.calls.watch(model)
-        watched: Any = _WatchedBatch(batch, cut.part, bench.draws, self.calls)
+        watched: Any = WatchedBatch(batch, cut.part, bench.draws, self._begin)
         sizes = tuple([len(part.rows) for part in cut.parts])
         try:
             options = Options(batch_norm=bench.batch_norm, strategy="local")
@@ -204,6 +204,10 @@ class Pass(Outcome):
         # Draws of the last micro-batch that were not replayed, and terms returned as bare means.
         self.unreplayed, self.bare = bench.draws.unreplayed, bare_terms(loss)
 
+    def _begin(self, part: RowPart) -> None:
+        self._bench.draws.begin(part)
+        self.calls.begin(part)
+
     def holds(self, limit: float) -> bool:
         """Return True if both errors are at most the limit."""
         return self.error <= limit and self.loss_error <= limit
@@ -212,25 +216,6 @@ class Pass(Outcome):
         """Keep the gradient and the state."""
         super().gradients(gradients)
         self.state = state_of(*self._held)
-
-
-class _WatchedBatch:
-    def __init__(self, inner: Batch, part: RowPart, draws: Draws, calls: Calls) -> None:
-        self._inner, self._part, self._draws, self._calls = inner, part, draws, calls
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
-        micros = self._inner.micro_batches(parts)
-        for index in parts:
-            part = self._part.only(index)
-            dtypes = set(self._draws.dtypes)
-            micro = next(micros)
-            self._draws.dtypes = dtypes  # leave out those of `collate`
-            self._draws.begin(part)
-            self._calls.begin(part)
-            yield micro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,16 +13,17 @@ from torch.jit import ScriptModule
 from anybatch.check.copies import Copied, named_parameters
 from anybatch.check.draws import Draws, OutOfTime
 from anybatch.check.passes import Bench, Pass
-from anybatch.check.rows import RowCut, RowPart, rows_of, subset
+from anybatch.check.rows import RowCut, rows_of, subset
 from anybatch.compare import choose_rows, numbered_anew
 from anybatch.core import BatchError, Collate, PlanError, SampleBatch, TensorBatch, tree
 from anybatch.losses import WholeBatch
+from anybatch.memory import find_device, parse_memory
+from anybatch.state import RowPart
 
 ALL_ROWS = 64  # the most rows that are tried if a few rows do not run
-ROWS = 8  # enough for uneven splits of several rows
 PASSES = 3  # over all rows: the whole and two cuts
 LEAST = 3  # the fewest rows with an uneven split
-BUDGET_S = 5.0  # for these passes and everything before them
+BUDGET_S = 30.0  # for these passes and everything before them
 WARM_S = 0.6  # a longer first pass is not repeated for timing
 WIDE_S = 1.5  # if a pass over two rows takes longer in float64, use the model's own dtype
 
@@ -62,24 +63,27 @@ def prepare(
         raise BatchError(
             f"Expected at least 2 rows to cut, got {total if total < 2 else rows}. Hand over a larger batch."
         )
-    wanted = min(total, rows or max(ROWS, 2 * (micro_batch or 0) + 1))
+    wanted = min(total, rows or total)
     given = TensorBatch(batch) if collate is None else SampleBatch(batch, collate)
-    choose = choose_rows(given, wanted if total > ALL_ROWS else total)
+    choose = choose_rows(given, min(total, ALL_ROWS))
 
     def cut(count: int) -> RowCut:
-        chosen = choose(count)
+        chosen = choose(min(count, ALL_ROWS))
+        others = sorted({*range(total)} - {*chosen}) if count > len(chosen) else []
+        chosen += others[: count - len(chosen)]
         data = subset(batch, collate, chosen)
         if isinstance(loss, WholeBatch) and collate is None:
             data = numbered_anew(TensorBatch(data), given).whole
         return RowCut(data=data, micro_batch=len(chosen), part=RowPart.whole(len(chosen)), collate=collate)
 
     # Two rows may be too few for a model; a loss that holds a tensor per row needs all rows.
-    cuts = [cut(size) for size in [2, wanted] + [total] * (total <= ALL_ROWS)]
+    cuts = [cut(size) for size in dict.fromkeys([2, min(ALL_ROWS, wanted), min(ALL_ROWS, total)])]
     found = _first_that_runs(model, loss, cuts, batch_norm=batch_norm or "micro", is_short=rows is None)
     least = len(found.cut.part.rows)
     wanted = max(wanted, least)
-    if rows is None and micro_batch is None and least == 2:
-        wanted = min(wanted, _affordable(found, start))
+    if rows is None:
+        affordable = _affordable(found, start) if least == 2 else least
+        wanted = min(wanted, max(affordable, 2 * (micro_batch or 0) + 1))
     whole = found.cut if wanted == least else cut(wanted)
     bench = found.bench if whole is found.cut else replace(found.bench, draws=found.bench.draws.restarted())
     if collate is None:
@@ -163,7 +167,9 @@ def _affordable(found: _Found, start: float) -> int:
     left = BUDGET_S - (time.perf_counter() - start)
     per_row = seconds / 2 or 1e-9
     ragged = LEAST if 2 * LEAST * per_row <= left else 2
-    return max(ragged, int(min(ALL_ROWS, left / (PASSES * per_row))))
+    device = next(iter(found.bench.subject.named.values())).device
+    room = parse_memory("auto", find_device(device)) / (found.bench.draws.nbytes / 2 or 1)
+    return max(ragged, int(min(room, left / (PASSES * per_row))))
 
 
 def _collated(whole: RowCut, collate: Collate, draws: Draws) -> tuple[RowCut | None, tuple[str, ...]]:

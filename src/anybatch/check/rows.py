@@ -1,9 +1,9 @@
-"""Rows of a check: their axis in a tensor, and their split into micro-batches"""
+"""Rows of a check, and their split into micro-batches"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,77 +11,7 @@ from torch import Tensor, nn
 from anybatch.check.copies import widen
 from anybatch.core import Batch, Collate, Cut, Padding, SampleBatch, TensorBatch, TrimmedBatch, tree
 from anybatch.losses import find_paddings
-
-
-@dataclass(frozen=True, slots=True)
-class RowPart:
-    """Some rows of a batch, in their order in a micro-batch."""
-
-    rows: tuple[int, ...]  # their places in the batch
-    total: int  # rows of the batch
-
-    @staticmethod
-    def whole(total: int) -> "RowPart":
-        """Return all rows in their order."""
-        return RowPart(tuple(range(total)), total)
-
-    def only(self, rows: Sequence[int]) -> "RowPart":
-        """Return some of these rows, by their places in the micro-batch."""
-        return RowPart(tuple([self.rows[row] for row in rows]), self.total)
-
-    @property
-    def is_whole(self) -> bool:
-        """True for all rows in their order."""
-        return self == RowPart.whole(self.total)
-
-
-class Axis(NamedTuple):
-    """The axis of the rows, and the entries of each row on it (heads, tokens, windows)."""
-
-    place: int
-    per_row: int
-
-
-def find_axis(whole: Sequence[int], piece: Sequence[int], part: RowPart) -> Axis | None:
-    """Return the first axis that shrinks from `total * n` to `rows * n`; None if there is none."""
-    if len(whole) != len(piece) or len(part.rows) == part.total:
-        return None
-    for place, (size, got) in enumerate(zip(whole, piece, strict=True)):
-        per_row, rest = divmod(size, part.total)
-        if not rest and per_row and got == per_row * len(part.rows):
-            return Axis(place, per_row)
-    return None
-
-
-def select(value: Tensor, axis: Axis | None, part: RowPart) -> Tensor:
-    """Return the entries of some rows; all of them if there is no axis of rows."""
-    if axis is None:
-        return value
-    rows = torch.tensor(part.rows, device=value.device)
-    parted = value.unflatten(axis.place, (part.total, axis.per_row)).index_select(axis.place, rows)
-    return parted.flatten(axis.place, axis.place + 1)
-
-
-def take(value: Tensor, shape: Sequence[int], part: RowPart, *, from_end: bool = False) -> Tensor | None:
-    """Return the entries of a whole tensor that belong to a part of this shape; trim other axes."""
-    if value.dim() != len(shape):
-        return None
-    if tuple(value.shape) == tuple(shape):
-        return value
-    axis = find_axis(value.shape, shape, part)
-    # Without an axis of rows, a shorter first axis means lost rows.
-    if axis is None and value.shape[0] != shape[0]:
-        return None
-    return shorten(select(value, axis, part), shape, from_end=from_end)
-
-
-def shorten(value: Tensor, shape: Sequence[int], *, from_end: bool = False) -> Tensor | None:
-    """Return the beginning of each axis, or its end; None if the value is shorter."""
-    if value.dim() != len(shape) or any(a < b for a, b in zip(value.shape, shape, strict=True)):
-        return None
-    for place, wanted in enumerate(shape):
-        value = value.narrow(place, value.shape[place] - wanted if from_end else 0, wanted)
-    return value
+from anybatch.state import RowPart, take
 
 
 def agree(

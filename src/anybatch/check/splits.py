@@ -10,9 +10,10 @@ from torch import Tensor
 
 from anybatch.check.finding import WAYS_OUT, Finding, listed
 from anybatch.check.passes import Bench, Call, Calls, Key, Pass, State
-from anybatch.check.rows import RowCut, RowPart, agree, is_close
+from anybatch.check.rows import RowCut, agree, is_close
 from anybatch.compare import distance, limit_of
 from anybatch.losses import function_of
+from anybatch.state import RowPart
 
 # A smaller gradient may be rounding of numbers that cancel inside the model, as in a perfect fit.
 _TINY = 1e-6

@@ -1,9 +1,8 @@
 """The one comparison of splits: outcomes of a few rows, tolerances, and the look before the first cut."""
 
 from anybatch.compare.choose_rows import choose_rows as choose_rows, numbered_anew as numbered_anew
-from anybatch.compare.covers import Covers as Covers
+from anybatch.compare.covers import Covers as Covers, Doubt as Doubt
 from anybatch.compare.look import (
-    Doubt as Doubt,
     few_of as few_of,
     joined as joined,
     reached_by as reached_by,
@@ -13,7 +12,7 @@ from anybatch.compare.look import (
     run_parts as run_parts,
     whole_of as whole_of,
 )
-from anybatch.compare.outcome import Outcome as Outcome, distance as distance
+from anybatch.compare.outcome import Outcome as Outcome, WatchedBatch as WatchedBatch, distance as distance
 from anybatch.compare.tolerance import (
     limit_of as limit_of,
     relative_error as relative_error,

@@ -6,14 +6,23 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
-from anybatch.compare.look import ROWS, roots_of
 from anybatch.core import Batch, SampleBatch
-from anybatch.engine import Task
 from anybatch.state import Reachable
 
 _PLAIN = {int, float, bool, str}
 _MOST = 256  # items of a container whose numbers, strings and flags are read; a longer one is data
+_SMALLEST = 4  # rows of a part; smaller ones are compared only if a plan has them
+_SELDOM = 64  # updates of which one is compared later
+_TRIES = 3  # batches that are tried if some tell nothing
 _CHANGES = 3  # values of an attribute that are compared; one with more of them may be a counter
+
+
+class Doubt(NamedTuple):
+    """The reason why a look could not judge; `lasts` if other rows do not help."""
+
+    reason: str
+    lasts: bool = False
+    is_quiet: bool = False  # True for no warning
 
 
 class _Kept(NamedTuple):
@@ -26,27 +35,58 @@ class Covers:
     """The rows of one kind that were compared, and the numbers, strings and flags of model and loss then.
 
     Values of tensors are read on the host only: a device would have to be waited for.
+
+    Attributes:
+        doubt: the reason why the last comparison could not judge; None if it has held.
+        has_held: True once a comparison has held.
+        held: the last update at which the loss was that of all rows; 0 for none.
     """
 
-    def __init__(self) -> None:
-        self._rows, self._smallest = 0, ROWS
+    def __init__(self, *, is_always: bool = False) -> None:
+        self._is_always, self.held = is_always, 0
+        self.doubt: Doubt | None = None
+        self._left = self.updates = 0  # comparisons still to be tried; updates that were split
+        self._rows, self._smallest = 0, _SMALLEST + 1
         self._form = cast("Hashable", None)
-        self._is_ragged = False
+        self._is_ragged = self.has_held = False
         self._lowest: dict[int, int] = {}  # by tensor, the lowest sign of its numbers
         self._places: list[_Kept] = []
         self._values: list[Any] = []
         self._known: dict[tuple[int, Any], set[Any]] = {}  # by place, the values that were compared
 
-    def lacks(self, batch: Batch, smallest: int) -> bool:
-        """Return True if rows, their smallest part or attributes are not covered; they are from now on."""
-        smallest = min(smallest, ROWS // 2)
+    def wants(self, batch: Batch, smallest: int, *, is_first: bool = True) -> bool:
+        """Return True if these rows, in parts as small as `smallest`, are to be compared.
+
+        That is at updates 1, 2, 4, 8 ... (`is_first`: these are the first rows of one), or if they are not
+        covered: more rows, smaller parts, another length, a first number of 0 or less, other attributes.
+        """
+        self.updates += is_first
+        if self._lacks(batch, smallest):
+            self._left = _TRIES
+        elif is_first and (self._is_always or not self.updates & self.updates - 1):  # a power of two
+            self._left = max(self._left, 1)
+        return self._left > 0
+
+    @property
+    def is_due(self) -> bool:
+        """True if the loss of all rows is compared in this update: at 1, 2, 4 ... 64, then at one of 64."""
+        return self._is_always or not (self.updates & self.updates - 1 and self.updates % _SELDOM)
+
+    def judged(self, doubt: Doubt | None) -> bool:
+        """Note the outcome of a comparison; return True if it is the last one that is tried."""
+        self.doubt, self.has_held = doubt, self.has_held or doubt is None
+        self._left = 0 if doubt is None or doubt.lasts else self._left - 1
+        return not self._left
+
+    def _lacks(self, batch: Batch, smallest: int) -> bool:
+        smallest = min(smallest, _SMALLEST)
         found = [batch.rows > self._rows, smallest < self._smallest]
         self._rows, self._smallest = max(batch.rows, self._rows), min(smallest, self._smallest)
         return any([*found, self._is_longer(batch), self._is_lower(batch), self._has_changed()])
 
-    def add(self, task: Task, batch: Batch) -> None:
-        """Add the attributes of model and loss, with which they are now compared."""
-        self._places = [*_places_of(Reachable(roots_of(task, batch)))]
+    def add(self, found: Reachable) -> None:
+        """Add the attributes that are reached from model and loss, which are now compared."""
+        self._places = [*_places_of(found)]
         self._values = [*map(_value_of, self._places)]
         for place, value in zip(self._places, self._values, strict=True):
             self._known.setdefault(place.name, set()).add(value)

@@ -14,6 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from anybatch.compare.choose_rows import choose_rows, numbered_anew
+from anybatch.compare.covers import Covers, Doubt
 from anybatch.compare.outcome import Difference, Looked, Split, differ, outcome_of
 from anybatch.core import (
     Batch,
@@ -31,7 +32,7 @@ from anybatch.core import (
 from anybatch.engine import Accumulation, Plan, Restart, Task, context
 from anybatch.losses import Additive, ModelTerms, Terms, WholeBatch, function_of
 from anybatch.memory import find_device, parse_memory
-from anybatch.state import ObjectState, rng
+from anybatch.state import ObjectState, Replayed, rng
 
 ROWS = 8
 LEAST = 3  # the fewest rows with an uneven split
@@ -41,31 +42,23 @@ _FARTHER = 2.0**4  # between two provisional divisors
 _AGAIN = 4  # repetitions before a refusal: hidden random numbers may be equal by chance
 
 
-class Doubt(NamedTuple):
-    """The reason why a look could not judge; `lasts` if other rows do not help."""
-
-    reason: str
-    lasts: bool = False
-    is_quiet: bool = False  # True for no warning
-
-
 def refuse_what_depends_on_the_cut(
     task: Task,
     batch: Batch,
     plan: Plan,
     most: int,
+    covers: Covers,
     *,
     is_late: bool = False,
-    is_first: bool = True,
-    is_bounded: bool = False,
 ) -> Doubt | None:
     """Compare loss and gradient of a few rows between several cuts.
 
     At most eight rows, as different as `choose_rows` finds them, run as one part, without the plan's
-    recomputation, if memory allows and no budget holds (`is_bounded`); and in parts as small as the plan's, in another order. No part has a single row
-    unless the plan has such parts. If the gradient is divided last, as in a window (`is_late`), the parts
-    start from another provisional divisor. Dropout gives its expected value, and everything is put back.
-    Only the first comparison has a third cut. Return the reason why these rows could not tell, or None.
+    recomputation, if memory allows; and in parts as small as the plan's, in another order. No part has a
+    single row unless the plan has such parts. If the gradient is divided last, as in a window (`is_late`),
+    the parts start from another provisional divisor. Dropout gives its expected value, other random numbers
+    are replayed, and everything is put back. `covers` notes what was compared; once it has held, there is one
+    cut less. Return the reason why these rows could not tell, or None.
 
     Raises:
         LossError: loss, gradient or weights depend on the split.
@@ -81,16 +74,17 @@ def refuse_what_depends_on_the_cut(
     # A loss over all rows may pair rows by their places.
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt = Doubt("memory ran out in a few rows")
-    with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as few:
-        largest = rows if not is_bounded and _fits(task, few, plan, most) else most
+    with suppress(OutOfMemoryError), _few_rows(task, batch, rows, covers) as few:
+        largest = rows if _fits(task, few, plan, most) else most
         tries = dict.fromkeys([(largest, least), (most, least), (most, 2), (2, least), (2, 1)])
-        bare = [plan] if is_bounded else [replace(plan, blocks=()), plan]  # memory may need the blocks
-        for kept, (size, small) in product(dict.fromkeys(bare), tries):
+        bare = dict.fromkeys([replace(plan, blocks=()), plan])  # memory may need the blocks
+        for kept, (size, small) in product(bare, tries):
             with suppress(OutOfMemoryError):
                 cuts = _cuts(few.rows, size, small, max(small, smallest), is_mixed=is_mixed)
-                cuts = cuts if is_first else islice(cuts, 0, None, 2)
+                cuts = islice(cuts, 0, None, 2) if covers.has_held else cuts
                 guess = _guess(task, plan) if is_late or _divides_last(task, plan) else 0.0
-                doubt = _FewRows(task, few, plan, kept, guess).compare(size, cuts)
+                draws = Replayed(without_dropout=True)
+                doubt = _FewRows(task, few, plan, kept, guess, draws).compare(size, cuts)
             if doubt is None or doubt.lasts:
                 return doubt
     return doubt
@@ -150,13 +144,13 @@ def _guess(task: Task, plan: Plan) -> float:
 
 
 def read_rows(
-    task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool], *, check: bool
+    task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool], covers: Covers | None
 ) -> Doubt | None:
     """Show micro-batches of a few rows to the reader of a task; compare loss and gradient of two splits.
 
     The first split has two rows in each part. The parts of the second are the largest that then `fits`, by
-    the readings so far. Then 32, 128, 512 rows run, as long as they fit and are few beside the batch. Return
-    the reason why these rows could not tell; None if they could.
+    the readings so far. Then 32, 128, 512 rows run, as long as they fit and are few beside the batch. Without
+    `covers` nothing is compared. Return the reason why these rows could not tell; None if they could.
 
     Raises:
         LossError: loss, gradient or weights depend on the split.
@@ -171,11 +165,12 @@ def read_rows(
             size *= 4
         return None
     doubt: Doubt | None = Doubt("memory ran out in a few rows")
-    with suppress(OutOfMemoryError), _few_rows(task, batch, rows) as few:
+    with suppress(OutOfMemoryError), _few_rows(task, batch, rows, covers) as few:
         cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
-        if check:
+        if covers is not None:
             guess = _guess(task, plan) if _divides_last(task, plan) else 0.0
-            doubt = _FewRows(task, few, plan, plan, guess).compare(2, cuts)
+            draws = Replayed(without_dropout=True)
+            doubt = _FewRows(task, few, plan, plan, guess, draws).compare(2, cuts)
         else:
             for cut in cuts:
                 outcome_of(task, few, plan, cut, is_watched=False)
@@ -222,11 +217,13 @@ def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> I
 
 
 @contextmanager
-def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[Batch]:
+def _few_rows(task: Task, batch: Batch, rows: int, covers: Covers | None = None) -> Generator[Batch]:
     with rng.preserved():  # `collate` may draw
         try:
             few = _only(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
             noted = reached_by(task, few)
+            if covers is not None:
+                covers.add(noted.found)
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
@@ -244,14 +241,9 @@ def _only(task: Task, batch: Batch, rows: Sequence[int]) -> Batch:
 
 def reached_by(task: Task, batch: Batch) -> ObjectState:
     """Note all that a run reaches, but for the task's parameters and buffers, which a step puts back."""
-    known = [p for module in task.network.modules for p in (*module.parameters(), *module.buffers())]
-    return ObjectState(roots_of(task, batch), but_for=known)
-
-
-def roots_of(task: Task, batch: Batch) -> list[object]:
-    """Return the objects from which all that a run reaches is found."""
     collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
-    return [task.model, task.loss, *task.network.modules, *collate]
+    known = [p for module in task.network.modules for p in (*module.parameters(), *module.buffers())]
+    return ObjectState([task.model, task.loss, *task.network.modules, *collate], but_for=known)
 
 
 class _FewRows(NamedTuple):
@@ -259,14 +251,14 @@ class _FewRows(NamedTuple):
     few: Batch
     plan: Plan
     kept: Plan  # of the first cut
-    guess: (
-        float  # the factor of the provisional divisor of the other cuts; 0 if the gradient is divided early
-    )
+    guess: float  # the factor of the provisional divisor of the other cuts; 0 if they divide early
+    draws: Replayed  # the random numbers of the first cut
 
     def run(self, cut: Split, *, is_first: bool = True, is_watched: bool = True) -> Looked | Exception:
         few = self.few.padded() if is_first else self.few
         task = self.task if is_first else replace(self.task, guess=self.guess)
-        return outcome_of(task, few, self.kept if is_first else self.plan, cut, is_watched=is_watched)
+        plan = self.kept if is_first else self.plan
+        return outcome_of(task, few, plan, cut, is_watched=is_watched, like=self.draws)
 
     def compare(self, most: int, cuts: Iterable[Split]) -> Doubt | None:
         others = iter(cuts)
@@ -345,6 +337,10 @@ class _FewRows(NamedTuple):
             likely += f"a hook on {hooked[0]!r} changes the gradient of each micro-batch, "
         is_sum = isinstance(self.task.loss, Additive)
         likely += "or ab.Additive got a mean." if is_sum else "or a Total's weight is not its divisor."
+        if parts.mixes or whole.mixes:
+            likely = (
+                "It draws random numbers and mixes rows by them (a permutation, negatives of the batch). "
+            )
         if whole.moved:
             likely = f"The forward changes {whole.moved!r}, and later forwards may compute with it."
         raise LossError(

@@ -1,7 +1,7 @@
 """Outcome: the loss and finished gradient of some rows in one split, and its distance from another"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,11 +13,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.compare.tolerance import limit_of, shortest_of
-from anybatch.core import Batch, Callbacks, MicroBatchDone, OutOfMemoryError, torch_private as private
+from anybatch.core import (
+    Batch,
+    Callbacks,
+    Micro,
+    MicroBatchDone,
+    OutOfMemoryError,
+    torch_private as private,
+)
 from anybatch.engine import Plan, Task, carry_out
 from anybatch.losses import ModelTerms
 from anybatch.precision import LossScale, Precision
-from anybatch.state import Effects, SeenDraws, plain_kernels
+from anybatch.state import Effects, Replayed, RowPart, SeenDraws, plain_kernels
 
 _LIMIT = 1e-2  # a smaller relative error of a float32 gradient may be rounding in a deep network
 _SIGNS = 8  # rows of a sketch
@@ -66,7 +73,7 @@ class Outcome:
             self.report = carry_out(plan, task, batch, is_dry=is_dry)
         if self.report.too_large:  # and so it was cut otherwise
             raise OutOfMemoryError(f"Expected {max(sizes)} rows to fit, got none left. Take fewer.")
-        self.is_random = bool(draws.unreplayed or effects.draws or effects.draws_process)
+        self.effects = effects
         self.dtypes = draws.dtypes | {p.dtype for p in task.network.parameters}
         coefficients = task.loss.coefficients
         terms = {name: value for name, value in self.report.terms.items() if self.report.weights.get(name)}
@@ -146,35 +153,71 @@ class Split:
         return "+".join(map(str, self.sizes)) + " in another order" * self.is_interleaved
 
 
+class WatchedBatch:
+    """Rows of a batch, which tell when a micro-batch begins and which rows of `part` it has."""
+
+    def __init__(
+        self, inner: Batch, part: RowPart, draws: SeenDraws, begin: Callable[[RowPart], None]
+    ) -> None:
+        self._inner, self._part, self._draws, self._begin = inner, part, draws, begin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
+        """Yield the rows of each part."""
+        micros = self._inner.micro_batches(parts)
+        for index in parts:
+            dtypes = set(self._draws.dtypes)
+            micro = next(micros)
+            self._draws.dtypes = dtypes  # leave out those of `collate`
+            self._begin(self._part.only(index))
+            yield micro
+
+
 class Looked(Outcome):
     """An outcome of the caller's own model, which is restored; its gradients are kept as sketches."""
 
     def __init__(
-        self, task: Task, few: Batch, plan: Plan, cut: Split, *, is_watched: bool, has_graph: bool = True
+        self,
+        task: Task,
+        few: Batch,
+        plan: Plan,
+        cut: Split,
+        like: Replayed | None,
+        *,
+        is_watched: bool,
+        has_graph: bool = True,
     ) -> None:
         self._model, self._versions, self.moved = task.model, _versions(task.model), ""
         self.buffers: dict[str, float] = {}
         self.cut = cut
-        order = range(few.rows)
+        order: Sequence[int] = range(few.rows)
         if cut.is_interleaved:
-            few = few.only([*order[::2], *order[1::2]])
-        self._seen, self._watch = _Watched(task.network.everyone), ExitStack()
+            order = [*order[::2], *order[1::2]]
+            few = few.only(order)
+        self._seen, self._watch = _Watched(task.network.everyone, like), ExitStack()
+        self._seen.is_watching = is_watched
+        part, few = RowPart(tuple(order), few.rows), few.copied()
+        watched: Any = WatchedBatch(few, part, self._seen, self._seen.begin_part)
         try:
             with self._watch:
                 if is_watched:
                     self._watch.enter_context(self._seen)
-                rows = few.copied()
-                super().__init__(task, rows, plan, cut.sizes, self._seen, is_dry=True, has_graph=has_graph)
+                super().__init__(task, watched, plan, cut.sizes, self._seen, is_dry=True, has_graph=has_graph)
         finally:
             self._seen.put_back()
         self.is_quiet = self._seen.is_quiet
         self.dtypes |= _short_of_devices(task, plan)
-        self.nbytes = self._seen.nbytes
+        self.nbytes, self.mixes = self._seen.nbytes, self._seen.others > 0
+        self.is_random = self._seen.has_missed() or self.effects.draws_process
+        self.is_random |= self.effects.draws and not self._seen.total
 
     def micro_batch(self, event: MicroBatchDone) -> None:
         """Stop watching: a forward that draws or writes does so in the first micro-batch."""
         if self._seen.is_quiet:
             self._watch.close()
+            self._seen.is_watching = False
 
     def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep the gradient, and the norms of buffers that were written to."""
@@ -201,14 +244,15 @@ class Looked(Outcome):
         return signs.to(gradient) @ gradient.flatten(1)
 
 
-class _Watched(SeenDraws):
+class _Watched(Replayed):
     """A copy of each parameter from before a forward writes to it, as a momentum encoder does."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        super().__init__()
+    def __init__(self, parameters: Sequence[Tensor], like: Replayed | None) -> None:
+        super().__init__(without_dropout=True, like=like)
+        self._missed, self.total = False, 0
         self._places = {one.untyped_storage().data_ptr(): one for one in parameters if not is_lazy(one)}
         self._copies: dict[Tensor, Tensor] = {}
-        self._has_drawn, self.nbytes = False, 0  # bytes of all results, as if all were kept
+        self._has_drawn = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -219,13 +263,23 @@ class _Watched(SeenDraws):
                 if known is not None and known not in self._copies:
                     with private.disable_current_modes():
                         self._copies[known] = known.detach().clone()
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.nbytes += result.nbytes if _is_strided(result) else 0
-        return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._has_drawn = True
         return super().draw(func, args, kwargs)
+
+    def begin_part(self, part: RowPart) -> None:
+        if self.is_watching:
+            self.has_missed()
+            self.begin(part)
+
+    def has_missed(self) -> bool:
+        """Return True if draws so far were not replayed, or others than the whole's were made."""
+        self._missed |= self.unreplayed > 0 or self.count not in (0, self.recorded.count)
+        self.total += self.count
+        self.count = 0
+        return self._missed
 
     @property
     def is_quiet(self) -> bool:
@@ -293,7 +347,14 @@ def _allowed(task: Task, batch: Batch, plan: Plan, rows: int) -> None:
 
 
 def outcome_of(
-    task: Task, few: Batch, plan: Plan, cut: Split, *, is_watched: bool = True, has_graph: bool = True
+    task: Task,
+    few: Batch,
+    plan: Plan,
+    cut: Split,
+    *,
+    is_watched: bool = True,
+    like: Replayed | None = None,
+    has_graph: bool = True,
 ) -> "Looked | Exception":
     """Return the outcome of a split, or its error: a model may refuse a part that no step sends.
 
@@ -301,7 +362,7 @@ def outcome_of(
         OutOfMemoryError: a micro-batch did not fit.
     """
     try:
-        return Looked(task, few, plan, cut, is_watched=is_watched, has_graph=has_graph)
+        return Looked(task, few, plan, cut, like, is_watched=is_watched, has_graph=has_graph)
     except OutOfMemoryError:
         raise
     except Exception as error:

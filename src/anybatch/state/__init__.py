@@ -3,12 +3,17 @@
 from anybatch.state import rng as rng
 from anybatch.state.draws import (
     SeenDraws as SeenDraws,
-    device_of as device_of,
-    expected_of_bernoulli as expected_of_bernoulli,
-    has_own_generator as has_own_generator,
     plain_kernels as plain_kernels,
 )
 from anybatch.state.objects import Contents as Contents, ObjectState as ObjectState, Reachable as Reachable
+from anybatch.state.replay import (
+    Axis as Axis,
+    Replayed as Replayed,
+    RowPart as RowPart,
+    find_axis as find_axis,
+    select as select,
+    take as take,
+)
 from anybatch.state.snapshot import (
     Effects as Effects,
     ModuleState as ModuleState,

@@ -19,6 +19,7 @@ class SeenDraws(private.TorchDispatchMode):
 
     Attributes:
         dtypes: floating dtypes of results.
+        nbytes: of all floating results, as if all were kept.
         unreplayed: draws whose numbers differ in another split.
         is_watching: set to False to stop noting and replacing.
     """
@@ -26,7 +27,7 @@ class SeenDraws(private.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
-        self.unreplayed = 0
+        self.unreplayed = self.nbytes = 0
         self.is_watching = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -51,15 +52,15 @@ class SeenDraws(private.TorchDispatchMode):
         first = result[0] if isinstance(result, tuple) and result else result
         if isinstance(first, Tensor) and first.is_floating_point() and any(map(_is_floating, args)):
             self.dtypes.add(first.dtype)  # constants are exact
+            self.nbytes += first.numel() * first.itemsize
         return result
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Make a draw."""
-        name = func.__name__
-        if "bernoulli_" in name and not has_own_generator(args, kwargs):
+        if is_dropout(func) and not has_own_generator(args, kwargs):
+            if "native" in func.__name__:
+                return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
             return expected_of_bernoulli(args)
-        if "native_dropout" in name:
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         self.unreplayed += 1
         return func(*args, **kwargs)
 
@@ -98,6 +99,11 @@ def plain_kernels() -> Generator[None]:
             cudnn.enabled = False
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield
+
+
+def is_dropout(func: Any) -> bool:
+    """Return True for the draws of dropout."""
+    return "bernoulli_" in func.__name__ or "native_dropout" in func.__name__
 
 
 def expected_of_bernoulli(args: Sequence[Any]) -> Tensor:

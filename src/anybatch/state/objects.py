@@ -51,7 +51,7 @@ class ObjectState:
     """
 
     def __init__(self, roots: Iterable[object], *, but_for: Iterable[Tensor] | None = None) -> None:
-        found = Reachable(roots)
+        self.found = found = Reachable(roots)
         self.modules: tuple[nn.Module, ...] = tuple(found.modules)
         self._undo: list[Callable[[], object]] = [Contents(found.containers).put_back]
         self._undo += [partial(_put_cell_back, cell, *_held_by(cell)) for cell in found.cells]

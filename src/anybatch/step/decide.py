@@ -4,8 +4,8 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from numbers import Integral
 from operator import attrgetter
 from typing import Literal, cast
@@ -180,6 +180,9 @@ class Planning:
         ladder = budget.ladder(task, self.settings, _kind(batch))
         want = self._want(task, batch, ladder, is_add=is_add)
         has_looked = ladder.has_looked or batch.rows == 1
+        if self.guard.wants(batch) and ladder.has_looked:
+            self._look(task, batch, ladder, want, again=True)
+            want = self._want(task, batch, ladder, is_add=is_add)
         if has_looked and (found := ladder.known(want)):
             return ladder, *found, want
         ladder.refuse_below_floor(task, want)
@@ -234,7 +237,7 @@ class Planning:
         if reader.is_blind and not rung.readings.law.readings:
             raise refuse_unread()
 
-    def _look(self, task: Task, batch: Batch, ladder: Ladder, want: Want) -> None:
+    def _look(self, task: Task, batch: Batch, ladder: Ladder, want: Want, *, again: bool = False) -> None:
         """Read a few rows, and compare loss and gradient of two splits."""
         rung, ladder.looks = ladder.plain, ladder.looks + 1
         like = _of_size(self.settings, batch.rows, min(2, batch.rows))
@@ -247,6 +250,8 @@ class Planning:
                 room = rung.room(want) - copies - 2 * rung.readings.gradients
                 return rung.readings.fits((rows, want.length), room)
 
+            if again and not fits(2):
+                return
             try:
                 self.guard.read(running, batch, like, fits)
             except LossError as error:
@@ -306,15 +311,6 @@ class Planning:
         self._distrusted.add(found)
         self.budget.forget()
         return True
-
-    def has_room(self, batch: Batch, plan: Plan) -> bool:
-        """Return True if a look, which holds copies of its rows and two gradients, fits into this step."""
-        if self.budget is None or self._used is None or self._used_for is None:
-            return True
-        rung, leaves = self._used[1], getattr(batch, "leaves", ())
-        copies = sum(one.nbytes for one in leaves) * min(8, batch.rows) // max(1, batch.rows)
-        spare = rung.spare(self._used_for, plan.sizes)
-        return bool(leaves) and copies + 2 * rung.readings.gradients < spare
 
     def room(self) -> float | None:
         """Return the bytes that a forward may take in this step; None without a budget."""
@@ -380,16 +376,6 @@ class Planning:
         return rows if self.micro_batch is None else min(rows, self.micro_batch)
 
 
-@dataclass(slots=True)
-class _Compared:
-    """The comparisons of one kind of rows."""
-
-    covers: Covers = field(default_factory=Covers)
-    left: int = 0  # how often there is still to be looked
-    doubt: Doubt | None = None  # why nothing was found out
-    has_held: bool = False  # the last comparison that could tell found nothing
-
-
 class Guard:
     """The conditions of a cut: no meeting that was not allowed, and a loss that adds up.
 
@@ -402,27 +388,13 @@ class Guard:
         self, *, batch_norm: str | None, check: bool | Literal["always"], is_bounded: bool = False
     ) -> None:
         self.batch_norm, self.checks, self._is_bounded = batch_norm, check, is_bounded
-        self.updates = 0  # that were cut
-        self._held = 0  # the last of them whose loss was that of all rows
-        self._has_begun = False
-        self._looks: dict[Hashable, _Compared] = {}  # by the kind of rows
+        self._covers: dict[Hashable, Covers] = {}  # by the kind of rows
         self._has_warned = False
 
-    def begin(self) -> None:
-        """Begin an update; it is counted once it is cut."""
-        self._has_begun = False
-
-    @property
-    def is_due(self) -> bool:
-        """True if this update, once it is cut, is compared, whatever comes."""
-        count = self.updates + (not self._has_begun)
-        is_early = count <= _EARLY and count & (count - 1) == 0
-        return self.checks == "always" or is_early or count % _EARLY == 0
-
-    def before_cut(self, task: Task, batch: Batch, plan: Plan, most: int, *, has_room: bool = True) -> None:
+    def before_cut(self, task: Task, batch: Batch, plan: Plan, most: int) -> None:
         """Refuse what would change the result; `most` rows are known to fit."""
         self.refuse_meetings(task)
-        self.look(task, batch, plan, most, has_room=has_room)
+        self.look(task, batch, plan, most)
 
     def witness(self, task: Task, batch: Batch, plan: Plan, room: float | None) -> None:
         """Refuse a loss that is not that of all rows, in an update that is due.
@@ -433,11 +405,10 @@ class Guard:
             plan: how they are cut.
             room: bytes that a forward may take; None without a budget.
         """
-        if self.checks and self.is_due and plan.is_cut:
-            doubt = refuse_another_loss(task, batch, plan, room, held=self._held)
-            if doubt is None:
-                self._held = self.updates
-            elif not (doubt.is_quiet or task.progress.unchecked):
+        covers = self.covers(batch)
+        if self.checks and covers.is_due and plan.is_cut:
+            doubt = refuse_another_loss(task, batch, plan, room, covers)
+            if doubt is not None and not (doubt.is_quiet or task.progress.unchecked):
                 task.progress.unchecked = doubt.reason
 
     def look(
@@ -449,64 +420,47 @@ class Guard:
         *,
         kept: Batch | None = None,
         in_window: bool = False,
-        has_room: bool = True,
+        is_first: bool = True,
     ) -> None:
-        """Refuse a result that depends on the cut, if the rows, or model and loss, are not covered.
+        """Refuse a result that depends on the cut, if rows or attributes are not covered.
 
-        Args:
-            task: what is compared.
-            batch: the rows that come.
-            plan: how they are cut.
-            most: rows that are known to fit.
-            kept: rows of the `add` of a window before these, compared together with them.
-            in_window: the gradient is divided at the end.
-            has_room: the budget has room to compare again what was compared.
+        `most` rows are known to fit; `kept` are rows of an `add` before, which are compared with these; in a
+        window the end divides; `is_first` rows begin an update.
         """
         if not self.checks:
             task.progress.unchecked = "the Step was made with Options(check=False)"
             return
-        if not self._has_begun:
-            self._has_begun, self.updates = True, self.updates + 1
-            if self.is_due and has_room:
-                self._forget()
+        covers = self.covers(batch)
         smallest = min(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most))
-        if self.wants(batch, smallest):
+        if not self._is_bounded and covers.wants(batch, smallest, is_first=is_first):
             rows = batch if kept is None else joined(kept, batch)
-            compare = partial(refuse_what_depends_on_the_cut, task, rows, plan, most, is_late=in_window)
-            self._note(task, batch, partial(compare, is_bounded=self._is_bounded))
-        self._tell(task, batch)
+            if rows.rows > 1:
+                compare = refuse_what_depends_on_the_cut
+                self._judge(covers, compare(task, rows, plan, most, covers, is_late=in_window))
+            else:
+                covers.doubt = Doubt("a single row has no cut to compare")
+        if covers.doubt is not None:
+            task.progress.unchecked = covers.doubt.reason
 
-    def wants(self, batch: Batch, smallest: int) -> bool:
-        """Return True if these rows, the smallest parts of so many, are to be compared."""
-        known = self._looks.setdefault(_kind(batch), _Compared())
-        if known.covers.lacks(batch, smallest):
-            known.left = _TRIES
-        return bool(known.left)
+    def covers(self, batch: Batch) -> Covers:
+        """Return what was compared of rows of this kind: of these dtypes and numbers of dimensions."""
+        return self._covers.setdefault(_kind(batch), Covers(is_always=self.checks == "always"))
 
-    def _forget(self) -> None:
-        """Compare each kind of rows again when it comes next, unless other rows do not help."""
-        for known in self._looks.values():
-            known.left = known.left or int(known.doubt is None or not known.doubt.lasts)
+    def wants(self, batch: Batch) -> bool:
+        """Return True if rows are to be compared, within a budget in parts of two."""
+        return self.checks and batch.rows > 1 and self.covers(batch).wants(batch, 2)
 
     def read(self, task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool]) -> None:
         """Read micro-batches of a few rows with the task's reader, and look, if that is wanted."""
-        norms = task.network.batch_norms and self.batch_norm != "frozen"
-        if self.checks and not norms and self.wants(batch, min(2, batch.rows)):
-            self._note(task, batch, lambda: read_rows(task, batch, plan, fits, check=True))
+        norms, covers = task.network.batch_norms and self.batch_norm != "frozen", self.covers(batch)
+        if self.checks and not norms and covers.wants(batch, min(2, batch.rows), is_first=False):
+            self._judge(covers, read_rows(task, batch, plan, fits, covers))
         else:
-            read_rows(task, batch, plan, fits, check=False)
+            read_rows(task, batch, plan, fits, None)
 
-    def _note(self, task: Task, batch: Batch, look: Callable[[], Doubt | None]) -> None:
-        """Look, and keep the reason if nothing was found out."""
-        known = self._looks[_kind(batch)]
-        doubt, has_held = look(), known.has_held
-        known.covers.add(task, batch)
-        if has_held and doubt is not None and not doubt.lasts:  # these rows cannot tell; earlier ones could
-            known.left -= 1
-            return
-        known.doubt, known.has_held = doubt, doubt is None
-        known.left = 0 if doubt is None or doubt.lasts else known.left - 1
-        if doubt is not None and not (known.left or doubt.is_quiet or self._has_warned):
+    def _judge(self, covers: Covers, doubt: Doubt | None) -> None:
+        """Warn once if nothing was found out."""
+        if covers.judged(doubt) and doubt is not None and not (doubt.is_quiet or self._has_warned):
             self._has_warned = True
             warnings.warn(
                 f"Expected to find the same loss and gradient for every split, but {doubt.reason}. The "
@@ -514,10 +468,6 @@ class Guard:
                 "it; Options(check=False) skips this look.",
                 stacklevel=2,
             )
-
-    def _tell(self, task: Task, batch: Batch) -> None:
-        if (doubt := self._looks[_kind(batch)].doubt) is not None:
-            task.progress.unchecked = doubt.reason
 
     def refuse_in_synced(self, task: Task, planning: Planning) -> None:
         """Refuse what runs a forward twice, or on one rank alone, where rows of all ranks meet in it."""
@@ -561,10 +511,8 @@ def _why_uncut(task: Task, settings: Plan) -> str:
     return f"rows meet in {len(norms)} BatchNorm layer{'s' * (len(norms) > 1)} in training mode."
 
 
-_EARLY = 64  # updates of which those at powers of two are compared; later one of as many
 _NOTHING = nullcontext()
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
-_TRIES = 3  # some batches tell nothing
 
 
 def _kind(batch: Batch) -> Hashable:

@@ -214,7 +214,6 @@ class Step:
 
     def _step(self, task: Task, batch: Any, end: Callable[[Accumulation], StepReport]) -> StepReport:
         is_many, task.progress.unchecked = self.strategy.is_many, ""
-        self.planning.guard.begin()
         if is_many:
             self.strategy.begin(task, self.planning.settings)
         logical = admit(batch, task, self.collate)
@@ -237,8 +236,7 @@ class Step:
                 self.strategy.meet(task, len(cut.parts.sizes))
                 task.progress.unchecked = "rows of all ranks meet in SyncBatchNorm, and no rank has them all"
             elif cut.is_cut or rows.needs or is_many:
-                has_room = self.planning.has_room(rows.batch, cut)
-                self.planning.guard.before_cut(task, rows.batch, cut, plan.micro_batch, has_room=has_room)
+                self.planning.guard.before_cut(task, rows.batch, cut, plan.micro_batch)
                 with self.planning.enforced(task, logical):
                     self.planning.guard.witness(task, rows.batch, cut, self.planning.room())
             try:

@@ -67,7 +67,7 @@ class Window(Accumulation):
         ...     window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
     """
 
-    __slots__ = ("_adds", "_kept", "_report", "_seconds", "_sizes", "_step", "_trained")
+    __slots__ = ("_adds", "_is_due", "_kept", "_report", "_seconds", "_sizes", "_step", "_trained")
 
     def __init__(self, step: Opener, task: Task) -> None:
         with task.loss.along(OpenBatch(), (), task.model, lambda: None) as share:
@@ -77,10 +77,10 @@ class Window(Accumulation):
         self._trained = [*map(_is_trained, task.network.everyone)]
         self._report: StepReport | None = None
         self._kept: Batch | None = None  # rows of the first `add`, which are compared with the second's
+        self._is_due = False
         self._adds, self._sizes = list[tuple[Batch, list[int]]](), list[int]()  # of a window that is due
         self._seconds = 0.0
         task.progress.unchecked = ""
-        step.planning.guard.begin()
         task.strategy.begin(task, self._settings)  # refuses gradients on several ranks, so before they go
         clear(task.network.parameters)
 
@@ -148,7 +148,7 @@ class Window(Accumulation):
                     self.discard(error)
                     raise
                 planning.learn_add(batch, plan, part.sums)
-                if planning.guard.is_due:
+                if self._is_due:
                     self._adds.append((batch, [*map(private.version, getattr(batch, "leaves", ()))]))
                     self._sizes += part.sums.rows
         self._rows += batch.rows
@@ -163,17 +163,12 @@ class Window(Accumulation):
         if plan.is_cut:
             guard.refuse_meetings(task)
         if plan.is_cut or self._rows:
-            guard.look(
-                task,
-                batch,
-                plan,
-                plan.micro_batch,
-                kept=self._kept,
-                in_window=True,
-                has_room=planning.has_room(batch, plan),
-            )
-        elif guard.checks and (guard.wants(batch, batch.rows) or guard.is_due):
+            most, is_first = plan.micro_batch, not self._rows
+            guard.look(task, batch, plan, most, kept=self._kept, in_window=True, is_first=is_first)
+        elif guard.checks and guard.covers(batch).wants(batch, batch.rows):
             self._kept = few_of(batch)
+        if not self._rows:
+            self._is_due = bool(guard.checks) and guard.covers(batch).is_due
         return plan, running
 
     def _compare(self) -> None:
