@@ -118,6 +118,32 @@ def test_only_the_gradient_may_tell() -> None:
 
 
 @needs_cpu
+@pytest.mark.parametrize("kind", ["jagged", "sparse"])
+def test_samples_may_be_collated_to_nested_and_sparse_tensors(kind: str) -> None:
+    class Mean(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = [x] if x.is_sparse else x.unbind()
+            found = [super(Mean, self).forward(row) for row in rows]
+            return found[0] if x.is_sparse else torch.stack([row.mean(0) for row in found])
+
+    def collate(samples: list[Any]) -> Any:
+        rows = [row for row, _ in samples]
+        inputs = torch.stack([row[0] for row in rows]).to_sparse()
+        if kind == "jagged":
+            inputs = torch.nested.nested_tensor(rows, layout=torch.jagged)
+        return inputs, torch.tensor([label for _, label in samples])
+
+    samples = [(torch.randn(2 + row % 3, 4), row % 3) for row in range(ROWS)]
+    weights = list[Tensor]()
+    for size in (4, None):
+        torch.manual_seed(0)
+        step = make(Mean(4, 3), nn.CrossEntropyLoss(), size, collate=collate)
+        assert step(samples).checked
+        weights.append(step.model.weight)
+    torch.testing.assert_close(*weights)
+
+
+@needs_cpu
 def test_a_small_hidden_loss_is_told_with_its_parameter_and_size() -> None:
     """An auxiliary loss that reaches only the gate, in backward: under one per cent of the whole gradient."""
 

@@ -135,7 +135,7 @@ class Step:
         self.optimizers, self.schedulers = self._checked(model, loss, optimizer, options.scheduler)
         refuse_wrapped([*model.modules(), *module_of(loss).modules()], strategy)
         odd = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
-        if odd and options.clip_value is not None:
+        if options.clip_value is not None and odd:
             raise PlanError(
                 f"Expected real parameters with clip_value={options.clip_value}, got the complex {odd[0]}. "
                 "Its entries have no order: pass clip_norm=... instead."
