@@ -91,7 +91,6 @@ class CheckReport:
 
     def _rows(self) -> list[tuple[str, str]]:
         cuts = " and ".join(filter(None, (", ".join(self.cuts[:-1]), self.cuts[-1])))
-        is_refused = any(one.kind == "refused" for one in self.findings)
         errors = f"gradient error {self.error:.2g}, loss error {self.loss_error:.2g}, {self.dtype}"
         notes = [("note", note) for note in self.notes]
         if self.exact:
@@ -100,7 +99,7 @@ class CheckReport:
         is_update = any(finding.kind != "buffer" for finding in self.findings)
         told = "" if is_update else "the update is, saved buffers are not: "
         found = [str(finding).partition(": ") for finding in self.findings]
-        said = "a step refuses this loss" if is_refused else f"{told}{errors}"
+        said = "a step refuses this loss" if found[0][0] == "refused" else f"{told}{errors}"
         head = f"{said}, on {self.rows} rows cut as {cuts}"
         return [("NOT exact", head), *[(kind, text) for kind, _, text in found], *notes]
 
