@@ -101,11 +101,12 @@ class Outcome:
 
 
 class Distance(NamedTuple):
-    """The relative errors of gradient and loss, and the parameter whose gradient differs most."""
+    """The relative errors of gradient and loss, and of the parameter whose gradient differs most."""
 
     gradient: float
     loss: float
     worst: str
+    own: float
 
 
 def distance(one: Outcome, other: Outcome, *alone: Outcome) -> Distance:
@@ -122,7 +123,8 @@ def distance(one: Outcome, other: Outcome, *alone: Outcome) -> Distance:
         pair = one.gradient.get(name), other.gradient.get(name)
         first, second = [torch.zeros(()) if value is None else value for value in pair]
         apart[name] = (first - second).norm().item()
-    known = one, *alone
+    worst, known = max(apart, key=lambda name: apart[name], default=""), (one, *alone)
+    pair = [each.gradient[worst].norm().item() for each in (one, other) if worst in each.gradient]
     both_nan = math.isnan(one.report.loss) and math.isnan(other.report.loss)
     return Distance(
         _ratio(math.hypot(*apart.values()), max(each.size for each in known)),
@@ -132,7 +134,8 @@ def distance(one: Outcome, other: Outcome, *alone: Outcome) -> Distance:
             abs(one.report.loss - other.report.loss),
             max(abs(one.report.loss), *[each.scale for each in known]),
         ),
-        max(apart, key=lambda name: apart[name], default=""),
+        worst,
+        _ratio(apart.get(worst, 0.0), max(pair, default=0.0)),
     )
 
 
@@ -328,7 +331,8 @@ def differ(one: Outcome, other: Outcome, *alone: Outcome) -> Difference | None:
     if not math.isfinite(far.gradient) or far.gradient * size <= max(rounding * size, 100 * eps):
         return small
     is_small = not is_double and far.gradient <= max(_LIMIT, 3 * eps**0.5)
-    return Difference(f"gradients that differ by {far.gradient:.2g}, most in {far.worst}", named, is_small)
+    words = f"gradients that differ by {far.gradient:.2g}, most in {far.worst} (by {far.own:.2g} of its own)"
+    return Difference(words, named, is_small)
 
 
 def _short_of_devices(task: Task, plan: Plan) -> set[torch.dtype]:

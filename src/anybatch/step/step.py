@@ -134,6 +134,12 @@ class Step:
         self.model, self.loss, self.collate, self.options = model, loss, collate, options
         self.optimizers, self.schedulers = self._checked(model, loss, optimizer, options.scheduler)
         refuse_wrapped([*model.modules(), *module_of(loss).modules()], strategy)
+        odd = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
+        if options.clip_value is not None and odd:
+            raise PlanError(
+                f"Expected real parameters with clip_value={options.clip_value}, got the complex {odd[0]}. "
+                "Its entries have no order: pass clip_norm=... instead."
+            )
         self.strategy: Strategy = choose_strategy(strategy, group, model)
         if chosen == Precision() and computes_in_float16(model):
             chosen = Precision(loss_scale="dynamic")  # autocast is in the model
