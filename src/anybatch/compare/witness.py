@@ -55,8 +55,8 @@ def refuse_another_loss(
 
 def _compare(task: Task, batch: Batch, plan: Plan, room: float | None, covers: Covers) -> Doubt | None:
     cut = Split(plan.sizes)
-    if room is not None and isinstance(batch, SampleBatch):  # what collate makes is copied
-        cut = Split(tuple(cut_sizes(batch.rows, max(1, max(cut.sizes) // 2))))
+    if room is not None and isinstance(batch, SampleBatch):  # collated rows are copied, and held twice
+        cut = Split(tuple(cut_sizes(batch.rows, max(1, max(cut.sizes) // 3))))
     reading = MemoryReading.begin(task.network.devices)
     try:
         parts = outcome_of(task, batch, plan, cut, has_graph=False)
