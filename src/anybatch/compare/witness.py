@@ -1,6 +1,7 @@
 """The witness: the loss of all rows at once, beside that of the micro-batches, both without a graph."""
 
 from dataclasses import replace
+from functools import partial
 
 from torch.nn.parameter import is_lazy
 
@@ -71,15 +72,24 @@ def _compare(task: Task, batch: Batch, plan: Plan, room: float | None, covers: C
     size = batch.rows if bytes_of_all <= room else int(batch.rows * room / bytes_of_all)
     if min(size, batch.rows) < min(_LEAST * largest, batch.rows):
         return Doubt("no memory is free for a forward of more rows than a micro-batch has", is_quiet=True)
-    whole = outcome_of(task, batch.padded(), plan, Split(tuple(cut_sizes(batch.rows, size))), has_graph=False)
+    again = partial(
+        outcome_of,
+        task,
+        batch.padded(),
+        plan,
+        is_watched=not parts.is_quiet,
+        like=parts.seen,
+        has_graph=False,
+    )
+    whole = again(Split(tuple(cut_sizes(batch.rows, size))))
     if not isinstance(whole, Looked):
         return Doubt(f"{batch.rows} rows at once gave {type(whole).__name__}: {whole}", is_quiet=True)
     found = differ(whole, parts)
     if found is None or not (whole.is_weighed and parts.is_weighed):
         covers.held = covers.updates
         return None
-    again = outcome_of(task, batch.padded(), plan, whole.cut, has_graph=False)
-    if whole.is_random or parts.is_random or not isinstance(again, Looked) or differ(whole, again):
+    same = again(whole.cut)
+    if whole.is_random or parts.is_random or not isinstance(same, Looked) or differ(whole, same):
         return Doubt("the same rows give another loss the second time", is_quiet=True)
     if found.is_small:
         return Doubt(f"the losses of all rows and of micro-batches are {found.words}, near rounding")

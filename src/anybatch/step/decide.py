@@ -412,31 +412,23 @@ class Guard:
                 task.progress.unchecked = doubt.reason
 
     def look(
-        self,
-        task: Task,
-        batch: Batch,
-        plan: Plan,
-        most: int,
-        *,
-        kept: Batch | None = None,
-        in_window: bool = False,
-        is_first: bool = True,
+        self, task: Task, batch: Batch, plan: Plan, most: int, kept: Batch | None = None, added: int = -1
     ) -> None:
         """Refuse a result that depends on the cut, if rows or attributes are not covered.
 
-        `most` rows are known to fit; `kept` are rows of an `add` before, which are compared with these; in a
-        window the end divides; `is_first` rows begin an update.
+        `most` rows are known to fit. In a window so many rows were `added` before, of which some are `kept`
+        to be compared with these.
         """
         if not self.checks:
             task.progress.unchecked = "the Step was made with Options(check=False)"
             return
         covers = self.covers(batch)
         smallest = min(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most))
-        if not self._is_bounded and covers.wants(batch, smallest, is_first=is_first):
+        if not self._is_bounded and covers.wants(batch, smallest, is_first=added <= 0):
             rows = batch if kept is None else joined(kept, batch)
             if rows.rows > 1:
                 compare = refuse_what_depends_on_the_cut
-                self._judge(covers, compare(task, rows, plan, most, covers, is_late=in_window))
+                self._judge(covers, compare(task, rows, plan, most, covers, is_late=added >= 0))
             else:
                 covers.doubt = Doubt("a single row has no cut to compare")
         if covers.doubt is not None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from anybatch.compare import few_of, whole_of
+from anybatch.compare import few_of, joined, whole_of
 from anybatch.core import (
     Batch,
     BatchError,
@@ -76,7 +76,7 @@ class Window(Accumulation):
         self._step, self._share = step, share
         self._trained = [*map(_is_trained, task.network.everyone)]
         self._report: StepReport | None = None
-        self._kept: Batch | None = None  # rows of the first `add`, which are compared with the second's
+        self._kept: Batch | None = None  # rows of the first `add`s, which are compared with the next one's
         self._is_due = False
         self._adds, self._sizes = list[tuple[Batch, list[int]]](), list[int]()  # of a window that is due
         self._seconds = 0.0
@@ -163,8 +163,8 @@ class Window(Accumulation):
         if plan.is_cut:
             guard.refuse_meetings(task)
         if plan.is_cut or self._rows:
-            most, is_first = plan.micro_batch, not self._rows
-            guard.look(task, batch, plan, most, kept=self._kept, in_window=True, is_first=is_first)
+            guard.look(task, batch, plan, plan.micro_batch, self._kept, self._rows)
+            self._kept = self._kept and joined(self._kept, batch)
         elif guard.checks and guard.covers(batch).wants(batch, batch.rows):
             self._kept = few_of(batch)
         if not self._rows:
