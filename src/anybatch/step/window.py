@@ -81,8 +81,8 @@ class Window(Accumulation):
         self._adds, self._sizes = list[tuple[Batch, list[int]]](), list[int]()  # of a window that is due
         self._seconds = 0.0
         task.progress.unchecked = ""
-        task.strategy.begin(task, self._settings)  # refuses gradients on several ranks, so before they go
-        clear(task.network.parameters)
+        task.strategy.begin(task, self._settings)
+        self._refuse_gradients()  # a later zero_grad() could not clear what is set aside
 
     def discard(self, error: BaseException | None = None) -> None:
         """End the window. Without an update, model, gradients and random state are as before it.
@@ -270,10 +270,9 @@ class Window(Accumulation):
         wrong = [names[p] for p, gradient in found if not _is_zero(gradient)]
         if wrong:
             raise WindowError(
-                f"Expected no gradients while a window is open, got a `.grad` that is not zero of "
-                f"{wrong[:3]}. "
-                "Clear it with zero_grad(), and call backward() or clipping before the window is opened or "
-                "after it is over."
+                f"Expected no gradients when a window opens, and while it is open, got a `.grad` that is not "
+                f"zero of {wrong[:3]}. Call optimizer.zero_grad() before the window is opened, and other "
+                "backward() calls or clipping after it is over."
             )
         clear([p for p, _ in found])
 
