@@ -1,6 +1,8 @@
 """What surrounds every test can fail: each thing that a test may leave behind is left behind once."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,12 @@ def test_each_leak_is_found_and_nothing_else(pytester: pytest.Pytester) -> None:
     result.assert_outcomes(passed=1 + len(LEAKS), errors=len(LEAKS))
     found = [line.split(":")[2].strip() for line in result.outlines if re.match("E .*left behind: ", line)]
     assert found == list(LEAKS)
+
+
+def test_a_file_that_does_not_import_fails_the_run(tmp_path: Path) -> None:
+    broken, root = tmp_path / "test_broken.py", Path(__file__).parents[1]
+    broken.write_text("from os import no_such_name\n\ndef test_nothing():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", str(root / "pyproject.toml")]
+    done = subprocess.run([*command, str(broken)], capture_output=True, text=True, check=False, cwd=root)
+    assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout
+    assert "cannot import name 'no_such_name'" in done.stdout

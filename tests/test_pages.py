@@ -153,6 +153,9 @@ def run_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
             assert main.main(short) == (0 if has_data else 1), capsys.readouterr().err
         case ["pip", "install", "."]:
             assert "build-backend" in (ROOT / "pyproject.toml").read_text()
+        case ["make", target]:  # CI runs it
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert line in (ROOT / ".ci" / "run").read_text().splitlines()
         case _:
             pytest.fail(f"nobody knows how to test {line!r}")
 
@@ -183,6 +186,7 @@ def test_every_block_says_its_kind() -> None:
         ("```sh\nanybatch trian\n```\n", SystemExit),
         ("```sh\nanybatch eval nowhere\n```\n", AssertionError),
         ("```sh\npip install anybatch\n```\n", pytest.fail.Exception),
+        ("```sh\nmake clean\n```\n", AssertionError),
     ],
 )
 def test_what_does_not_run_is_found(

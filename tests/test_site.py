@@ -179,6 +179,12 @@ def test_citation_has_the_version() -> None:
     assert f"\nversion: {ab.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
+def test_readme_names_demo_and_tests_on_lines_of_their_own() -> None:
+    _, _, install = (ROOT / "README.md").read_text().partition("\n## Install\n")
+    lines = install.partition("\n## ")[0].splitlines()
+    assert {"make demo", "make test"} <= {*lines}  # tests/test_pages.py holds that CI runs them
+
+
 def test_workflows_run_commands_of_the_makefile() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = "".join(path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml"))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Terms, Total, check
+from anybatch import ModelLoss, Terms, Total, check
 from tests.check.test_check import ROWS, Computed, centred, kinds, mean_of_means, rows, sum_of_squares
 from tests.toys import Perceptron
 
@@ -107,8 +107,20 @@ def test_what_cannot_be_explained_is_said() -> None:
     report = check(Perceptron(5, 2), whole_only, rows(2, 8), rows=8)
     (finding,) = report.findings
     assert finding.kind == "unexplained"
+    assert finding.what.startswith("Cut as 3+3+2, it differs from the whole batch")
     assert "too few rows" in finding.what
     assert (report.error, report.loss_error) == (math.inf, math.inf)
+
+
+def test_a_loss_that_a_step_refuses_is_told_first() -> None:
+    def masked(model: nn.Module, micro: Any) -> Tensor:
+        return (model(micro[0]) * micro[1]).sum() / micro[1].sum()
+
+    report = check(nn.Linear(5, 2), ModelLoss(call=masked), rows())
+    (finding,) = report.findings
+    assert (finding.kind, finding.culprit, finding.ways_out) == ("refused", "masked", ())
+    assert finding.what.startswith("Expected the loss of Linear to be made of means")
+    assert str(report).startswith("NOT exact: a step refuses this loss, on 12 rows cut as ")
 
 
 @pytest.mark.parametrize("is_masked", [True, False])

@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "own division": (ModelLoss(call=lambda m, b: m(b[0]).sum() / len(b[0])), "divided afterwards.*ab.PerRow"),
     "no scalar": (
         ModelLoss(call=lambda m, b: m(b[0])),
-        "ab.ModelLoss(call=...), got a tensor of shape (2, 4)",
+        "ab.ModelLoss(call=...), got a tensor of shape (5, 4)",
     ),
     "a mean that adds up": (Additive(mean), "from mean for every split, .*ab.Additive got a mean"),
     "values that add up": (Additive(lambda m, b: m(b[0])), "real scalar .* got a tensor of shape (3, 4)"),

@@ -5,7 +5,7 @@ A program has the names of `PRELUDE`: a small model, its loss, optimizer, rows `
 
 PRELUDE = """
 from tests.options import flat
-import math
+import math, warnings
 from functools import partial
 import torch, anybatch as ab
 from anybatch.parallel import Cast, DeepGradientCompression as Compression
@@ -75,6 +75,16 @@ BATCHES: Mistakes = {
     "classes out of range": ("step((x, y + 5))", "Target 5", "CrossEntropyLoss with", "rows 0 to 3"),
     "NaN in the data": ("step((x * math.nan, y))", "got nan", "rows 0 to 3", "bad data"),
     "a row against a column": ("Step(loss=nn.MSELoss())((x, x[:, 0]))", "(4, 2) and (4,)", "target[:, None]"),
+    **{f"a tensor that is {name}": (
+        f"warnings.simplefilter('ignore'); step(({made}, y))", f"got a {kind} tensor at [0]", "collate=")
+       for name, kind, made in (
+           ("jagged", "nested", "torch.nested.nested_tensor([*x[:, None]], layout=torch.jagged)"),
+           ("nested", "nested", "torch.nested.nested_tensor([*x])"),
+           ("sparse", "sparse_coo", "x.to_sparse()"),
+       )},
+    "several targets of a PerRow": (
+        "Step(loss=ab.PerRow(lambda out, y: F.cross_entropy(out, y[0])))((x, (y, y)))",
+        "(4,) int64, (4,) int64]", "each of several targets as an argument of its own"),
     "no order": ("Step(order='size')", "order"),
     "an order with BatchNorm": ("Step(order='length', batch_norm='micro')", "order"),
     "a column kept with BatchNorm": ("Step(order=ByLength(keep=(1,)), batch_norm='micro')", "order"),
@@ -139,6 +149,16 @@ LOSSES: Mistakes = {
     ),
     "the other arguments": (OWN.replace("model, micro", "output, target").format("output - target"),
         "loss(model, micro), not as loss(outputs, targets)"),
+    **{f"the other arguments, {name}": (
+        f"Step(loss=lambda a, b: F.{name}(a, b))({rows})", "not as loss(outputs, targets)", "ab.PerRow(loss)")
+       for name, rows in (
+           ("binary_cross_entropy_with_logits", "(x, x[:, :2])"), ("mse_loss", "dict(x=x, y=x[:, :2])"))},
+    "a sum divided by its mask": (
+        "def fn(m, b): return (m(b[0])[:, 0] * b[1]).sum() / b[1].sum()\n"
+        "Step(loss=ab.ModelLoss(call=fn))((x, y))", "divided afterwards", "x[mask].mean()"),
+    "a router's loss of one's own": (
+        "def fn(m, b): return 2 * (m(b[0]).mean(0) * m(b[0]).softmax(1).mean(0)).sum()\n"
+        "Step(loss=ab.ModelLoss(call=fn))((x, y))", "a sum over means of rows", "in sum", "ab.WholeBatch"),
     "three arguments": (OWN.replace("micro:", "a, b:").format("0"), "loss(model, micro)", *ANY_LOSS),
     "a dict taken by number": (
         f"Step(loss=lambda model, micro: {SUM})(dict(a=x, y=y))", "{'a': (4, 3) float32, 'y': (4,) int64}"),
@@ -272,6 +292,13 @@ SETTINGS: Mistakes = {
     "a dtype": ("Step(precision=torch.bfloat16)", "got torch.bfloat16", '"bf16-mixed"'),
     "clip_norm as text": ("Step(clip_norm='1')", "got '1'", "positive number"),
     "clip_norm=nan": ("Step(clip_norm=math.nan)", "got nan", "positive number"),
+    "clip_value of complex entries": (
+        "m = nn.Linear(3, 2, dtype=torch.complex64); "
+        "ab.Step(m, loss, torch.optim.SGD(m.parameters()), options=ab.Options(clip_value=1.0))",
+        "the complex weight", "clip_norm"),
+    "a cut that leaves a row alone": (
+        "m = nn.Sequential(model, nn.BatchNorm1d(2)); Step(m, batch_norm='micro', micro_batch=7)((x, y))",
+        "the cut 7+1 leaves one row", "another micro_batch"),
     "recompute=True": ("Step(options=ab.Options(recompute=True))", "got True", "Pass 'all'"),
     "recompute as text": ("Step(options=ab.Options(recompute='layers'))", "one of", "got 'layers'"),
     "a policy": ("Step(options=ab.Options(recompute={'weight': 'forget'}))", "got 'forget'"),

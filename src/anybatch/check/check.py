@@ -25,7 +25,7 @@ from anybatch.check.splits import (
     worst_of,
 )
 from anybatch.check.terms import TermTest
-from anybatch.core import BatchError, Collate, PlanError, html_table
+from anybatch.core import BatchError, Collate, LossError, PlanError, html_table
 from anybatch.engine import check_micro_batch
 from anybatch.losses import LossLike
 from anybatch.parallel import refuse_sharded, unwrapped
@@ -100,7 +100,8 @@ class CheckReport:
         is_update = any(finding.kind != "buffer" for finding in self.findings)
         told = "" if is_update else "the update is, saved buffers are not: "
         found = [str(finding).partition(": ") for finding in self.findings]
-        head = f"{told}{errors}, on {self.rows} rows cut as {cuts}"
+        said = "a step refuses this loss" if found[0][0] == "refused" else f"{told}{errors}"
+        head = f"{said}, on {self.rows} rows cut as {cuts}"
         return [("NOT exact", head), *[(kind, text) for kind, _, text in found], *notes]
 
 
@@ -291,6 +292,8 @@ def explain(
     comparison: Comparison, passes: Sequence[Pass], loss_name: str, *, deadline: float = math.inf
 ) -> list[Finding]:
     """Return the findings that explain why a split differs from the whole batch."""
+    if refused := [str(one.failure) for one in passes if isinstance(one.failure, LossError)]:
+        return [Finding(kind="refused", culprit=loss_name, what=refused[0], ways_out=())]
     worst, draws = worst_of(comparison, passes), comparison.bench.draws
     is_sound = not rows_differ(comparison, passes)
     terms: list[Finding] = []
@@ -388,5 +391,5 @@ def _unexplained(one: Pass, loss_name: str, *, is_late: bool) -> Finding:
     error = one.failure
     reason = "" if error is None else f" It fails with {type(error).__name__}: {str(error).splitlines()[0]}"
     where = "there was no time to look for the cause" if is_late else "no cause was found"
-    what = f"RowCut as {one.words}, it differs from the whole batch, and {where}.{reason}"
+    what = f"Cut as {one.words}, it differs from the whole batch, and {where}.{reason}"
     return Finding(kind="unexplained", culprit=loss_name, what=what, ways_out=WAYS_OUT["unexplained"])

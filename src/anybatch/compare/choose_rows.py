@@ -77,8 +77,8 @@ def _numbers_rows(few: Tensor, column: Tensor, rows: int) -> bool:
 
 
 def _leaves(value: object) -> list[Tensor]:
-    """Return the first row of each tensor of a collated sample; zeros of an empty one (no boxes)."""
-    first = [leaf.detach()[:1] for leaf in tree.flatten(value).leaves if leaf.dim()]
+    """Return the first row of each dense tensor of a collated sample; zeros of an empty one (no boxes)."""
+    first = [leaf.detach()[:1] for leaf in tree.flatten(value).leaves if leaf.dim() and tree.is_dense(leaf)]
     return [one if len(one) else one.new_zeros(1, *one.shape[1:]) for one in first]
 
 

@@ -24,7 +24,7 @@ from anybatch.core import (
 from anybatch.engine import Plan, Task, carry_out
 from anybatch.losses import ModelTerms
 from anybatch.precision import LossScale, Precision
-from anybatch.state import Effects, Replayed, RowPart, SeenDraws, plain_kernels
+from anybatch.state import Effects, Replayed, RowPart, SeenDraws, eager, plain_kernels
 
 _LIMIT = 1e-2  # a smaller relative error of a float32 gradient may be rounding in a deep network
 _SIGNS = 8  # rows of a sketch
@@ -69,7 +69,7 @@ class Outcome:
         )
         effects.begin(task.network.modules)
         plan = replace(plan, rows=batch.rows, micro_batch=max(sizes), cut=sizes, non_finite="raise")
-        with torch.set_grad_enabled(has_graph), plain_kernels():
+        with torch.set_grad_enabled(has_graph):
             self.report = carry_out(plan, task, batch, is_dry=is_dry)
         if self.report.too_large:  # and so it was cut otherwise
             raise OutOfMemoryError(f"Expected {max(sizes)} rows to fit, got none left. Take fewer.")
@@ -101,11 +101,12 @@ class Outcome:
 
 
 class Distance(NamedTuple):
-    """The relative errors of gradient and loss, and the parameter whose gradient differs most."""
+    """The relative errors of gradient and loss, and of the parameter whose gradient differs most."""
 
     gradient: float
     loss: float
     worst: str
+    own: float
 
 
 def distance(one: Outcome, other: Outcome, *alone: Outcome) -> Distance:
@@ -122,7 +123,8 @@ def distance(one: Outcome, other: Outcome, *alone: Outcome) -> Distance:
         pair = one.gradient.get(name), other.gradient.get(name)
         first, second = [torch.zeros(()) if value is None else value for value in pair]
         apart[name] = (first - second).norm().item()
-    known = one, *alone
+    worst, known = max(apart, key=lambda name: apart[name], default=""), (one, *alone)
+    pair = [each.gradient[worst].norm().item() for each in (one, other) if worst in each.gradient]
     both_nan = math.isnan(one.report.loss) and math.isnan(other.report.loss)
     return Distance(
         _ratio(math.hypot(*apart.values()), max(each.size for each in known)),
@@ -132,7 +134,8 @@ def distance(one: Outcome, other: Outcome, *alone: Outcome) -> Distance:
             abs(one.report.loss - other.report.loss),
             max(abs(one.report.loss), *[each.scale for each in known]),
         ),
-        max(apart, key=lambda name: apart[name], default=""),
+        worst,
+        _ratio(apart.get(worst, 0.0), max(pair, default=0.0)),
     )
 
 
@@ -197,29 +200,29 @@ class Looked(Outcome):
         if cut.is_interleaved:
             order = [*order[::2], *order[1::2]]
             few = few.only(order)
-        self._seen, self._watch = _Watched(task.network.everyone, like), ExitStack()
-        self._seen.is_watching = is_watched
+        self.seen, self._watch = _Watched(task.network.everyone, like), ExitStack()
+        self.seen.is_watching = is_watched
         part, few = RowPart(tuple(order), few.rows), few.copied()
-        watched: Any = WatchedBatch(few, part, self._seen, self._seen.begin_part)
+        watched: Any = WatchedBatch(few, part, self.seen, self.seen.begin_part)
         try:
-            with self._watch:
+            with eager(), self._watch:
                 if is_watched:
                     self._watch.enter_context(self._seen)
                 rows = watched
                 super().__init__(task, rows, plan, cut.sizes, self._seen, is_dry=True, has_graph=has_graph)
         finally:
-            self._seen.put_back()
-        self.is_quiet = self._seen.is_quiet
+            self.seen.put_back()
+        self.is_quiet = self.seen.is_quiet
         self.dtypes |= _short_of_devices(task, plan)
-        self.nbytes, self.mixes = self._seen.nbytes, self._seen.others > 0
-        self.is_random = self._seen.has_missed() or self.effects.draws_process
-        self.is_random |= self.effects.draws and not self._seen.total
+        self.nbytes, self.mixes = self.seen.nbytes, self.seen.others > 0
+        self.is_random = self.seen.has_missed() or self.effects.draws_process
+        self.is_random |= self.effects.draws and not self.seen.total
 
     def micro_batch(self, event: MicroBatchDone) -> None:
         """Stop watching: a forward that draws or writes does so in the first micro-batch."""
-        if self._seen.is_quiet:
+        if self.seen.is_quiet:
             self._watch.close()
-            self._seen.is_watching = False
+            self.seen.is_watching = False
 
     def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep the gradient, and the norms of buffers that were written to."""
@@ -330,7 +333,8 @@ def differ(one: Outcome, other: Outcome, *alone: Outcome) -> Difference | None:
     if not math.isfinite(far.gradient) or far.gradient * size <= max(rounding * size, 100 * eps):
         return small
     is_small = not is_double and far.gradient <= max(_LIMIT, 3 * eps**0.5)
-    return Difference(f"gradients that differ by {far.gradient:.2g}, most in {far.worst}", named, is_small)
+    words = f"gradients that differ by {far.gradient:.2g}, most in {far.worst} (by {far.own:.2g} of its own)"
+    return Difference(words, named, is_small)
 
 
 def _short_of_devices(task: Task, plan: Plan) -> set[torch.dtype]:

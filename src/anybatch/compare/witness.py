@@ -1,12 +1,14 @@
 """The witness: the loss of all rows at once, beside that of the micro-batches, both without a graph."""
 
 from dataclasses import replace
+from functools import partial
 
 from torch.nn.parameter import is_lazy
 
-from anybatch.compare.look import Doubt, reached_by
+from anybatch.compare.covers import Covers, Doubt
+from anybatch.compare.look import reached_by
 from anybatch.compare.outcome import Looked, Split, differ, outcome_of
-from anybatch.core import Batch, LossError, OutOfMemoryError, cut_sizes
+from anybatch.core import Batch, LossError, OutOfMemoryError, SampleBatch, cut_sizes
 from anybatch.engine import Plan, Task
 from anybatch.memory import MemoryReading, find_device, parse_memory
 from anybatch.state import rng
@@ -16,7 +18,7 @@ _LEAST = 2  # times the rows of the largest micro-batch
 
 
 def refuse_another_loss(
-    task: Task, batch: Batch, plan: Plan, room: float | None, *, held: int
+    task: Task, batch: Batch, plan: Plan, room: float | None, covers: Covers
 ) -> Doubt | None:
     """Compare the loss of all rows, at once or in the largest parts that fit, with that of the micro-batches.
 
@@ -29,7 +31,7 @@ def refuse_another_loss(
         batch: all rows of an update.
         plan: how they are cut.
         room: bytes that forwards may take; None for half of the memory that is free.
-        held: number of the last update at which the losses were the same; 0 for none.
+        covers: knows when the losses were the same for the last time, and learns it.
 
     Raises:
         LossError: the losses differ by more than rounding.
@@ -45,18 +47,22 @@ def refuse_another_loss(
     with rng.preserved():
         noted = reached_by(task, batch)
         try:
-            return _compare(task, batch, plan, room, held)
+            return _compare(task, batch, plan, room, covers)
         except OutOfMemoryError:
             return Doubt("memory ran out in a forward of all rows", is_quiet=True)
         finally:
             noted.put_back()
 
 
-def _compare(task: Task, batch: Batch, plan: Plan, room: float | None, held: int) -> Doubt | None:
+def _compare(task: Task, batch: Batch, plan: Plan, room: float | None, covers: Covers) -> Doubt | None:
     cut = Split(plan.sizes)
+    if room is not None and isinstance(batch, SampleBatch):  # collated rows are copied, and held twice
+        cut = Split(tuple(cut_sizes(batch.rows, max(1, max(cut.sizes) // 3))))
     reading = MemoryReading.begin(task.network.devices)
-    parts = outcome_of(task, batch, plan, cut, has_graph=False)
-    read = reading.end() if reading is not None else None
+    try:
+        parts = outcome_of(task, batch, plan, cut, has_graph=False)
+    finally:
+        read = reading.end() if reading is not None else None
     if not isinstance(parts, Looked):  # the step itself will tell
         return Doubt(f"the loss without a graph gave {type(parts).__name__}: {parts}", is_quiet=True)
     if room is None:
@@ -66,18 +72,28 @@ def _compare(task: Task, batch: Batch, plan: Plan, room: float | None, held: int
     size = batch.rows if bytes_of_all <= room else int(batch.rows * room / bytes_of_all)
     if min(size, batch.rows) < min(_LEAST * largest, batch.rows):
         return Doubt("no memory is free for a forward of more rows than a micro-batch has", is_quiet=True)
-    whole = outcome_of(task, batch.padded(), plan, Split(tuple(cut_sizes(batch.rows, size))), has_graph=False)
+    again = partial(
+        outcome_of,
+        task,
+        batch.padded(),
+        plan,
+        is_watched=not parts.is_quiet,
+        like=parts.seen,
+        has_graph=False,
+    )
+    whole = again(Split(tuple(cut_sizes(batch.rows, size))))
     if not isinstance(whole, Looked):
         return Doubt(f"{batch.rows} rows at once gave {type(whole).__name__}: {whole}", is_quiet=True)
     found = differ(whole, parts)
     if found is None or not (whole.is_weighed and parts.is_weighed):
+        covers.held = covers.updates
         return None
-    again = outcome_of(task, batch.padded(), plan, whole.cut, has_graph=False)
-    if whole.is_random or parts.is_random or not isinstance(again, Looked) or differ(whole, again):
+    same = again(whole.cut)
+    if whole.is_random or parts.is_random or not isinstance(same, Looked) or differ(whole, same):
         return Doubt("the same rows give another loss the second time", is_quiet=True)
     if found.is_small:
         return Doubt(f"the losses of all rows and of micro-batches are {found.words}, near rounding")
-    since = f"It was the same at update {held}. " if held else ""
+    since = f"It was the same at update {covers.held}. " if covers.held else ""
     raise LossError(
         f"Expected the same loss from {batch.rows} rows as {_told(whole.cut)} and as {_told(cut)}, got "
         f"{found.words}. {since}Rows affect each other, in the loss or in the model: see ab.WholeBatch. "

@@ -325,8 +325,14 @@ def _common_rows(nest: tree.Nest, value: object) -> int:
             f"Expected a tensor in the batch, got {type(value).__name__}. Pass the tensors of all rows; a "
             "collate_fn without `return` gives None."
         )
-    rows = nest.leaves[0].shape[0] if nest.leaves[0].dim() else -1
-    for leaf in nest.leaves:
+    rows = nest.leaves[0].size(0) if nest.leaves[0].dim() else -1  # a nested tensor has no shape
+    for path, leaf in zip(nest.paths, nest.leaves, strict=True):
+        if not tree.is_dense(leaf):
+            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+            raise BatchError(
+                f"Expected dense tensors in a batch, to cut them by rows, got a {kind} tensor at {path}. "
+                "Make it dense, or pass a list of samples and a collate= that builds it from some of them."
+            )
         if leaf.dim() == 0 or leaf.shape[0] != rows:
             raise BatchError(_disagreement(nest, value))
     if rows == 0:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from anybatch.core.errors import BatchError
@@ -167,6 +168,11 @@ def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Buil
     builds = [_visit(part, f"{path}{place}", paths, leaves) for place, part in places]
     fill = mould(node)
     return lambda rest: fill([build(rest) for build in builds])
+
+
+def is_dense(value: Tensor) -> bool:
+    """Return True if a tensor is neither sparse nor nested, so that rows can be cut from it."""
+    return value.layout is torch.strided and not value.is_nested
 
 
 # ---- tensors that ranks share (DTensor)

@@ -26,6 +26,7 @@ from anybatch.engine.sums import Redone
 from anybatch.losses import EvaluateAgain
 from anybatch.state import Snapshot, rng
 
+_ALONE = "Expected more than 1 value per channel"  # of batch_norm and instance_norm
 _AT_END = -2  # in `Tried.last`: memory ran out after the last micro-batch
 
 
@@ -73,7 +74,13 @@ def recover(error: Exception, part: Part, before: Snapshot) -> None:
         free_caches()  # before anything is put back, which takes memory
         _recover_memory(said, part, before)
     else:
-        note(error, f"This error was raised in {part.place()}.")
+        place = part.place()
+        if str(error).startswith(_ALONE) and " leaves one row" in place:
+            raise PlanError(
+                f"Expected two rows or more in a micro-batch, as BatchNorm needs, got one: {place}. No "
+                "update was made. Take another micro_batch, or leave the row out."
+            ) from error
+        note(error, f"This error was raised in {place}.")
         if isinstance(error, RuntimeError) and (told := part.devices()):
             note(error, told)
         try:

@@ -32,7 +32,8 @@ def noted(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     except Exception as error:
         name = getattr(getattr(function, "func", function), "__name__", type(function).__name__)
         got = f"anybatch called {name} with {shown(named or arguments)}"
-        note(error, f"{got}. Compare shapes, dtypes and names with what it takes; mappings go in by name.")
+        ways = "mappings go in by name, each of several targets as an argument of its own"
+        note(error, f"{got}. Compare shapes, dtypes and names with what it takes; {ways}.")
         raise
 
 

@@ -21,6 +21,7 @@ _CALLED = (
     "value for each row or entry, pass ab.PerRow(loss); if a mean, pass ab.ModelLoss(call=lambda model, "
     f"micro: loss(model(micro[0]), micro[1])). Else p{HOW[1:]}"
 )
+_MODELS = {"model", "net", "network", "module", "m"}
 _OUTPUTS = {"out", "output", "outputs", "logits", "pred", "preds", "predictions", "y_pred", "y_hat"}
 _TARGETS = {"y", "target", "targets", "label", "labels", "truth", "gt", "y_true"}
 
@@ -218,11 +219,11 @@ def call_loss(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro
             called = (
                 f"anybatch called loss(model, micro) with micro = {shown(micro)}. Take its parts from there."
             )
-            note(error, _CALLED if _takes_outputs(function, model, error) else called)
+            note(error, _CALLED if _takes_outputs(function, model, micro, error) else called)
         raise
 
 
-def _takes_outputs(function: object, model: nn.Module, error: Exception) -> bool:
+def _takes_outputs(function: object, model: nn.Module, micro: object, error: Exception) -> bool:
     if not isinstance(error, TypeError | AttributeError):
         return False
     frames = error.__traceback__
@@ -234,6 +235,8 @@ def _takes_outputs(function: object, model: nn.Module, error: Exception) -> bool
         names = [name.lower() for name in inspect.signature(cast("Any", function)).parameters]
     except (TypeError, ValueError):  # not a Python function
         return False
+    if isinstance(error, AttributeError) and error.obj is micro and hasattr(Tensor, str(error.name)):
+        return _MODELS.isdisjoint(names[:1])  # it used the micro-batch as a tensor
     return not _OUTPUTS.isdisjoint(names[:1]) or not _TARGETS.isdisjoint(names[1:2])
 
 

@@ -44,19 +44,59 @@ def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]
     often than the first time. If a kept result was changed in place, or attention has dropout (the draws
     after it would differ), the whole block is recomputed.
     """
-    keeping: Any = create_selective_checkpoint_contexts(_policy)[0]
-    return keeping, _Reusing(keeping.storage)
+    keeping = _Keeping(create_selective_checkpoint_contexts(_policy)[0])
+    return keeping, _Reusing(keeping)
+
+
+class _Keeping(private.TorchDispatchMode):
+    """A dispatch mode that keeps results, and sees writes to their memory.
+
+    Not all writes move a version: a GRU adds in place to parts of a product, and so does `.data`.
+    """
+
+    def __init__(self, keeping: Any) -> None:
+        super().__init__()
+        self.store: dict[Any, dict[int, Any]] = keeping.storage  # operation -> number of the call -> result
+        self.is_written, self._keeping = False, keeping
+        self._places = set[int]()  # of the memory of kept results
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, so that compiled code runs under it as usual."""
+        return True
+
+    def __enter__(self) -> Self:
+        self._keeping.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._keeping.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._places and private.is_mutable(func):
+            self.is_written = self.is_written or not self._places.isdisjoint(_places((args, kwargs)))
+        result = func(*args, **kwargs)
+        if _policy(None, func, *args, **kwargs) == CheckpointPolicy.MUST_SAVE:
+            self._places.update(_places(result))
+        return result
+
+
+def _places(nest: Any) -> list[int]:
+    leaves = private.pytree.tree_leaves(nest)
+    tensors = [one for one in leaves if isinstance(one, Tensor) and one.layout is torch.strided]
+    return [one.untyped_storage().data_ptr() for one in tensors]
 
 
 class _Reusing(private.TorchDispatchMode):
     """A dispatch mode that returns kept results; other operations run."""
 
-    def __init__(self, store: dict[Any, dict[int, Any]]) -> None:
+    def __init__(self, keeping: _Keeping) -> None:
         super().__init__()
-        self._store = store  # operation -> number of the call -> wrapped result
-        self._is_dense = (
-            getattr(store, "default_factory", None) is list
-        )  # torch 2.6: those kept only, in a list
+        self._kept, self._store = keeping, keeping.store
+        # torch 2.6: those kept only, in a list
+        self._is_dense = getattr(self._store, "default_factory", None) is list
         self._is_last = False
         self._came: Counter[Any] = Counter()
 
@@ -68,7 +108,9 @@ class _Reusing(private.TorchDispatchMode):
     def __enter__(self) -> Self:
         # If one result was changed in place, none is used.
         wrappers = [leaf for leaf in private.pytree.tree_leaves(self._store) if hasattr(leaf, "val")]
-        if any(isinstance(one.val, Tensor) and private.version(one.val) != one.version for one in wrappers):
+        if self._kept.is_written or any(
+            isinstance(one.val, Tensor) and private.version(one.val) != one.version for one in wrappers
+        ):
             self._store.clear()
         for op, results in self._store.items():
             self._store[op] = dict(enumerate(results)) if isinstance(results, list) else results

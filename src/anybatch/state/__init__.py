@@ -3,6 +3,7 @@
 from anybatch.state import rng as rng
 from anybatch.state.draws import (
     SeenDraws as SeenDraws,
+    eager as eager,
     plain_kernels as plain_kernels,
 )
 from anybatch.state.objects import Contents as Contents, ObjectState as ObjectState, Reachable as Reachable

@@ -1,7 +1,7 @@
 """Random draws of torch, seen by a dispatch mode that can replace them"""
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Self
 
@@ -85,14 +85,16 @@ def _uncompiled(kind: type[SeenDraws]) -> type[SeenDraws]:
 
 
 @contextmanager
-def plain_kernels() -> Generator[None]:
-    """Disable kernels whose draws no mode sees: compiled code, and on a GPU attention and recurrent layers.
+def eager() -> Generator[None]:
+    """Disable compiled code: torch never compiles a function again that it has met under a dispatch mode."""
+    with torch.compiler.set_stance("force_eager") if private.is_compiler_loaded() else nullcontext():
+        yield
 
-    Torch's compiler never compiles a function again that it has met under a dispatch mode.
-    """
-    with ExitStack() as stack:
-        if private.is_compiler_loaded():
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+@contextmanager
+def plain_kernels() -> Generator[None]:
+    """Disable kernels whose draws no mode sees: compiled code, on a GPU attention and recurrent layers."""
+    with eager(), ExitStack() as stack:
         if accelerator.in_use() is not None:
             cudnn: Any = torch.backends.cudnn  # `flags` fails where TF32 differs between operators
             stack.callback(setattr, cudnn, "enabled", cudnn.enabled)

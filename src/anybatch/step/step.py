@@ -135,6 +135,12 @@ class Step:
         self.model, self.loss, self.collate, self.options = model, loss, collate, options
         self.optimizers, self.schedulers = self._checked(model, loss, optimizer, options.scheduler)
         refuse_wrapped([*model.modules(), *module_of(loss).modules()], strategy)
+        odd = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
+        if options.clip_value is not None and odd:
+            raise PlanError(
+                f"Expected real parameters with clip_value={options.clip_value}, got the complex {odd[0]}. "
+                "Its entries have no order: pass clip_norm=... instead."
+            )
         self.strategy: Strategy = choose_strategy(strategy, group, model)
         if chosen == Precision() and computes_in_float16(model):
             chosen = Precision(loss_scale="dynamic")  # autocast is in the model
@@ -215,7 +221,6 @@ class Step:
 
     def _step(self, task: Task, batch: Any, end: Callable[[Accumulation], StepReport]) -> StepReport:
         is_many, task.progress.unchecked = self.strategy.is_many, ""
-        self.planning.guard.begin()
         if is_many:
             self.strategy.begin(task, self.planning.settings)
         logical = admit(batch, task, self.collate)

@@ -67,7 +67,7 @@ class Window(Accumulation):
         ...     window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
     """
 
-    __slots__ = ("_adds", "_kept", "_report", "_seconds", "_sizes", "_step", "_trained")
+    __slots__ = ("_adds", "_is_due", "_kept", "_report", "_seconds", "_sizes", "_step", "_trained")
 
     def __init__(self, step: Opener, task: Task) -> None:
         with task.loss.along(OpenBatch(), (), task.model, lambda: None) as share:
@@ -80,9 +80,8 @@ class Window(Accumulation):
         self._adds, self._sizes = list[tuple[Batch, list[int]]](), list[int]()  # of a window that is due
         self._seconds = 0.0
         task.progress.unchecked = ""
-        step.planning.guard.begin()
-        task.strategy.begin(task, self._settings)  # refuses gradients on several ranks, so before they go
-        clear(task.network.parameters)
+        task.strategy.begin(task, self._settings)
+        self._refuse_gradients()  # a later zero_grad() could not clear what is set aside
 
     def discard(self, error: BaseException | None = None) -> None:
         """End the window. Without an update, model, gradients and random state are as before it.
@@ -148,7 +147,7 @@ class Window(Accumulation):
                     self.discard(error)
                     raise
                 planning.learn_add(batch, plan, part.sums)
-                if planning.guard.is_due:
+                if self._is_due:
                     self._adds.append((batch, [*map(private.version, getattr(batch, "leaves", ()))]))
                     self._sizes += part.sums.rows
         self._rows += batch.rows
@@ -167,6 +166,8 @@ class Window(Accumulation):
             self._kept = self._kept and joined(self._kept, batch)
         elif guard.checks and (guard.covers(batch).wants(batch, batch.rows) or guard.is_due):
             self._kept = few_of(batch)
+        if not self._rows:
+            self._is_due = bool(guard.checks) and guard.covers(batch).is_due
         return plan, running
 
     def _compare(self) -> None:
@@ -268,10 +269,9 @@ class Window(Accumulation):
         wrong = [names[p] for p, gradient in found if not _is_zero(gradient)]
         if wrong:
             raise WindowError(
-                f"Expected no gradients while a window is open, got a `.grad` that is not zero of "
-                f"{wrong[:3]}. "
-                "Clear it with zero_grad(), and call backward() or clipping before the window is opened or "
-                "after it is over."
+                f"Expected no gradients when a window opens, and while it is open, got a `.grad` that is not "
+                f"zero of {wrong[:3]}. Call optimizer.zero_grad() before the window is opened, and other "
+                "backward() calls or clipping after it is over."
             )
         clear([p for p, _ in found])
 

@@ -82,6 +82,19 @@ def test_refused_by_name_and_nothing_is_left(name: str, micro_batch: int) -> Non
         step(BATCH)
 
 
+@needs_cpu
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_a_compiled_model_that_returns_its_loss_is_refused_as_compiled() -> None:
+    """A loss module is compiled as a whole, as in heads of transformers under `torch_compile=True`."""
+    torch.compiler.reset()
+    loss = lambda scores, labels: nn.CrossEntropyLoss()(scores.flatten(0, 1), labels.flatten())  # noqa: E731
+    model: Any = torch.compile(Own(loss), backend="aot_eager")
+    step = Step(model, ModelLoss(), torch.optim.SGD(model.parameters(), lr=1.0), micro_batch=2)
+    message = r"the loss of Own outside of compiled code, .*torch_compile.*block\.compile\(\)"
+    with same_as_before(step), pytest.raises(LossError, match=message):
+        step(BATCH)
+
+
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_a_sum_of_parameters_would_be_added_once_per_micro_batch(micro_batch: int) -> None:
     square = lambda weight: nn.functional.mse_loss(weight, torch.zeros_like(weight), reduction="sum")  # noqa: E731

@@ -153,6 +153,12 @@ def _walk(
     for node in nodes_behind(loss.grad_fn, index_of):
         if node in index_of:
             reached.append(index_of[node])
+        elif node.name().startswith("CompiledFunction"):
+            raise LossError(
+                f"Expected the loss of {type(private.compiled_from(model) or model).__name__} outside of "
+                "compiled code, to read its means, got it inside (torch.compile). Leave out torch_compile or "
+                "torch.compile(model), or compile its blocks: for block in blocks: block.compile()."
+            )
         elif hasattr(node, "variable"):
             raise _around(model, cast("Any", node).variable)
         else:

@@ -260,6 +260,11 @@ def is_like_parameters(one: Reduction) -> bool:
     return any(one.shape in (tuple(leaf.shape), (leaf.numel(),)) for leaf in near if leaf is not None)
 
 
+def is_over_means(one: Reduction) -> bool:
+    """Return True if the reduced tensor is made of means along an axis nearby."""
+    return any(node.name().startswith("MeanBackward1") for node in _near(one.source))
+
+
 def _is_plain_mean(settings: Mapping[str, Any]) -> bool:
     """Return True if torch computes a mean over classes in one node, which saves its divisor."""
     return (

@@ -35,6 +35,7 @@ from anybatch.losses.model.intercept import (
     Watch,
     is_equal,
     is_like_parameters,
+    is_over_means,
     selects,
     sum_of,
     widened,
@@ -43,6 +44,8 @@ from anybatch.losses.model.read import Form, forget_form, known_form, learn_form
 from anybatch.losses.model.targets import Match, count, find, leaves_of
 from anybatch.losses.terms import call_loss, check_function, told_of
 from anybatch.state import rng
+
+_SHORTEST = "Write (x * mask).sum() / mask.sum() as x[mask].mean(), with a bool mask. "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,9 +304,10 @@ class ModelTerms(Plain):
         for name, one in found.terms.items():
             fault = _fault(one, divides=found.divides, has_labels=bool(self._matches[name]))
             if fault:
+                shortest = _SHORTEST if one.is_sum and found.divides else ""
                 raise LossError(
                     f"Expected the loss of {type(model).__name__} to be made of means over rows, got {fault} "
-                    f"in {one.name}. {WAYS_OUT}"
+                    f"in {one.name}. {shortest}{WAYS_OUT}"
                 )
         if self._starts - {self._start} and [*found.factors] != ["loss"]:
             raise LossError(
@@ -408,6 +412,8 @@ def _fault(one: Reduction, *, divides: bool, has_labels: bool) -> str:
     if one.is_sum and divides:  # the divisor may be a constant or the number of rows
         return "a sum that is divided afterwards, perhaps by the number of its rows,"
     if one.is_sum and is_like_parameters(one):
+        if is_over_means(one):
+            return "a sum over means of rows (a router's loss), in which rows meet,"
         return "a sum of parameters, which every micro-batch would add again,"
     if one.pairs_rows and not has_labels:
         return "rows as each other's classes (a contrastive loss)"
