@@ -207,9 +207,9 @@ class Looked(Outcome):
         try:
             with eager(), self._watch:
                 if is_watched:
-                    self._watch.enter_context(self._seen)
-                rows = watched
-                super().__init__(task, rows, plan, cut.sizes, self._seen, is_dry=True, has_graph=has_graph)
+                    self._watch.enter_context(plain_kernels())
+                    self._watch.enter_context(self.seen)
+                super().__init__(task, watched, plan, cut.sizes, self.seen, is_dry=True, has_graph=has_graph)
         finally:
             self.seen.put_back()
         self.is_quiet = self.seen.is_quiet

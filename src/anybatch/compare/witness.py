@@ -5,7 +5,7 @@ from functools import partial
 
 from torch.nn.parameter import is_lazy
 
-from anybatch.compare.covers import Covers, Doubt
+from anybatch.compare.covers import Doubt
 from anybatch.compare.look import reached_by
 from anybatch.compare.outcome import Looked, Split, differ, outcome_of
 from anybatch.core import Batch, LossError, OutOfMemoryError, SampleBatch, cut_sizes
@@ -18,7 +18,7 @@ _LEAST = 2  # times the rows of the largest micro-batch
 
 
 def refuse_another_loss(
-    task: Task, batch: Batch, plan: Plan, room: float | None, covers: Covers
+    task: Task, batch: Batch, plan: Plan, room: float | None, *, held: int
 ) -> Doubt | None:
     """Compare the loss of all rows, at once or in the largest parts that fit, with that of the micro-batches.
 
@@ -31,7 +31,7 @@ def refuse_another_loss(
         batch: all rows of an update.
         plan: how they are cut.
         room: bytes that forwards may take; None for half of the memory that is free.
-        covers: knows when the losses were the same for the last time, and learns it.
+        held: the last update at which the losses were the same; 0 for none.
 
     Raises:
         LossError: the losses differ by more than rounding.
@@ -47,14 +47,14 @@ def refuse_another_loss(
     with rng.preserved():
         noted = reached_by(task, batch)
         try:
-            return _compare(task, batch, plan, room, covers)
+            return _compare(task, batch, plan, room, held)
         except OutOfMemoryError:
             return Doubt("memory ran out in a forward of all rows", is_quiet=True)
         finally:
             noted.put_back()
 
 
-def _compare(task: Task, batch: Batch, plan: Plan, room: float | None, covers: Covers) -> Doubt | None:
+def _compare(task: Task, batch: Batch, plan: Plan, room: float | None, held: int) -> Doubt | None:
     cut = Split(plan.sizes)
     if room is not None and isinstance(batch, SampleBatch):  # collated rows are copied, and held twice
         cut = Split(tuple(cut_sizes(batch.rows, max(1, max(cut.sizes) // 3))))
@@ -86,14 +86,13 @@ def _compare(task: Task, batch: Batch, plan: Plan, room: float | None, covers: C
         return Doubt(f"{batch.rows} rows at once gave {type(whole).__name__}: {whole}", is_quiet=True)
     found = differ(whole, parts)
     if found is None or not (whole.is_weighed and parts.is_weighed):
-        covers.held = covers.updates
         return None
     same = again(whole.cut)
     if whole.is_random or parts.is_random or not isinstance(same, Looked) or differ(whole, same):
         return Doubt("the same rows give another loss the second time", is_quiet=True)
     if found.is_small:
         return Doubt(f"the losses of all rows and of micro-batches are {found.words}, near rounding")
-    since = f"It was the same at update {covers.held}. " if covers.held else ""
+    since = f"It was the same at update {held}. " if held else ""
     raise LossError(
         f"Expected the same loss from {batch.rows} rows as {_told(whole.cut)} and as {_told(cut)}, got "
         f"{found.words}. {since}Rows affect each other, in the loss or in the model: see ab.WholeBatch. "

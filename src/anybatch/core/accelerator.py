@@ -94,7 +94,8 @@ def capped(device: torch.device, num_bytes: int) -> Generator[bool]:
     if found is None or not hasattr(module, "get_per_process_memory_fraction"):
         yield False
         return
-    index = module.current_device() if device.index is None else device.index  # torch wants a number here
+    # torch wants a number here
+    index = module.current_device() if str(device) == device.type else device.index
     before = module.get_per_process_memory_fraction(index)
     module.set_per_process_memory_fraction(min(1.0, num_bytes / found[1]), index)
     try:

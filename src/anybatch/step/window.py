@@ -77,6 +77,7 @@ class Window(Accumulation):
         self._trained = [*map(_is_trained, task.network.everyone)]
         self._report: StepReport | None = None
         self._kept: Batch | None = None  # rows of the first `add`s, which are compared with the next one's
+        self._is_due = False
         self._adds, self._sizes = list[tuple[Batch, list[int]]](), list[int]()  # of a window that is due
         self._seconds = 0.0
         task.progress.unchecked = ""
@@ -167,7 +168,7 @@ class Window(Accumulation):
         elif guard.checks and (guard.covers(batch).wants(batch, batch.rows) or guard.is_due):
             self._kept = few_of(batch)
         if not self._rows:
-            self._is_due = bool(guard.checks) and guard.covers(batch).is_due
+            self._is_due = bool(guard.checks) and guard.is_due
         return plan, running
 
     def _compare(self) -> None:
