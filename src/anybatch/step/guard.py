@@ -110,7 +110,7 @@ class Guard:
 
     def wants(self, batch: Batch) -> bool:
         """Return True if rows are to be compared, within a budget in parts of two."""
-        return self.checks and batch.rows > 1 and self.covers(batch).wants(batch, 2)
+        return bool(self.checks) and batch.rows > 1 and self.covers(batch).wants(batch, 2)
 
     def read(self, task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool]) -> None:
         """Read micro-batches of a few rows with the task's reader, and look, if that is wanted."""
