@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core.errors import LossError
 from anybatch.memory.meter import Meter
-from tests.device import needs_cpu
 from tests.options import flat
 from tests.snapshots import assert_same, same_as_before, snapshot
 from tests.toys import Perceptron
@@ -115,60 +114,6 @@ def test_only_the_gradient_may_tell() -> None:
     model = nn.Sequential(nn.Linear(4, 12, bias=False), Meeting(Crossed.apply, 12).requires_grad_(False))
     with pytest.raises(LossError, match=r"gradients that differ by .*, most in 0\.weight"):
         look(nn.CrossEntropyLoss(), model=model)
-
-
-@needs_cpu
-@pytest.mark.parametrize("kind", ["jagged", "sparse"])
-def test_samples_may_be_collated_to_nested_and_sparse_tensors(kind: str) -> None:
-    class Mean(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            rows = [x] if x.is_sparse else x.unbind()
-            found = [super(Mean, self).forward(row) for row in rows]
-            return found[0] if x.is_sparse else torch.stack([row.mean(0) for row in found])
-
-    def collate(samples: list[Any]) -> Any:
-        rows = [row for row, _ in samples]
-        inputs = torch.stack([row[0] for row in rows]).to_sparse()
-        if kind == "jagged":
-            inputs = torch.nested.nested_tensor(rows, layout=torch.jagged)
-        return inputs, torch.tensor([label for _, label in samples])
-
-    samples = [(torch.randn(2 + row % 3, 4), row % 3) for row in range(ROWS)]
-    weights = list[Tensor]()
-    for size in (4, None):
-        torch.manual_seed(0)
-        step = make(Mean(4, 3), nn.CrossEntropyLoss(), size, collate=collate)
-        assert step(samples).checked
-        weights.append(step.model.weight)
-    torch.testing.assert_close(*weights)
-
-
-@needs_cpu
-def test_a_small_hidden_loss_is_told_with_its_parameter_and_size() -> None:
-    """An auxiliary loss that reaches only the gate, in backward: under one per cent of the whole gradient."""
-
-    class Hidden(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, hidden: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Any:
-            return grads[0], torch.tensor(1e-3)
-
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            share = self.gate(x).softmax(1).mean(0)
-            return Hidden.apply(self.out(x), (share * share.detach()).sum())
-
-    model, batch = Gated(), (torch.randn(32, 4), torch.randint(3, (32,)))
-    with pytest.warns(UserWarning, match=r"differ by \S+, most in gate\.\w+ \(by 0\.\d+ of its own\) for 8"):
-        _, report = step_on(model, nn.CrossEntropyLoss(), batch, 8)
-    assert not report.checked
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 12])
@@ -416,7 +361,7 @@ def test_eight_rows_go_through_together_if_they_fit(
     micro_batch: int, room: int, most: int, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("anybatch.compare.look.parse_memory", lambda *_: room)
-    monkeypatch.setattr("anybatch.step.decide.refuse_another_loss", lambda *_: None)
+    monkeypatch.setattr("anybatch.step.guard.refuse_another_loss", lambda *_, held: None)
 
     def loss(model: nn.Module, micro: Tensor) -> ab.Total:
         print(len(micro))  # a list would be put back
