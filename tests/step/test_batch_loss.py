@@ -75,6 +75,9 @@ def test_gradient_is_that_of_the_whole_batch_times_what_flows_in_and_is_added(wa
         model.register_forward_pre_hook(fail)
     batch_loss = ab.BatchLoss(model, CROSS, **flat(WAYS[way]))
     for count in (1, 2, 3):
+        if way == "window":  # it refuses gradients that it finds
+            model.zero_grad()
+            count = 1
         before = gradients(model)
         loss = windowed(batch_loss, x, y) if way == "window" else batch_loss((x, y))
         assert error(model, before) == 0

@@ -12,7 +12,6 @@ from anybatch.state import Reachable
 _PLAIN = {int, float, bool, str}
 _MOST = 256  # items of a container whose numbers, strings and flags are read; a longer one is data
 _SMALLEST = 4  # rows of a part; smaller ones are compared only if a plan has them
-_SELDOM = 64  # updates of which one is compared later
 _TRIES = 3  # batches that are tried if some tell nothing
 _CHANGES = 3  # values of an attribute that are compared; one with more of them may be a counter
 
@@ -39,11 +38,9 @@ class Covers:
     Attributes:
         doubt: the reason why the last comparison could not judge; None if it has held.
         has_held: True once a comparison has held.
-        held: the last update at which the loss was that of all rows; 0 for none.
     """
 
-    def __init__(self, *, is_always: bool = False) -> None:
-        self._is_always, self.held = is_always, 0
+    def __init__(self) -> None:
         self.doubt: Doubt | None = None
         self._left = 0  # comparisons still to be tried
         self._rows, self._smallest = 0, _SMALLEST + 1
@@ -67,11 +64,6 @@ class Covers:
         if self._lacks(batch, smallest):
             self._left = _TRIES
         return self._left > 0
-
-    @property
-    def is_due(self) -> bool:
-        """True if the loss of all rows is compared in this update: at 1, 2, 4 ... 64, then at one of 64."""
-        return self._is_always or not (self.updates & self.updates - 1 and self.updates % _SELDOM)
 
     def judged(self, doubt: Doubt | None) -> bool:
         """Note the outcome of a comparison; return True if it is the last one that is tried."""

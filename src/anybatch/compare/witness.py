@@ -42,14 +42,14 @@ def refuse_another_loss(
         return Doubt("parameters are lazy", is_quiet=True)
     copies = sum(one.nbytes for one in getattr(batch, "leaves", ()))  # a forward may write to its rows
     if room is not None and 2 * copies > room:
-        return Doubt("the budget has no room for copies of all rows", is_quiet=True)
+        return Doubt("the budget has no room for copies of all rows")
     plan = replace(plan, blocks=())  # recomputation changes nothing without a graph
     with rng.preserved():
         noted = reached_by(task, batch)
         try:
             return _compare(task, batch, plan, room, held)
         except OutOfMemoryError:
-            return Doubt("memory ran out in a forward of all rows", is_quiet=True)
+            return Doubt("memory ran out in a forward of all rows")
         finally:
             noted.put_back()
 
@@ -71,7 +71,7 @@ def _compare(task: Task, batch: Batch, plan: Plan, room: float | None, held: int
     bytes_of_all = (read[0] if read else room * largest) * batch.rows / largest
     size = batch.rows if bytes_of_all <= room else int(batch.rows * room / bytes_of_all)
     if min(size, batch.rows) < min(_LEAST * largest, batch.rows):
-        return Doubt("no memory is free for a forward of more rows than a micro-batch has", is_quiet=True)
+        return Doubt("no memory is free for a forward of more rows than a micro-batch has")
     again = partial(
         outcome_of,
         task,
@@ -85,7 +85,9 @@ def _compare(task: Task, batch: Batch, plan: Plan, room: float | None, held: int
     if not isinstance(whole, Looked):
         return Doubt(f"{batch.rows} rows at once gave {type(whole).__name__}: {whole}", is_quiet=True)
     found = differ(whole, parts)
-    if found is None or not (whole.is_weighed and parts.is_weighed):
+    if not (whole.is_weighed and parts.is_weighed):
+        return Doubt("no row has weight", is_quiet=True)
+    if found is None:
         return None
     same = again(whole.cut)
     if whole.is_random or parts.is_random or not isinstance(same, Looked) or differ(whole, same):

@@ -28,7 +28,8 @@ class MicroBatchRedone:
 class StepReport:
     """The result of one logical step.
 
-    Comparisons leave out `counts`, `update`, `learning_rate`, `held`, `seconds` and `unchecked`.
+    Comparisons leave out `counts`, `update`, `learning_rate`, `held`, `seconds`, `compared` and
+    `unchecked`.
 
     Attributes:
         loss: the loss of the whole batch before the update; NaN if all weights are 0.
@@ -52,6 +53,7 @@ class StepReport:
         learning_rate: learning rate of the first parameter group of the first optimizer, in this update.
         held: True if the gradients of a sharded model stayed unsharded until the last micro-batch.
         seconds: wall time of the step; for a window, the time of its `add` calls and of the update.
+        compared: the last split update of this step at which the loss was that of all rows; 0 for none.
         unchecked: why a few rows could not show that the split does not matter; empty if they did, or nothing
             was split. `checked` is True if it is empty.
 
@@ -81,6 +83,7 @@ class StepReport:
     learning_rate: float = field(default=math.nan, compare=False)
     held: bool = field(default=False, compare=False)
     seconds: float = field(default=0.0, compare=False)
+    compared: int = field(default=0, compare=False)
     unchecked: str = field(default="", compare=False)
 
     @property

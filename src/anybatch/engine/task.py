@@ -81,6 +81,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.updates, self.began = 0, perf_counter()
+        self.compared = 0  # the last update whose loss was that of all rows
         self.unchecked = ""  # why a few rows could not show that the cut does not matter
         self._epochs: Sequence[int] = ()  # of the schedulers, after the last update
         self._has_warned = False

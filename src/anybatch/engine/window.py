@@ -91,11 +91,6 @@ class Accumulation:
         self.reader: Reader | None = None  # of the cost of an `add`
         self._skipped: NonFiniteLossError | None = None
 
-    @property
-    def task(self) -> Task:
-        """The model, loss and optimizers."""
-        return self._task
-
     # ---- forward and backward
 
     def fold(self, plan: Plan, batch: Batch, tried: Tried = NOTHING_TRIED, *, is_dry: bool = False) -> Part:
@@ -224,9 +219,8 @@ class Accumulation:
 
     def give_sums(self, take: Callable[[Sums], object]) -> StepReport:
         """End before the division: the sums are handed to `take`, undivided, for a server that divides."""
-        report = report_of(self._sums, {}, math.nan, updated=False)
         take(self._sums)
-        return report
+        return report_of(self._sums, {}, math.nan, updated=False)
 
     # ---- the update
 
@@ -452,6 +446,7 @@ def report_of(
         learning_rate=task.learning_rate(),
         held=task.strategy.is_held,
         seconds=perf_counter() - task.progress.began,
+        compared=task.progress.compared,
         unchecked=task.progress.unchecked,
     )
 

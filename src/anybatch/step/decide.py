@@ -118,6 +118,7 @@ class Planning:
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
         self._used: tuple[Ladder, Rung] | None = None  # what chose the cut of this step
         self._used_for: Want | None = None
+        self._limited_place: torch.device | None = None  # whose allocator keeps to the budget
 
     @property
     def is_asked(self) -> bool:
@@ -315,14 +316,15 @@ class Planning:
         if self.budget is None or self._used is None or task.network.kinds <= {"cpu"}:
             return _NOTHING
         places = task.network.devices
+        self._limited_place = next(iter(places))
         leaves = [one for one in getattr(batch, "leaves", ()) if one.device in places]
         return enforced(self.budget.memory, task, self._used[0].held + sum(one.nbytes for one in leaves))
 
-    def lifted(self, task: Task) -> AbstractContextManager[object]:
+    def lifted(self) -> AbstractContextManager[object]:
         """Return a context without that limit, for the update: one that runs out of memory may be torn."""
-        if self.budget is None or self._used is None or task.network.kinds <= {"cpu"}:
-            return _NOTHING
-        return accelerator.capped(next(iter(task.network.devices)), sys.maxsize)
+        return (
+            _NOTHING if self._limited_place is None else accelerator.capped(self._limited_place, sys.maxsize)
+        )
 
     def foresee(
         self,

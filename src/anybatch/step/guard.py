@@ -36,7 +36,6 @@ class Guard:
     ) -> None:
         self.batch_norm, self.checks, self._is_bounded = batch_norm, check, is_bounded
         self.updates = 0  # that were cut
-        self._held = 0  # the last of them whose loss was that of all rows
         self._has_begun = False
         self._covers: dict[Hashable, Covers] = {}  # by the kind of rows
         self._has_warned = False
@@ -66,10 +65,13 @@ class Guard:
             plan: how they are cut.
             room: bytes that a forward may take; None without a budget.
         """
+        covers = self.covers(batch)
+        if covers.doubt is not None and not covers.has_held:  # the step itself may tell a better reason
+            return
         if self.checks and self.is_due and plan.is_cut:
-            doubt = refuse_another_loss(task, batch, plan, room, held=self._held)
+            doubt = refuse_another_loss(task, batch, plan, room, held=task.progress.compared)
             if doubt is None:
-                self._held = self.updates
+                task.progress.compared = self.updates
             elif not (doubt.is_quiet or task.progress.unchecked):
                 task.progress.unchecked = doubt.reason
 

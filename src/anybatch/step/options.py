@@ -45,8 +45,8 @@ class Options:
             "drop" leaves out its rows and their weight, "skip" makes no update.
         check: compare the loss and gradient of a few rows between several splits (`anybatch.compare.look`),
             and the loss of all rows with that of the micro-batches (`anybatch.compare.witness`): before the
-            first split, at updates 2, 4, 8 ... 64 that are split, and then at one of 64. "always" compares at
-            each update, False never.
+            first split and at updates 2, 4, 8 ... that are split, losses from 64 on at one of 64. "always"
+            compares at each update, False never.
         strategy: "auto" sums gradients over all ranks of the process group, if there are several;
             torchrun starts one. Each rank passes its own rows. "replicate" refuses to run
             alone. "local" lets each rank make updates of its own. A DistributedDataParallel is unwrapped; a

@@ -216,11 +216,12 @@ class Step:
 
     def end(self, window: Accumulation) -> StepReport:
         """End a window with the update."""
-        with self.planning.lifted(window.task):
+        with self.planning.lifted():
             return window.write()
 
     def _step(self, task: Task, batch: Any, end: Callable[[Accumulation], StepReport]) -> StepReport:
         is_many, task.progress.unchecked = self.strategy.is_many, ""
+        self.planning.guard.begin()
         if is_many:
             self.strategy.begin(task, self.planning.settings)
         logical = admit(batch, task, self.collate)
@@ -244,18 +245,17 @@ class Step:
                 task.progress.unchecked = "rows of all ranks meet in SyncBatchNorm, and no rank has them all"
             elif cut.is_cut or rows.needs or is_many:
                 self.planning.guard.before_cut(task, rows.batch, cut, plan.micro_batch)
-                with self.planning.enforced(task, logical):
-                    self.planning.guard.witness(task, rows.batch, cut, self.planning.room())
             try:
                 with self.planning.enforced(task, logical):
+                    if not is_synced:
+                        self.planning.guard.witness(task, rows.batch, cut, self.planning.room())
                     report = carry_out(cut, running, rows.batch, end)
             except BlockError as error:
                 if not self.planning.distrust(error.block, plan):  # it was asked for by name
                     raise
                 continue
-            failed = rows.failed(plan, report)
             is_random = self.effects.draws or self.effects.draws_process
-            self.planning.learn(logical, plan, failed=failed, is_random=is_random)
+            self.planning.learn(logical, plan, failed=rows.failed(plan, report), is_random=is_random)
             return report
 
     def foresee(
