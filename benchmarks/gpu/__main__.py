@@ -29,7 +29,7 @@ SECTIONS: dict[str, Callable[[Notes], None]] = {
     "offload": costs.offload,
 }  # fmt: skip
 HIDDEN = {"lengths": costs.lengths}
-LIMIT, LIMITS = 75, {"selftest": 150, "budgets": 130, "exact": 45, "precision": 30, "oom": 30}  # seconds
+LIMIT, LIMITS = 60, {"selftest": 120, "budgets": 120}  # seconds
 GRACE = 20  # seconds that a section may take beyond its time, before it is ended
 PACKAGES = ("transformers", "accelerate", "lightning", "pytest", "matplotlib")
 BROKEN = "ANYBATCH_GPU_BREAK"  # names a section that shall crash, for the test of that

@@ -45,7 +45,7 @@ def _hand(notes: Notes, name: str) -> Hand:
     training = Training(name, notes.device, small=notes.small)
     training.by_hand(training.rows)
     found: Hand = {}
-    for size in training.sizes()[: 1 if name.endswith("-bn") else 6]:
+    for size in training.sizes()[: 1 if name.endswith("-bn") else 4]:
         training.by_hand(size)
         notes.forget()
         took = [notes.seconds(partial(training.by_hand, size)) for _ in range(2)]
@@ -305,7 +305,7 @@ def speed(notes: Notes) -> None:
             took: dict[str, list[float]] = {way: [] for way in ways}
             for way in ways.values():
                 way(), way()
-            for turn in range(3 if notes.small else 15):
+            for turn in range(3 if notes.small else 7):
                 for way in (list(ways), list(ways)[::-1])[turn % 2]:
                     took[way].append(notes.seconds(ways[way]))
             for way in list(ways)[1:]:

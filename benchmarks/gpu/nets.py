@@ -10,7 +10,7 @@ import anybatch as ab
 from anybatch.core import tree
 from benchmarks import zoo
 
-ROWS = {"gpt2": 64, "bert": 64, "resnet50": 64, "resnet50-bn": 48, "vit": 48, "bert-large": 32, "lstm": 256}
+ROWS = {"gpt2": 32, "bert": 32, "resnet50": 48, "resnet50-bn": 32, "vit": 32, "bert-large": 16, "lstm": 128}
 
 
 def make(name: str, *, small: bool, dropout: bool = False) -> tuple[nn.Module, Any, zoo.BatchOf]:

@@ -42,7 +42,7 @@ def selftest(notes: Notes) -> None:
     def tests() -> None:
         import pytest  # noqa: F401
 
-        workers = ["-n", "10"] if find_spec("xdist") else []
+        workers = ["-n", "14"] if find_spec("xdist") else []
         which = ["tests/step/test_window.py"] if notes.small else ["@tests/on_device.txt"]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "-m", "not slow", *which]
         command += ["--device", notes.device.type, *([] if notes.small else workers)]
