@@ -107,7 +107,7 @@ def rows_of(results: Path) -> list[Sequence[str]]:
         raw = json.loads(path.read_text(encoding="utf-8"))
         held = sum(one.startswith("holds") for one in raw["verdicts"].values())
         head = raw["head"]
-        page = f"[page](https://github.com/anybatch/anybatch/blob/main/benchmarks/results/gpu/{path.parent.name}/gpu.md)"
+        page = f"[page](../benchmarks/results/gpu/{path.parent.name}/gpu.md)"
         rows.append((head["date"], head["device"], head["torch"], f"{held} of {len(raw['verdicts'])}", page))
     return rows
 
@@ -133,7 +133,6 @@ def status(rows: Sequence[Sequence[str]]) -> str:
         )
     date, device, _, held, _ = rows[-1]
     return (
-        f"**Status: alpha.** Measured on GPUs {len(rows)} times, last on "
-        f"{device} ({date}): {held} sections hold ([what and where](docs/gpu.md)). "
-        "Please run `make gpu` on yours."
+        f"**Status: alpha.** Last measured on {device} ({date}): {held} sections hold "
+        "([what falls short](docs/gpu.md)). Please run `make gpu` on yours."
     )

@@ -18,6 +18,7 @@ from torch import nn
 from anybatch import Options, Step, StepReport, Total
 from anybatch.core.errors import OutOfMemoryError
 from anybatch.engine import admit
+from tests.device import needs_cpu
 from tests.faults.faulty import CLASSES, FEATURES, ROWS, build, make_batch, windowed
 from tests.faults.scarce import scarce_in_passes
 from tests.snapshots import assert_same, same_as_before, snapshot
@@ -62,7 +63,8 @@ def test_one_row_that_does_not_fit_is_an_error_and_nothing_is_changed() -> None:
     ("loss", "refused", "said"),
     [
         (None, {2, 3}, r"BatchNorm \(1\) takes"),
-        (bare, {2, 120}, "for every split"),  # between the two tries a few rows are looked at
+        # Between the two tries a few rows are looked at, in a number of passes that depends on the device.
+        pytest.param(bare, {2, 136}, "for every split", marks=needs_cpu),
     ],
 )
 def test_where_rows_meet_no_smaller_cut_is_chosen(loss: Any, refused: set[int], said: str) -> None:

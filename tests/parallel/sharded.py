@@ -244,7 +244,7 @@ def _local_divisor() -> Any:
     made = Division.decide
 
     def decide(*given: Any, **named: Any) -> Division:
-        return made(*given, **{**named, "adds_over_ranks": False})
+        return made(*given, **{**named, "guess": 1.0})
 
     return mock.patch.object(Division, "decide", staticmethod(decide))
 

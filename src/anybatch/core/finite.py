@@ -32,10 +32,10 @@ class Look:
             if device not in flags:
                 one = torch.ones(1, dtype=torch.float32, device=device)
                 flags[device] = torch.zeros_like(one), one
-            if dtype is torch.bfloat16 and device.type != "cpu":  # for which GradScaler's kernel is missing
+            if device.type != "cpu" and dtype not in _SCALED:
                 for largest in private.foreach_norm([one for one in alike if one.numel()], math.inf):
                     flags[device][0].add_(~largest.isfinite())
-            else:  # The kernel of torch's GradScaler. It also multiplies, here by 1, which changes nothing.
+            else:  # the kernel of torch's GradScaler, which also multiplies, here by 1
                 private.check_finite_(alike, *flags[device])
         for device in dict.fromkeys(map(_FIRST, kinds)):
             if flags[device][0].item():
@@ -47,6 +47,7 @@ class Look:
 _Kind = tuple[torch.device, torch.dtype, torch.layout]
 _KIND: Callable[[Tensor], _Kind] = attrgetter("device", "dtype", "layout")
 _FIRST = itemgetter(0)
+_SCALED = frozenset({torch.float16, torch.float32})  # its CUDA kernel has no bfloat16, and looks in float32
 _REAL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
