@@ -207,7 +207,8 @@ class Looked(Outcome):
         try:
             with eager(), self._watch:
                 if is_watched:
-                    self._watch.enter_context(plain_kernels())
+                    is_recurrent = any(isinstance(one, nn.RNNBase) for one in task.network.modules)
+                    self._watch.enter_context(plain_kernels(is_recurrent=is_recurrent))
                     self._watch.enter_context(self.seen)
                 super().__init__(task, watched, plan, cut.sizes, self.seen, is_dry=True, has_graph=has_graph)
         finally:
