@@ -5,10 +5,11 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import wraps
 from itertools import islice, product
 from operator import attrgetter
 from textwrap import shorten
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -34,6 +35,7 @@ from anybatch.losses import Additive, ModelTerms, Terms, WholeBatch, function_of
 from anybatch.memory import find_device, parse_memory
 from anybatch.state import ObjectState, Replayed, rng
 
+P = ParamSpec("P")
 ROWS = 8
 LEAST = 3  # the fewest rows with an uneven split
 _SHARE = 8  # rows that are read before the first cut: at most one of so many
@@ -90,12 +92,30 @@ def refuse_what_depends_on_the_cut(
     return doubt
 
 
-def few_of(batch: Batch) -> Batch:
+def _if_it_fits(make: Callable[P, Batch | None]) -> Callable[P, Batch | None]:
+    """Return a function that returns None where memory runs out."""
+
+    @wraps(make)
+    def made(*given: P.args, **named: P.kwargs) -> Batch | None:
+        try:
+            return make(*given, **named)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            released(error)
+            return None
+
+    return made
+
+
+@_if_it_fits
+def few_of(batch: Batch) -> Batch | None:
     """Return copies of a few rows, to compare them with later ones."""
     return batch.only(choose_rows(batch)(min(ROWS, batch.rows))).copied()
 
 
-def joined(few: Batch, batch: Batch) -> Batch:
+@_if_it_fits
+def joined(few: Batch, batch: Batch) -> Batch | None:
     """Return a few rows and some of a batch as one batch; those of more rows if their shapes differ."""
     if isinstance(batch, SampleBatch):
         both = SampleBatch([*few.given, *batch.given], batch.collate)
@@ -109,6 +129,7 @@ def joined(few: Batch, batch: Batch) -> Batch:
     return TensorBatch(nest.build(torch.cat([one.detach(), other.detach()]) for one, other in pairs))
 
 
+@_if_it_fits
 def whole_of(batches: Sequence[Batch]) -> Batch | None:
     """Return several batches as one; None if the shapes of their rows differ."""
     first = batches[0]

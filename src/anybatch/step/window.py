@@ -181,7 +181,7 @@ class Window(Accumulation):
         is_same = all([*map(private.version, getattr(one, "leaves", ()))] == known for one, known in adds)
         whole = whole_of([one for one, _ in adds]) if is_same else None
         if whole is None:
-            task.progress.unchecked = "rows of the window have other shapes, or were written to since"
+            task.progress.unchecked = "rows of the window differ in shape, were written to, or do not fit"
             return
         sizes = tuple(self._sizes)
         plan = replace(self._settings, rows=whole.rows, micro_batch=max(sizes), cut=sizes)
