@@ -134,6 +134,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@needs_cpu  # the simulated device has no fused GRU
 @pytest.mark.parametrize("policy", ["selective", "recompute", "offload"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_every_policy_gives_the_same_bits(name: str, policy: str) -> None:
