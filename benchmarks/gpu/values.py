@@ -118,7 +118,7 @@ def _family(name: str) -> tuple[nn.Module, Any, Any]:
 
 
 FAMILIES = ("gpt2", "gpt", "bert", "vit", "unet", "lstm", "resnet50", "lstm packed", "contrastive",
-            "dropout replayed", "class weights", "mlp of one row")  # fmt: skip
+            "dropout replayed", "class weights")  # fmt: skip
 
 
 def _placed(case: tuple[nn.Module, Any, Any], notes: Notes, dtype: torch.dtype) -> tuple[nn.Module, Any, Any]:
