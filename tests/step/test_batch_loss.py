@@ -21,7 +21,7 @@ from tests.options import flat
 from tests.snapshots import same_as_before
 
 EXACT, ROWS, CROSS, CUT = 1e-12, 37, nn.CrossEntropyLoss(), {"micro_batch": 5}
-WAYS: dict[str, Any] = {"uncut": {}, "window": {}, "scarce": {}, "cut": CUT, "budget": {"memory": "350KB"}}
+WAYS: dict[str, Any] = {"uncut": {}, "window": {}, "scarce": {}, "cut": CUT, "budget": {"memory": "300KB"}}
 WAYS["drop"] = CUT | {"non_finite": "drop"}
 SERVER = ab.ParameterServer()
 
