@@ -18,7 +18,7 @@ from anybatch.core.errors import LossError, PlanError  # noqa: E402
 from anybatch.homes.lightning import WholeBatchCallback  # noqa: E402
 from anybatch.testing import relative_error, tolerance  # noqa: E402
 from tests.homes.lightnings import Module, cutting, fit  # noqa: E402
-from tests.homes.tasks import MOST, OURS, ROWS, data  # noqa: E402
+from tests.homes.tasks import MOST, OURS, ROWS, UPDATES, data  # noqa: E402
 
 EXACT = 1e-12
 
@@ -80,7 +80,8 @@ def test_logs_metrics_and_returned_values_come_once_per_batch(meets: bool, most:
     whole, cut = Talkative(), Talkative(most)
     host = fit(whole, max_steps=4)
     ours = fit(cut, WholeBatchCallback(micro_batch=7, rows_meet=meets), max_steps=4)
-    assert cut.appended > whole.appended == 4
+    assert whole.appended == 4
+    assert (cut.appended == 4) is meets
     assert [step for step, _ in ours.logger.rows] == [step for step, _ in host.logger.rows]
     for name in ("detached", "rows", "mean", "tokens"):
         found, expected = ours.logger.values(name), host.logger.values(name)
@@ -113,6 +114,43 @@ def test_strings_go_with_their_rows_and_the_callback_to_other_processes(meets: b
     fit(whole)
     fit(cut, pickle.loads(pickle.dumps(WholeBatchCallback(micro_batch=7, rows_meet=meets))))
     assert relative_error(cut.gradients[0], whole.gradients[0]) <= EXACT
+
+
+class Center(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.zeros(()))
+
+    def forward(self, scores: Tensor) -> Tensor:
+        self.value.lerp_(scores.detach().mean(), 0.1)
+        return scores - self.value
+
+
+class Counting(Module):
+    """Scales its loss by an attribute, an entry, a buffer and a module's that every call moves."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__(task)
+        self.calls, self.seen, self.center = 0, {"scale": 1.0}, Center()
+        self.register_buffer("size", torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self.net(batch[0])
+        self.calls += 1
+        self.seen["scale"] *= 1.1
+        self.size.lerp_(scores.detach().std(), 0.1)
+        return (
+            (self.center(scores).mean(1) / (self.calls * self.seen["scale"] * self.size)).logsumexp(0).mean()
+        )
+
+
+def test_what_moves_in_training_step_moves_once_per_batch_where_rows_meet() -> None:
+    whole, cut = Counting("tokens"), Counting("tokens")
+    fit(whole)
+    fit(cut, WholeBatchCallback(micro_batch=7, rows_meet=True))
+    assert cut.calls == whole.calls == UPDATES
+    for found, expected in zip(cut.gradients, whole.gradients, strict=True):
+        assert relative_error(found, expected) <= EXACT
 
 
 class Twice(Module):

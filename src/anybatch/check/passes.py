@@ -102,6 +102,10 @@ class Calls:
         self._counts: dict[str, int] = {}
         self._outermost: list[Call] = []
 
+    def __deepcopy__(self, memo: object) -> "Calls":
+        """Return itself: a loss may copy the model, hooks included."""
+        return self
+
     def watch(self, model: nn.Module) -> None:
         """Register the hooks on a model."""
         for name, module in model.named_modules():

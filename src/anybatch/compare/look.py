@@ -12,6 +12,7 @@ from textwrap import shorten
 from typing import NamedTuple, ParamSpec
 
 import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.compare.choose_rows import choose_rows, numbered_anew
@@ -76,8 +77,8 @@ def refuse_what_depends_on_the_cut(
     # A loss over all rows may pair rows by their places.
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt = Doubt("memory ran out in a few rows")
-    with suppress(OutOfMemoryError), _few_rows(task, batch, rows, covers) as few:
-        largest = rows if _fits(task, few, plan, most) else most
+    with suppress(OutOfMemoryError), _few_rows(task, batch, rows, covers) as (few, noted):
+        largest = rows if _fits(task, few, plan, most, noted) else most
         tries = dict.fromkeys([(largest, least), (most, least), (most, 2), (2, least), (2, 1)])
         bare = dict.fromkeys([replace(plan, blocks=()), plan])  # memory may need the blocks
         for kept, (size, small) in product(bare, tries):
@@ -86,7 +87,7 @@ def refuse_what_depends_on_the_cut(
                 cuts = islice(cuts, 0, None, 2) if covers.has_held else cuts
                 guess = _guess(task, plan) if is_late or _divides_last(task, plan) else 0.0
                 draws = Replayed(without_dropout=True)
-                doubt = _FewRows(task, few, plan, kept, guess, draws).compare(size, cuts)
+                doubt = _FewRows(task, few, plan, kept, guess, draws, noted).compare(size, cuts)
             if doubt is None or doubt.lasts:
                 return doubt
     return doubt
@@ -142,11 +143,11 @@ def whole_of(batches: Sequence[Batch]) -> Batch | None:
     return TensorBatch(nests[0].build(torch.cat(column) for column in columns))
 
 
-def _fits(task: Task, few: Batch, plan: Plan, most: int) -> bool:
+def _fits(task: Task, few: Batch, plan: Plan, most: int, noted: ObjectState) -> bool:
     """Return False if all rows as one part may not fit into the memory of the host, which ends a process."""
     if few.rows <= most or task.network.kinds - {"cpu"}:
         return True
-    part = outcome_of(task, _only(task, few, range(most)), plan, Split((most,)))
+    part = outcome_of(task, _only(task, few, range(most)), plan, Split((most,)), reached=tensors_of(noted))
     room = parse_memory("auto", find_device("cpu"))
     return not isinstance(part, Looked) or part.nbytes * few.rows // most < room
 
@@ -186,15 +187,15 @@ def read_rows(
             size *= 4
         return None
     doubt: Doubt | None = Doubt("memory ran out in a few rows")
-    with suppress(OutOfMemoryError), _few_rows(task, batch, rows, covers) as few:
+    with suppress(OutOfMemoryError), _few_rows(task, batch, rows, covers) as (few, noted):
         cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
         if covers is not None:
             guess = _guess(task, plan) if _divides_last(task, plan) else 0.0
             draws = Replayed(without_dropout=True)
-            doubt = _FewRows(task, few, plan, plan, guess, draws).compare(2, cuts)
+            doubt = _FewRows(task, few, plan, plan, guess, draws, noted).compare(2, cuts)
         else:
             for cut in cuts:
-                outcome_of(task, few, plan, cut, is_watched=False)
+                outcome_of(task, few, plan, cut, reached=tensors_of(noted), is_watched=False)
     size = 4 * ROWS
     while is_mixed and size <= batch.rows // _SHARE and fits(size):
         run_parts(task, batch, plan, (2, size))
@@ -204,8 +205,8 @@ def read_rows(
 
 def run_parts(task: Task, batch: Batch, plan: Plan, sizes: tuple[int, ...]) -> None:
     """Run micro-batches of these sizes, of a few rows of the batch, and put all back; errors are left out."""
-    with suppress(OutOfMemoryError), _few_rows(task, batch, sum(sizes)) as few:
-        outcome_of(task, few, plan, Split(sizes), is_watched=False)
+    with suppress(OutOfMemoryError), _few_rows(task, batch, sum(sizes)) as (few, noted):
+        outcome_of(task, few, plan, Split(sizes), reached=tensors_of(noted), is_watched=False)
 
 
 def rehearse(task: Task, batch: Batch, plan: Plan, sizes: tuple[int, ...]) -> None:
@@ -238,7 +239,10 @@ def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> I
 
 
 @contextmanager
-def _few_rows(task: Task, batch: Batch, rows: int, covers: Covers | None = None) -> Generator[Batch]:
+def _few_rows(
+    task: Task, batch: Batch, rows: int, covers: Covers | None = None
+) -> Generator[tuple[Batch, ObjectState]]:
+    """Yield a few rows, and what model and loss reach."""
     with rng.preserved():  # `collate` may draw
         try:
             few = _only(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
@@ -250,7 +254,7 @@ def _few_rows(task: Task, batch: Batch, rows: int, covers: Covers | None = None)
                 raise
             raise OutOfMemoryError(released(error)) from None  # to look at rows takes memory, too
         try:
-            yield few
+            yield few, noted
         finally:
             noted.put_back()
 
@@ -267,6 +271,11 @@ def reached_by(task: Task, batch: Batch) -> ObjectState:
     return ObjectState([task.model, task.loss, *task.network.modules, *collate], but_for=known)
 
 
+def tensors_of(noted: ObjectState) -> list[Tensor]:
+    """Return the tensors that a run reaches; subclasses may have no memory of their own."""
+    return [one for one in noted.found.values if type(one) in (Tensor, nn.Parameter)]
+
+
 class _FewRows(NamedTuple):
     task: Task
     few: Batch
@@ -274,12 +283,18 @@ class _FewRows(NamedTuple):
     kept: Plan  # of the first cut
     guess: float  # the factor of the provisional divisor of the other cuts; 0 if they divide early
     draws: Replayed  # the random numbers of the first cut
+    noted: ObjectState  # reached by model and loss
+    disturbed: Sequence[Tensor] = ()  # those with other values meanwhile
 
     def run(self, cut: Split, *, is_first: bool = True, is_watched: bool = True) -> Looked | Exception:
         few = self.few.padded() if is_first else self.few
         task = self.task if is_first else replace(self.task, guess=self.guess)
         plan = self.kept if is_first else self.plan
-        return outcome_of(task, few, plan, cut, is_watched=is_watched, like=self.draws)
+        kept = {"reached": tensors_of(self.noted), "disturbed": self.disturbed}
+        return outcome_of(task, few, plan, cut, is_watched=is_watched, like=self.draws, **kept)
+
+    def part(self, few: Batch, cut: Split) -> Looked | Exception:
+        return outcome_of(self.task, few, self.plan, cut, reached=tensors_of(self.noted))
 
     def compare(self, most: int, cuts: Iterable[Split]) -> Doubt | None:
         others = iter(cuts)
@@ -293,6 +308,15 @@ class _FewRows(NamedTuple):
             return self._failed(first, whole)
         if not whole.is_weighed:
             return Doubt("no row that was looked at has weight")
+        vectors = {one for one in self.task.model.buffers() if one.dim() == 1}  # spectral_norm's converge
+        moved = [one for one in whole.written if one.is_floating_point() and one not in vectors]
+        other = self._replace(disturbed=moved)
+        if moved and isinstance(again := other.run(first), Looked):  # a teacher may still be its student
+            return other._compare(again, most, others)
+        return self._compare(whole, most, others)
+
+    def _compare(self, whole: Looked, most: int, others: Iterator[Split]) -> Doubt | None:
+        is_own = isinstance(self.task.loss, ModelTerms)
         told, is_small, doubt = False, False, Doubt("there was no other cut to compare with")
         for cut in others:
             parts = self.run(cut, is_first=False, is_watched=not whole.is_quiet)
@@ -318,7 +342,7 @@ class _FewRows(NamedTuple):
                 self._warn_of_buffers(whole, parts)
             told = True
             if found and found.is_small:
-                said = f"got {found.words} for {self.few.rows} rows as {first} and as {cut}"
+                said = f"got {found.words} for {self.few.rows} rows as {whole.cut} and as {cut}"
                 doubt, is_small = Doubt(f"{said}: more than rounding in {found.dtype}", lasts=True), True
             elif found:  # else another split may show more
                 self._refuse(found, whole, parts)
@@ -335,7 +359,7 @@ class _FewRows(NamedTuple):
         middle, alone = self.few.rows // 2, list[Looked]()
         for half in (range(middle), range(middle, self.few.rows)):
             few = _only(self.task, self.few, half)
-            found = outcome_of(self.task, few, self.plan, Split(tuple(cut_sizes(few.rows, most))))
+            found = self.part(few, Split(tuple(cut_sizes(few.rows, most))))
             alone += [found] if isinstance(found, Looked) else []
         return differ(whole, parts, *alone)
 
@@ -362,12 +386,15 @@ class _FewRows(NamedTuple):
             likely = (
                 "It draws random numbers and mixes rows by them (a permutation, negatives of the batch). "
             )
-        if whole.moved:
-            likely = f"The forward changes {whole.moved!r}, and later forwards may compute with it."
+        if whole.moved or self.disturbed:
+            named = repr(whole.moved) if whole.moved else self._name_of(self.disturbed[0])
+            likely = f"The forward changes {named}, and later forwards may compute with it."
+        advice = "ab.check(model, loss, batch) names the place"
+        if self.disturbed:
+            advice = "Move it once per update, after the step"
         raise LossError(
             f"Expected the same loss and gradient from {self._name} for every split, {rows} as {whole.cut} "
-            f"and as {parts.cut}. {likely} "
-            "ab.check(model, loss, batch) names the place; Options(check=False) skips this."
+            f"and as {parts.cut}. {likely} {advice}; Options(check=False) skips this."
         )
 
     def _refuse_failed_trim(self, error: Exception, cut: Split, whole: Looked) -> None:
@@ -384,7 +411,7 @@ class _FewRows(NamedTuple):
         cured: list[str] = []
         for column in dict.fromkeys(map(tree.column, self.few.trimmed)):
             with suppress(OutOfMemoryError):
-                found = outcome_of(self.task, self.few.keeping(column), self.plan, cut)
+                found = self.part(self.few.keeping(column), cut)
                 cured += [column] if isinstance(found, Looked) and not differ(whole, found) else []
         trimmed = 'order="length" trimmed ' + ", ".join([f"batch{path}" for path in self.few.trimmed])
         keep = f"order=anybatch.step.ByLength(keep=({', '.join(cured) or '...'},))"
@@ -408,7 +435,7 @@ class _FewRows(NamedTuple):
             return
         again = [self.run(whole.cut) for _ in range(_AGAIN)]
         middle = self.few.rows // 2
-        half = outcome_of(self.task, _only(self.task, self.few, range(middle)), self.plan, Split((middle,)))
+        half = self.part(_only(self.task, self.few, range(middle)), Split((middle,)))
         for name in sorted(names):
             reports = [each.report for each in (*again, half) if isinstance(each, Looked)]
             if not all(_is_equal(weights[name], each.weights.get(name, 0.0)) for each in reports[:_AGAIN]):
@@ -438,6 +465,12 @@ class _FewRows(NamedTuple):
                 "split the batch.",
                 stacklevel=2,
             )
+
+    def _name_of(self, tensor: Tensor) -> str:
+        """Return the key under which a dict or an object holds a tensor, and its shape."""
+        tables = [one for one in self.noted.found.containers if isinstance(one, dict)]
+        names = [repr(key) for table in tables for key, one in table.items() if one is tensor]
+        return ", ".join([*names[:1], f"a tensor of shape {tuple(tensor.shape)} that model or loss hold"])
 
     @property
     def _name(self) -> str:

@@ -1,7 +1,7 @@
 """Outcome: the loss and finished gradient of some rows in one split, and its distance from another"""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
@@ -190,7 +190,9 @@ class Looked(Outcome):
         cut: Split,
         like: Replayed | None,
         *,
-        is_watched: bool,
+        reached: Sequence[Tensor],
+        disturbed: Sequence[Tensor] = (),
+        is_watched: bool = True,
         has_graph: bool = True,
     ) -> None:
         self._model, self._versions, self.moved = task.model, _versions(task.model), ""
@@ -200,11 +202,12 @@ class Looked(Outcome):
         if cut.is_interleaved:
             order = [*order[::2], *order[1::2]]
             few = few.only(order)
-        self.seen, self._watch = _Watched(task.network.everyone, like), ExitStack()
+        self.seen, self._watch = _Watched((*reached, *task.network.everyone), like), ExitStack()
         self.seen.is_watching = is_watched
         part, few = RowPart(tuple(order), few.rows), few.copied()
         watched: Any = WatchedBatch(few, part, self.seen, self.seen.begin_part)
         try:
+            self.seen.disturb(disturbed)
             with eager(), self._watch:
                 if is_watched:
                     is_recurrent = any(isinstance(one, nn.RNNBase) for one in task.network.modules)
@@ -212,7 +215,8 @@ class Looked(Outcome):
                     self._watch.enter_context(self.seen)
                 super().__init__(task, watched, plan, cut.sizes, self.seen, is_dry=True, has_graph=has_graph)
         finally:
-            self.seen.put_back()
+            #: Tensors that are not trained, and were written to or given other memory.
+            self.written = self.seen.put_back()
         self.is_quiet = self.seen.is_quiet
         self.dtypes |= _short_of_devices(task, plan)
         self.nbytes, self.mixes = self.seen.nbytes, self.seen.others > 0
@@ -251,25 +255,35 @@ class Looked(Outcome):
 
 
 class _Watched(Replayed):
-    """A copy of each parameter from before a forward writes to it, as a momentum encoder does."""
+    """Copies of tensors from before a forward or a loss writes to them, as a momentum encoder does."""
 
-    def __init__(self, parameters: Sequence[Tensor], like: Replayed | None) -> None:
+    def __init__(self, tensors: Iterable[Tensor], like: Replayed | None) -> None:
         super().__init__(without_dropout=True, like=like)
         self._missed, self.total = False, 0
-        self._places = {one.untyped_storage().data_ptr(): one for one in parameters if not is_lazy(one)}
-        self._copies: dict[Tensor, Tensor] = {}
+        kept = [one for one in tensors if _is_strided(one) and not is_lazy(one) and one.numel()]
+        self._places = {_place_of(one): (one, one.detach()) for one in kept}  # which keeps the memory
+        self._copies: dict[int, Tensor] = {}
         self._has_drawn = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if private.is_mutable(func):
-            for value in private.pytree.tree_leaves((args, kwargs)):
-                known = self._places.get(value.untyped_storage().data_ptr()) if _is_strided(value) else None
-                if known is not None and known not in self._copies:
-                    with private.disable_current_modes():
-                        self._copies[known] = known.detach().clone()
+            for value in filter(_is_strided, private.pytree.tree_leaves((args, kwargs))):
+                self._keep(_place_of(value))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _keep(self, place: int) -> None:
+        if place in self._places and place not in self._copies:
+            with private.disable_current_modes():
+                self._copies[place] = _memory_of(self._places[place][1]).clone()
+
+    def disturb(self, tensors: Sequence[Tensor]) -> None:
+        """Give tensors other values until `put_back`."""
+        for one in tensors:
+            self._keep(_place_of(one))
+            with torch.no_grad():
+                one.copy_(1.5 * one.roll(1))
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._has_drawn = True
@@ -291,14 +305,33 @@ class _Watched(Replayed):
     def is_quiet(self) -> bool:
         return not self._has_drawn and not self._copies
 
-    def put_back(self) -> None:
+    def put_back(self) -> list[Tensor]:
+        """Put memory and values back; return tensors that had others, but for trained ones."""
+        written: list[Tensor] = []
         with torch.no_grad():
-            for parameter, value in self._copies.items():
-                parameter.copy_(value)
+            for place, (tensor, found) in self._places.items():
+                is_replaced = _place_of(tensor) != place
+                if is_replaced:  # by `tensor.data = ...`
+                    tensor.data = found
+                if place in self._copies:
+                    _memory_of(found).copy_(self._copies[place])
+                if (is_replaced or place in self._copies) and not tensor.requires_grad:
+                    written.append(tensor)
+        return written
 
 
 def _is_strided(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def _place_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """Return all of the memory behind a tensor, of which others may be views."""
+    numbers = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((numbers,), (1,), 0)
 
 
 class Difference(NamedTuple):
@@ -354,14 +387,7 @@ def _allowed(task: Task, batch: Batch, plan: Plan, rows: int) -> None:
 
 
 def outcome_of(
-    task: Task,
-    few: Batch,
-    plan: Plan,
-    cut: Split,
-    *,
-    is_watched: bool = True,
-    has_graph: bool = True,
-    like: Replayed | None = None,
+    task: Task, few: Batch, plan: Plan, cut: Split, *, like: Replayed | None = None, **options: Any
 ) -> "Looked | Exception":
     """Return the outcome of a split, or its error: a model may refuse a part that no step sends.
 
@@ -369,7 +395,7 @@ def outcome_of(
         OutOfMemoryError: a micro-batch did not fit.
     """
     try:
-        return Looked(task, few, plan, cut, like, is_watched=is_watched, has_graph=has_graph)
+        return Looked(task, few, plan, cut, like, **options)
     except OutOfMemoryError:
         raise
     except Exception as error:

@@ -1,12 +1,14 @@
 """The witness: the loss of all rows at once, beside that of the micro-batches, both without a graph."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from anybatch.compare.covers import Doubt
-from anybatch.compare.look import reached_by
+from anybatch.compare.look import reached_by, tensors_of
 from anybatch.compare.outcome import Looked, Split, differ, outcome_of
 from anybatch.core import Batch, LossError, OutOfMemoryError, SampleBatch, cut_sizes
 from anybatch.engine import Plan, Task
@@ -47,20 +49,22 @@ def refuse_another_loss(
     with rng.preserved():
         noted = reached_by(task, batch)
         try:
-            return _compare(task, batch, plan, room, held)
+            return _compare(task, batch, plan, room, held, tensors_of(noted))
         except OutOfMemoryError:
             return Doubt("memory ran out in a forward of all rows")
         finally:
             noted.put_back()
 
 
-def _compare(task: Task, batch: Batch, plan: Plan, room: float | None, held: int) -> Doubt | None:
+def _compare(
+    task: Task, batch: Batch, plan: Plan, room: float | None, held: int, reached: Sequence[Tensor]
+) -> Doubt | None:
     cut = Split(plan.sizes)
     if room is not None and isinstance(batch, SampleBatch):  # collated rows are copied, and held twice
         cut = Split(tuple(cut_sizes(batch.rows, max(1, max(cut.sizes) // 3))))
     reading = MemoryReading.begin(task.network.devices)
     try:
-        parts = outcome_of(task, batch, plan, cut, has_graph=False)
+        parts = outcome_of(task, batch, plan, cut, reached=reached, has_graph=False)
     finally:
         read = reading.end() if reading is not None else None
     if not isinstance(parts, Looked):  # the step itself will tell
@@ -79,6 +83,7 @@ def _compare(task: Task, batch: Batch, plan: Plan, room: float | None, held: int
         plan,
         is_watched=not parts.is_quiet,
         like=parts.seen,
+        reached=reached,
         has_graph=False,
     )
     whole = again(Split(tuple(cut_sizes(batch.rows, size))))

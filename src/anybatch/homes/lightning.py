@@ -36,7 +36,8 @@ class WholeBatchCallback(Callback):
 
     `self.log` in `training_step` logs once per batch: the loss of the whole batch, and of other numbers the
     mean over micro-batches, weighted by rows (or `batch_size=`). A `Metric` counts each row once. Returned
-    entries are joined likewise. Other effects of `training_step` happen in every micro-batch.
+    entries are joined likewise. Other effects of `training_step` happen in every micro-batch; with
+    `rows_meet=True` those on attributes and buffers of the module itself happen once.
 
     Args:
         micro_batch: rows per micro-batch. None for the whole batch, or, with `memory`, for what fits.

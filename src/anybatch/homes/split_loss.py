@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from anybatch.core import LossError, loaded, tree
 from anybatch.homes.entries import replaced
 from anybatch.losses import WholeBatch
-from anybatch.state import ObjectState, rng
+from anybatch.state import ModuleState, ObjectState, Snapshot, rng
 
 
 class SplitLoss:
@@ -34,11 +34,13 @@ class SplitLoss:
         parts = self._module.modules() if torchmetrics else ()
         metrics = [one for one in parts if isinstance(one, torchmetrics.Metric)]
         before = ObjectState(metrics, but_for=()) if metrics else None
-        streams = rng.capture(rng.of_process())
+        streams, own = rng.capture(rng.of_process()), Snapshot(ModuleState(self._beside()))
+        called = set[nn.Module]()
         while True:
             found, known = list[Any](), len(self._losses)
 
             def note(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                called.add(module)
                 output = forward(*args, **kwargs)
                 kept = output
                 if isinstance(output, Tensor) and not output.dim():
@@ -52,9 +54,16 @@ class SplitLoss:
                 self._evaluate(tree.map_leaves(lambda leaf: leaf, micro), keeps=False)
             if before is not None:  # metrics count all rows at once
                 before.put_back()
+            if self._module not in called:  # so do counters and running scales of the other code
+                own.put_modules_back()
             if len(self._losses) == known:
                 return tuple(found), micro
             rng.restore(streams)  # once more: modules inside of a loss are answered instead
+
+    def _beside(self) -> list[nn.Module]:
+        """Return the module itself, and those that run with its other code: they have no parameters."""
+        children = [one for one in self._module.children() if next(one.parameters(), None) is None]
+        return [self._module, *[one for child in children for one in child.modules()]]
 
     def _loss(self, outputs: Sequence[Any], rows: Any) -> Tensor:
         """Return the loss of all rows."""

@@ -127,6 +127,7 @@ class Reachable:
     def _visit(self, value: Any) -> None:
         kind, numpy = type(value), loaded("numpy")  # `isinstance` would run a proxy's own code
         if issubclass(kind, type | ModuleType):
+            self._push(_own(value) if issubclass(kind, type) and not self._is_block else ())
             return
         if issubclass(kind, Tensor):
             self._tensor(value)
@@ -183,12 +184,9 @@ class Reachable:
                 self._push(one for name, one in vars(value).items() if name not in _OF_MODULES)
                 self._push(value.children())
                 return
-            own = [vars(part).values() for part in kind.__mro__ if _is_read(part.__module__)]
-            self._push(
-                one for found in own for one in found if type(one) is FunctionType or type(one) in _PARTS
-            )
         elif kind.__module__.startswith("torch._") or _top(kind.__module__) in closed:
             return
+        self._push(() if self._is_block else _own(kind))
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict:
             # Hooks of an update never run in a trial.
@@ -220,6 +218,12 @@ class Contents:
         """Restore containers that have changed."""
         for container, content in self.changed():
             fill(container, content)
+
+
+def _own(kind: type) -> list[Any]:
+    """Return the functions and attributes of classes that are the caller's."""
+    found = [pair for part in kind.__mro__ if _is_read(part.__module__) for pair in vars(part).items()]
+    return [one for name, one in found if name[:2] != "__" or type(one) is FunctionType]
 
 
 def _top(module: object) -> str:

@@ -1,0 +1,146 @@
+"""A loss that moves what it computes with is refused at once; what nothing reads may move."""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.core.errors import LossError
+from anybatch.state import Reachable
+from anybatch.testing import relative_error
+
+RATE, WIDTH = 0.004, 600  # a teacher of more bytes than are copied beforehand
+
+
+def make() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
+
+
+def move(old: Sequence[Tensor], model: nn.Module) -> None:
+    with torch.no_grad():
+        for one, new in zip(old, model.parameters(), strict=True):
+            one.lerp_(new, RATE)
+
+
+def replace(old: Sequence[Tensor], model: nn.Module) -> None:
+    """As MoCo does."""
+    for one, new in zip(old, model.parameters(), strict=True):
+        one.data = one.data * (1 - RATE) + new.data * RATE
+
+
+def evaluate(tensors: Sequence[Tensor], x: Tensor) -> Tensor:
+    first, bias, second, another, third, last = tensors
+    return ((x @ first.T + bias).tanh() @ second.T + another) @ third.T + last
+
+
+def mean(model: nn.Module, batch: Any, aim: Tensor) -> ab.Total:
+    return ab.Total((model(batch[0]) - aim - batch[1]).square().mean(1).sum(), len(aim))
+
+
+Loss = Callable[[nn.Module, Any], ab.Total]
+
+
+def in_closure(student: nn.Module, moves: Any = move) -> Loss:
+    teacher = copy.deepcopy(student).requires_grad_(False)
+
+    def loss(model: nn.Module, batch: Any) -> ab.Total:
+        moves([*teacher.parameters()], model)
+        return mean(model, batch, teacher(batch[0]))
+
+    return loss
+
+
+def of_tensors(held: Any, model: nn.Module, batch: Any) -> ab.Total:
+    tensors = [*held.values()] if isinstance(held, dict) else held
+    move(tensors, model)
+    return mean(model, batch, evaluate(tensors, batch[0]))
+
+
+class Held:
+    tensors: Sequence[Tensor] = ()
+
+    def __call__(self, model: nn.Module, batch: Any) -> ab.Total:
+        return of_tensors(type(self).tensors, model, batch)
+
+
+def in_class(student: nn.Module) -> Loss:
+    Held.tensors = copied(student)
+    return Held()
+
+
+def copied(model: nn.Module) -> list[Tensor]:
+    return [one.detach().clone() for one in model.parameters()]
+
+
+HOLDERS: dict[str, Callable[[nn.Module], Loss]] = {
+    "closure": in_closure,
+    "closure, by .data": partial(in_closure, moves=replace),
+    "partial": lambda student: partial(of_tensors, copied(student)),
+    "dict": lambda student: partial(of_tensors, dict(enumerate(copied(student)))),
+    "class": in_class,
+}
+
+
+def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(24, 6), torch.randn(24, 4)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("where", HOLDERS)
+def test_a_teacher_that_the_loss_moves_is_refused_while_it_is_its_students_copy(where: str) -> None:
+    model = make()
+    loss = HOLDERS[where](model)
+    held = [one for one in Reachable([loss]).values if isinstance(one, Tensor)]
+    assert held
+    places, values = [one.data_ptr() for one in held], [one.detach().clone() for one in held]
+    step = ab.Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.01), micro_batch=6)
+    with pytest.raises(LossError, match=r"The forward changes .*a tensor of shape .* after the step"):
+        step(batches(1)[0])
+    assert [one.data_ptr() for one in held] == places
+    assert all(map(torch.equal, held, values))
+
+
+def counted(count: Tensor, mean: Tensor, model: nn.Module, batch: Any) -> ab.Total:
+    out = model(batch[0])
+    count.add_(len(out))
+    mean.lerp_(out.detach().mean().to(mean), 0.1)
+    return ab.Total((out - batch[1]).square().mean(1).sum(), len(out))
+
+
+def counts(_: nn.Module) -> Loss:
+    return partial(counted, torch.zeros((), dtype=torch.long), torch.zeros(()))
+
+
+def moved_once(model: nn.Module) -> Loss:
+    teacher, seen = copied(model), list[Any]()
+
+    def loss(student: nn.Module, batch: Any) -> ab.Total:
+        version = next(student.parameters())._version
+        if [version] != seen:
+            seen[:] = [version]
+            move(teacher, student)
+        return mean(student, batch, evaluate(teacher, batch[0]))
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [counts, moved_once],
+)
+@pytest.mark.filterwarnings("error")
+def test_what_nothing_reads_or_moves_once_is_exact(kind: Any) -> None:
+    student = make().double()
+    results: list[list[Tensor]] = []
+    given = [(x.double(), y.double()) for x, y in batches()]
+    for micro_batch in (None, 6):
+        model = copy.deepcopy(student)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = ab.Step(model, kind(model), optimizer, micro_batch=micro_batch)
+        assert all(step(batch).checked or micro_batch is None for batch in given)
+        results.append([*model.parameters()])
+    assert relative_error(*results) < 1e-12

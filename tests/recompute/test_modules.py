@@ -1,0 +1,115 @@
+"""Every policy on modules of many kinds: the same bits as without it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch.recompute import POLICIES, offload as offload_module
+from tests.recompute.models import run
+from tests.snapshots import changes
+
+WIDTH, LENGTH = 8, 5
+pytestmark = pytest.mark.filterwarnings("ignore:.*weights are not part of single contiguous chunk")
+
+
+class Function(nn.Module):
+    """A linear layer in front of a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+class First(nn.Module):
+    """The first output of a module that returns several; attention is given its arguments thrice."""
+
+    def __init__(self, inner: nn.Module, given: int = 1) -> None:
+        super().__init__()
+        self.inner, self.given = inner, given
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(*[x] * self.given)[0]
+
+
+class Cell(nn.Module):
+    """A cell that runs over the length."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(len(x), WIDTH)
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return state
+
+
+def add_to_chunk(y: Tensor) -> Tensor:
+    left, right = y.unsafe_chunk(2, -1)
+    return left.add_(right).sin()
+
+
+def add_to_view(y: Tensor) -> Tensor:
+    y[..., :2] += 1
+    return y.tanh()
+
+
+def write_data(y: Tensor) -> Tensor:
+    y.data.mul_(2)
+    return y.exp()
+
+
+def write_view_of_data(y: Tensor) -> Tensor:
+    y.data[0].zero_()
+    return y.sin() * y
+
+
+def attend(dropout: float) -> Callable[[Tensor], Tensor]:
+    return lambda y: F.scaled_dot_product_attention(y[:, None], y[:, None], y[:, None], dropout_p=dropout)
+
+
+def copied_over(y: Tensor) -> Tensor:
+    out = torch.empty_like(y)
+    out.copy_(y @ y.transpose(1, 2) @ y)
+    return out.relu_() + y
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "GRU": lambda: First(nn.GRU(WIDTH, WIDTH, batch_first=True)),
+    "GRU of two layers": lambda: First(nn.GRU(WIDTH, WIDTH, 2, dropout=0.3, bidirectional=True)),
+    "LSTM": lambda: First(nn.LSTM(WIDTH, WIDTH, bidirectional=True)),
+    "RNN": lambda: First(nn.RNN(WIDTH, WIDTH, 2, dropout=0.3, nonlinearity="relu")),
+    "GRU cell": lambda: Cell(nn.GRUCell(WIDTH, WIDTH)),
+    "RNN cell": lambda: Cell(nn.RNNCell(WIDTH, WIDTH)),
+    "attention": lambda: Function(attend(0.0)),
+    "attention with dropout": lambda: Function(attend(0.3)),
+    "heads with dropout": lambda: First(nn.MultiheadAttention(WIDTH, 2, dropout=0.3, batch_first=True), 3),
+    "encoder": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.2, batch_first=True),
+    "in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(True), nn.Dropout(0.3)),
+    "RReLU in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU(inplace=True)),
+    "convolution in place": lambda: nn.Sequential(nn.Conv1d(LENGTH, 4, 3), nn.SiLU(inplace=True)),
+    "chunk and add": lambda: Function(add_to_chunk),
+    "view and add": lambda: Function(add_to_view),
+    "rows of a view": lambda: Function(lambda y: y.view(-1, 4).mul_(2).view_as(y).sigmoid()),
+    "transposed": lambda: Function(lambda y: (y.transpose(1, 2) @ y).add_(1).softmax(-1)),
+    ".data": lambda: Function(write_data),
+    "a part of .data": lambda: Function(write_view_of_data),
+    "copied over": lambda: Function(copied_over),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", MODULES)
+def test_the_same_bits(kind: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_module, "SMALLEST", 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MODULES[kind]())
+    x = torch.randn(4, LENGTH, WIDTH)
+    assert changes(run(model, x, ()), run(model, x, (("1", policy),))) == []
