@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from itertools import count
 from typing import Any
 
 import hypothesis
@@ -122,14 +121,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(budget, "choose", noted)
     return asked
-
-
-@pytest.fixture
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give every micro-batch the same seconds, so that larger ones win each race."""
-    from anybatch.planner import readings
-
-    monkeypatch.setattr(readings, "perf_counter", count().__next__)
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,6 @@ from tests.budgets import (
 from tests.options import flat
 from tests.snapshots import assert_same, same_as_before, snapshot
 
-pytestmark = pytest.mark.usefixtures("untimed")
 LIMIT = 1e-12
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 ROWS = 12

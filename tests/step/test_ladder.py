@@ -12,13 +12,11 @@ import anybatch as ab
 from anybatch import Step
 from anybatch.core import BudgetError, NonFiniteLossError, PlanError
 from anybatch.engine import admit
-from anybatch.planner import readings
 from anybatch.testing import relative_error
 from tests.budgets import Untraceable, metered, refused
 from tests.options import flat
 from tests.snapshots import same_as_before
 
-pytestmark = pytest.mark.usefixtures("untimed")
 ROWS, WIDTH = 24, 64
 
 
@@ -251,34 +249,10 @@ def test_a_loss_over_all_rows_is_read_and_counts(made: list[Any]) -> None:
     assert not made
 
 
-# ---- the race
-
-
-@pytest.mark.parametrize("is_faster", [True, False])
-def test_halves_and_quarters_stay_where_they_are_faster(
-    is_faster: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = batch_of()
-    clock = {"now": 0.0}
-
-    class Timed(Wide):
-        def forward(self, x: Tensor) -> Tensor:
-            clock["now"] += len(x) ** (1.5 if is_faster else 0.5)
-            return super().forward(x)
-
-    monkeypatch.setattr(readings, "perf_counter", lambda: clock["now"])
-    step = make(10**8, model=Timed())
-    for _ in range(12):
-        step(batch)
-    assert {step(batch).cut for _ in range(3)} == ({(6, 6, 6, 6)} if is_faster else {(24,)})
-    assert ("1/4 of what fits was faster" in step.planning.explain()) is is_faster
-
-
-def test_where_random_numbers_are_drawn_nothing_is_raced_and_the_cut_stays() -> None:
+def test_where_random_numbers_are_drawn_the_cut_stays() -> None:
     step = make("auto", dropout=0.5)
     cuts = [step(batch_of()).cut for _ in range(9)]
     assert len(set(cuts[3:])) == 1
-    assert not rungs_of(step)[0]["level"]
 
 
 def test_beside_a_profiler_of_the_callers_a_step_needs_readings_from_before(made: list[Any]) -> None:

@@ -1,11 +1,17 @@
 """Rows that differ, chosen from all over a batch: by labels, masks, weights and lengths"""
 
 from collections.abc import Callable, Sequence
+from functools import wraps
+from operator import attrgetter
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
 
-from anybatch.core import Batch, SampleBatch, tree
+from anybatch.core import Batch, SampleBatch, TensorBatch, ran_out_of_memory, released, tree
+
+P = ParamSpec("P")
+ROWS = 8  # of a few
 
 CANDIDATES = 64  # rows to choose from if each is expensive: a `collate`, or many numbers
 _ENTRIES = 2**22  # numbers in the rows to choose from, if they are cheap
@@ -117,3 +123,53 @@ def _signatures(leaves: Sequence[Tensor]) -> Tensor:
     if not numbers:
         return torch.zeros(len(leaves[0]) if leaves else 1, 0, dtype=torch.float64)
     return torch.stack([one.to("cpu", torch.float64) for one in numbers], 1)
+
+
+def _if_it_fits(make: Callable[P, Batch | None]) -> Callable[P, Batch | None]:
+    """Return a function that returns None where memory runs out."""
+
+    @wraps(make)
+    def made(*given: P.args, **named: P.kwargs) -> Batch | None:
+        try:
+            return make(*given, **named)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            released(error)
+            return None
+
+    return made
+
+
+@_if_it_fits
+def few_of(batch: Batch) -> Batch | None:
+    """Return copies of a few rows, to compare them with later ones."""
+    return batch.only(choose_rows(batch)(min(ROWS, batch.rows))).copied()
+
+
+@_if_it_fits
+def joined(few: Batch, batch: Batch) -> Batch | None:
+    """Return a few rows and some of a batch as one batch; those of more rows if their shapes differ."""
+    if isinstance(batch, SampleBatch):
+        both = SampleBatch([*few.given, *batch.given], batch.collate)
+        return both.only([*range(few.rows), *[few.rows + row for row in choose_rows(batch)(ROWS // 2)]])
+    if few.like != batch.like:
+        return max(batch, few, key=attrgetter("rows"))
+    rows = max(ROWS // 2, ROWS - few.rows)
+    more = batch.only(choose_rows(batch)(min(rows, batch.rows)))
+    few, nest = few.only(range(min(few.rows, ROWS - more.rows))), tree.flatten(more.whole)
+    pairs = zip(tree.flatten(few.whole).leaves, nest.leaves, strict=True)
+    return TensorBatch(nest.build(torch.cat([one.detach(), other.detach()]) for one, other in pairs))
+
+
+@_if_it_fits
+def whole_of(batches: Sequence[Batch]) -> Batch | None:
+    """Return several batches as one; None if the shapes of their rows differ."""
+    first = batches[0]
+    if isinstance(first, SampleBatch):
+        return SampleBatch([row for one in batches for row in getattr(one, "given", ())], first.collate)
+    if any(one.like != first.like for one in batches):
+        return None
+    nests = [tree.flatten(one.whole) for one in batches]
+    columns = zip(*[nest.leaves for nest in nests], strict=True)
+    return TensorBatch(nests[0].build(torch.cat(column) for column in columns))

@@ -5,17 +5,15 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import wraps
 from itertools import islice, product
-from operator import attrgetter
 from textwrap import shorten
-from typing import NamedTuple, ParamSpec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.compare.choose_rows import choose_rows, numbered_anew
+from anybatch.compare.choose_rows import ROWS, choose_rows, numbered_anew
 from anybatch.compare.covers import Covers, Doubt
 from anybatch.compare.outcome import Difference, Looked, Split, differ, outcome_of
 from anybatch.core import (
@@ -23,7 +21,6 @@ from anybatch.core import (
     LossError,
     OutOfMemoryError,
     SampleBatch,
-    TensorBatch,
     TrimmedBatch,
     cut_sizes,
     ran_out_of_memory,
@@ -36,8 +33,6 @@ from anybatch.losses import Additive, ModelTerms, Terms, WholeBatch, function_of
 from anybatch.memory import find_device, parse_memory
 from anybatch.state import ObjectState, Replayed, rng
 
-P = ParamSpec("P")
-ROWS = 8
 LEAST = 3  # the fewest rows with an uneven split
 _SHARE = 8  # rows that are read before the first cut: at most one of so many
 _LONGEST = 160  # characters of an error that are shown within another
@@ -91,56 +86,6 @@ def refuse_what_depends_on_the_cut(
             if doubt is None or doubt.lasts:
                 return doubt
     return doubt
-
-
-def _if_it_fits(make: Callable[P, Batch | None]) -> Callable[P, Batch | None]:
-    """Return a function that returns None where memory runs out."""
-
-    @wraps(make)
-    def made(*given: P.args, **named: P.kwargs) -> Batch | None:
-        try:
-            return make(*given, **named)
-        except Exception as error:
-            if not ran_out_of_memory(error):
-                raise
-            released(error)
-            return None
-
-    return made
-
-
-@_if_it_fits
-def few_of(batch: Batch) -> Batch | None:
-    """Return copies of a few rows, to compare them with later ones."""
-    return batch.only(choose_rows(batch)(min(ROWS, batch.rows))).copied()
-
-
-@_if_it_fits
-def joined(few: Batch, batch: Batch) -> Batch | None:
-    """Return a few rows and some of a batch as one batch; those of more rows if their shapes differ."""
-    if isinstance(batch, SampleBatch):
-        both = SampleBatch([*few.given, *batch.given], batch.collate)
-        return both.only([*range(few.rows), *[few.rows + row for row in choose_rows(batch)(ROWS // 2)]])
-    if few.like != batch.like:
-        return max(batch, few, key=attrgetter("rows"))
-    rows = max(ROWS // 2, ROWS - few.rows)
-    more = batch.only(choose_rows(batch)(min(rows, batch.rows)))
-    few, nest = few.only(range(min(few.rows, ROWS - more.rows))), tree.flatten(more.whole)
-    pairs = zip(tree.flatten(few.whole).leaves, nest.leaves, strict=True)
-    return TensorBatch(nest.build(torch.cat([one.detach(), other.detach()]) for one, other in pairs))
-
-
-@_if_it_fits
-def whole_of(batches: Sequence[Batch]) -> Batch | None:
-    """Return several batches as one; None if the shapes of their rows differ."""
-    first = batches[0]
-    if isinstance(first, SampleBatch):
-        return SampleBatch([row for one in batches for row in getattr(one, "given", ())], first.collate)
-    if any(one.like != first.like for one in batches):
-        return None
-    nests = [tree.flatten(one.whole) for one in batches]
-    columns = zip(*[nest.leaves for nest in nests], strict=True)
-    return TensorBatch(nests[0].build(torch.cat(column) for column in columns))
 
 
 def _fits(task: Task, few: Batch, plan: Plan, most: int, noted: ObjectState) -> bool:

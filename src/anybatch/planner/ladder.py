@@ -210,11 +210,9 @@ class Ladder:
         read = rung.readings
         count = sum(map(len, read.law.readings.values())) + len(read.whole)
         allowed = "" if read.is_exact else ", with an allowance for what readings cannot see here"
-        level = rung.race.level
-        faster = f"; 1/{2**level} of what fits was faster" if level else ""
         again = len(rung.settings.blocks) if rung is not self.plain else 0
         blocks = f"; {counted(again, 'block')} recomputed, as no row fits without" if again else ""
-        return f"cut by memory that was read in {count} runs of micro-batches{allowed}{faster}{blocks}"
+        return f"cut by memory that was read in {count} runs of micro-batches{allowed}{blocks}"
 
     def state(self) -> list[dict[str, Any]]:
         """Return the rungs as JSON values."""

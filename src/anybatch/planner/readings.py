@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from anybatch.core import Batch, BatchError, Micro, SampleBatch, tree
 from anybatch.engine import Reader
 from anybatch.memory import MemoryReading
 from anybatch.planner.law import Law, Size
-from anybatch.planner.race import Race
 from anybatch.state import rng
 
 Shape = tuple[tuple[str, tuple[int, ...]], ...]  # dtype and sizes of each leaf of a row
@@ -101,16 +99,14 @@ class _Open:
     own: int  # bytes of its rows, if they are copies
     held: int  # bytes of gradient sums
     reading: MemoryReading | None
-    began: float
 
 
 class MemoryReader(Reader):
-    """The reader of one step: reads the bytes of some micro-batches and times the others."""
+    """The reader of one step: reads the bytes of some micro-batches."""
 
     def __init__(
         self,
         readings: Readings,
-        race: Race,
         devices: Collection[torch.device],
         *,
         room: float = math.inf,
@@ -123,7 +119,6 @@ class MemoryReader(Reader):
 
         Args:
             readings: take what is read.
-            race: takes what is timed.
             devices: those whose memory is read.
             room: bytes for a micro-batch beside the gradient sums.
             most: rows of the largest micro-batch, which alone is read.
@@ -131,21 +126,21 @@ class MemoryReader(Reader):
             reads_update: the update is read.
             rows: of the batch.
         """
-        self.readings, self.race, self.devices = readings, race, devices
+        self.readings, self.devices = readings, devices
         self._room, self._most, self._is_look, self._reads_update = room, most, is_look, reads_update
         self._rows = rows
         self.is_blind = False  # no reading could begin
-        self._index, self._has_read = 0, False
+        self._has_read = False
         self._open: _Open | None = None
 
     def begin(self, micro: Micro, held: int) -> None:
-        """Start a reading, or a timing."""
+        """Start a reading, if this micro-batch is to be read."""
         leaves = _leaves(micro.rows)
         size = len(micro.indices), _length(leaves)
         self.readings.gradients = max(self.readings.gradients, held)
         own = sum(one.nbytes for one in leaves if one.untyped_storage().nbytes() == one.nbytes)
         reading = self._begun() if self._wants(size, held) else None
-        self._open = _Open(size, own, held, reading, perf_counter())
+        self._open = _Open(size, own, held, reading)
 
     def _begun(self) -> MemoryReading | None:
         found = MemoryReading.begin(self.devices)
@@ -165,12 +160,12 @@ class MemoryReader(Reader):
             return size[0] == self._rows and size not in read.whole
         if size[0] < self._most:
             return False
-        return read.is_new(size) or (not self.race.is_on and times < _PER_SIZE)
+        return read.is_new(size) or times < _PER_SIZE
 
     def begin_first(self, rows: int) -> None:
         """Read the loss over all rows, unless that over so many was read."""
         if rows not in self.readings.first:
-            self._open = _Open((rows, 0), 0, 0, self._begun(), 0.0)
+            self._open = _Open((rows, 0), 0, 0, self._begun())
 
     def first_done(self) -> None:
         """Keep the peak of the loss over all rows, and what it leaves."""
@@ -186,15 +181,13 @@ class MemoryReader(Reader):
             self._open.reading.mark()
 
     def done(self) -> None:
-        """Add the reading to the law, or the seconds to the race."""
+        """Add the reading to the law."""
         opened, self._open = self._open, None
-        index, self._index = self._index, self._index + 1
         if opened is None:
             return
-        seconds, read = perf_counter() - opened.began, self.readings
+        read = self.readings
         read.ran = max(read.ran, opened.size[0] * opened.size[1])
         if opened.reading is None:
-            self.race.time(index, opened.size[0], seconds)
             return
         found = opened.reading.end()
         if found is None:  # a profiler of the caller's took over
@@ -210,7 +203,7 @@ class MemoryReader(Reader):
     def begin_update(self) -> None:
         """Read the update, except the first, which makes optimizer state."""
         if self._reads_update:
-            self._open = _Open((0, 0), 0, 0, self._begun(), 0.0)
+            self._open = _Open((0, 0), 0, 0, self._begun())
 
     def update_done(self) -> None:
         """Keep the temporary bytes of the update."""

@@ -9,12 +9,10 @@ import torch
 from anybatch.core import cut_sizes
 from anybatch.engine import Plan
 from anybatch.planner.law import Size
-from anybatch.planner.race import Race
 from anybatch.planner.readings import BEYOND, MemoryReader, Readings
 
 FROZEN = 3  # steps after which a model that draws random numbers keeps its cut
 _EARLY = 8  # steps in which micro-batches are read; later at every power of two
-_RACES = 12  # steps after which nothing is raced
 _GROWTH, _NEAR, _NEAR_GROWTH = 4, 0.6, 2  # largest growth beyond the readings; less near the budget
 _MISFIT = 0.05  # relative error of a law that is not trusted for more than twice the readings
 _PROPORTION = 0.25  # share of the room that rows may use if their bytes are proportional to rows
@@ -31,7 +29,6 @@ class Want:
     least: int = 1  # rows of the smallest micro-batch: two with BatchNorm
     is_fixed: bool = False  # the result depends on the cut, so the first cut is kept
     is_add: bool = False  # rows of one `add` of a window
-    races: bool = True  # cuts may be raced
     is_shared: bool = False  # micro-batches hold collectives of all ranks
 
     @property
@@ -44,16 +41,15 @@ class Rung:
     """The cuts of one kind of rows with one choice of blocks, by readings.
 
     Cuts are even. A size far beyond the readings is approached in steps. Early, and rarely afterwards, a
-    micro-batch is read again. Early steps race the largest cut that fits against smaller ones. If the forward
-    draws random numbers, nothing is raced, and the cut stays the same from the third step on.
+    micro-batch is read again. Where the forward draws random numbers, the cut stays from the third step on.
     """
 
     def __init__(self, num_bytes: int, settings: Plan) -> None:
         self.num_bytes, self.settings = num_bytes, settings
-        self.readings, self.race = Readings(), Race()
+        self.readings = Readings()
         self.steps, self.is_random = 0, False
         self.fixed: dict[tuple[int, int], tuple[int, ...]] = {}  # cuts that are kept, by rows and length
-        self._cuts: dict[Want, tuple[tuple[int, ...], bool]] = {}
+        self._cuts: dict[Want, tuple[int, ...]] = {}
         self._known: tuple[float, ...] = ()  # the readings on which these are based
 
     def room(self, want: Want) -> float:
@@ -68,16 +64,11 @@ class Rung:
         kept = self.fixed.get((want.rows, want.length)) if keeps else None
         if kept is not None:
             return kept
-        found, grows = self._cuts.get(want) or self._cuts.setdefault(want, self._fitting(want))
+        if want not in self._cuts:
+            self._cuts[want] = self._fitting(want)
+        found = self._cuts[want]
         if keeps and found:
             self.fixed[want.rows, want.length] = found
-        is_settled = grows or self.is_random or want.only or want.is_add or want.is_fixed or not want.races
-        if self.steps and found and not is_settled:
-            room, read = self.room(want), self.readings
-            return (
-                self.race.cut(want.rows, max(found), lambda size: read.fits((size, want.length), room))
-                or found
-            )
         return found
 
     def spare(self, want: Want, cut: Sequence[int]) -> float:
@@ -96,11 +87,10 @@ class Rung:
         if self._is_frozen or not cut:
             return None
         is_early = self.steps < _EARLY or self.steps & (self.steps - 1) == 0
-        if not (is_early or self.race.is_on or self.readings.is_new((max(cut), want.length))):
+        if not (is_early or self.readings.is_new((max(cut), want.length))):
             return None
         return MemoryReader(
             self.readings,
-            self.race,
             devices,
             room=self.room(want),
             most=max(cut),
@@ -109,24 +99,20 @@ class Rung:
         )
 
     def finish(self, *, is_random: bool) -> None:
-        """End a step: judge a race, and settle after the first steps."""
+        """End a step."""
         self.steps, self.is_random = self.steps + 1, self.is_random or is_random
-        if self.race.finish():
-            self._cuts.clear()
-        self.race.is_over = self.race.is_over or self.steps >= _RACES
 
     def state(self) -> dict[str, Any]:
         """Return readings and decisions as JSON values."""
         fixed = [[*size, list(cut)] for size, cut in self.fixed.items()]
         plain = {name: getattr(self, name) for name in ("steps", "is_random")}
-        return {**self.readings.state(), **plain, "fixed": fixed, "level": self.race.level}
+        return {**self.readings.state(), **plain, "fixed": fixed}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the output of `state`; nothing is raced again."""
+        """Load the output of `state`."""
         self.readings.load(state)
         self.steps, self.is_random = int(state["steps"]), bool(state["is_random"])
         self.fixed = {(rows, length): tuple(cut) for rows, length, cut in state["fixed"]}
-        self.race.level, self.race.is_over = int(state["level"]), True
 
     @property
     def _is_frozen(self) -> bool:
@@ -140,23 +126,22 @@ class Rung:
             self._known = known
             self._cuts.clear()
 
-    def _fitting(self, want: Want) -> tuple[tuple[int, ...], bool]:
-        """Return the largest even cut that fits, and True if it is smaller only because it is new."""
+    def _fitting(self, want: Want) -> tuple[int, ...]:
+        """Return the largest even cut that fits, or the next one on the way to it."""
         read, room, length = self.readings, self.room(want), want.length
         peak, left = read.first_pass(want.rows)
         if read.update > room + left or peak > room + left + read.gradients:
-            return (), False
+            return ()
         if want.only is not None:
-            return (tuple(cut_sizes(want.rows, want.only)) if self._may_run(want.size, want) else ()), False
+            return tuple(cut_sizes(want.rows, want.only)) if self._may_run(want.size, want) else ()
         most = max(1, want.rows // want.least)
         top = next((size for size in _largest_first(want.rows, most) if self._fits_even(size, want, room)), 0)
-        if not top or want.is_add or want.is_fixed:
-            return (even(want.rows, -(-want.rows // top)) if top else ()), False
-        wanted = top
-        if top * length > BEYOND * read.seen and not self._is_frozen:
-            top = min(top, self._next(top, length, room))
-        size = max(want.least, -(-top // 2**self.race.level))
-        return even(want.rows, -(-want.rows // size)), top < wanted
+        if not top:
+            return ()
+        is_far = top * length > BEYOND * read.seen and not self._is_frozen
+        if is_far and not (want.is_add or want.is_fixed):
+            top = max(want.least, min(top, self._next(top, length, room)))
+        return even(want.rows, -(-want.rows // top))
 
     def _fits_even(self, most: int, want: Want, room: float) -> bool:
         """Return True if an even cut into parts of at most so many rows fits."""

@@ -95,7 +95,6 @@ class Planning:
         settings: a plan without rows that holds all that does not depend on the batch.
         guard: checks a batch before it is split.
         may_choose_blocks: a budget may say which blocks run again.
-        is_ordered: rows are sorted by length and cut by tokens, so cuts by rows are not raced.
     """
 
     def __init__(
@@ -106,10 +105,8 @@ class Planning:
         micro_batch: int | None,
         memory: str | int | None,
         may_choose_blocks: bool,
-        is_ordered: bool = False,
     ) -> None:
         self.settings, self.guard, self._may_choose_blocks = settings, guard, may_choose_blocks
-        self._is_ordered = is_ordered
         self.micro_batch = whole_number(micro_batch)
         self.budget = None if memory is None else Budget(memory)
         self._distrusted: set[tuple[str, str]] = set()  # block and policy
@@ -216,14 +213,13 @@ class Planning:
             least=2 if norms and rows > 1 else 1,
             is_fixed=norms,
             is_add=is_add,
-            races=not (self._is_ordered or task.strategy.is_lockstep),
             is_shared=task.strategy.is_lockstep,
         )
 
     @contextmanager
     def _reading(self, task: Task, rung: Rung) -> Generator[Task]:
         """Yield a task whose micro-batches are read, a few rows at a time."""
-        reader = MemoryReader(rung.readings, rung.race, task.network.devices, is_look=True)
+        reader = MemoryReader(rung.readings, task.network.devices, is_look=True)
         yield replace(task, reader=reader)
         if reader.is_blind and not rung.readings.law.readings:
             raise refuse_unread()

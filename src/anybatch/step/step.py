@@ -166,7 +166,6 @@ class Step:
             micro_batch=micro_batch,
             memory=memory,
             may_choose_blocks=options.recompute is None,
-            is_ordered=options.order is not None,
         )
         self.callbacks = check_callbacks(callbacks)
         self.attach()
