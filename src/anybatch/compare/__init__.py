@@ -21,4 +21,4 @@ from anybatch.compare.tolerance import (
     relative_error as relative_error,
     tolerance as tolerance,
 )
-from anybatch.compare.witness import refuse_another_loss as refuse_another_loss
+from anybatch.compare.witness import Witness as Witness

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import islice, product
+from itertools import chain, islice, product
 from textwrap import shorten
 from typing import NamedTuple
 
@@ -212,7 +212,10 @@ def _only(task: Task, batch: Batch, rows: Sequence[int]) -> Batch:
 def reached_by(task: Task, batch: Batch) -> ObjectState:
     """Note all that a run reaches, but for the task's parameters and buffers, which a step puts back."""
     collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
-    known = [p for module in task.network.modules for p in (*module.parameters(), *module.buffers())]
+    known = [
+        *task.network.everyone,
+        *chain.from_iterable(m.buffers(recurse=False) for m in task.network.modules),
+    ]
     return ObjectState([task.model, task.loss, *task.network.modules, *collate], but_for=known)
 
 

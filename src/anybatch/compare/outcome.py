@@ -347,13 +347,28 @@ def differ(one: Outcome, other: Outcome, *alone: Outcome) -> Difference | None:
 
     Rounding is at least that of numbers of size 1, which may cancel.
     """
-    shortest = shortest_of(one.dtypes | other.dtypes)
-    eps, rounding = torch.finfo(shortest).eps, limit_of([shortest], one.rows)
-    is_double, named = shortest == torch.float64, str(shortest).removeprefix("torch.")
-    small = None
-    for name in sorted(one.report.terms.keys() & other.report.terms.keys()):
-        first, second = one.report.terms[name], other.report.terms[name]
-        size = max(abs(each.report.terms.get(name, 0.0)) for each in (one, other, *alone))
+    dtypes = one.dtypes | other.dtypes
+    small = losses_differ([each.report.terms for each in (one, other, *alone)], dtypes, one.rows)
+    if small and not small.is_small:
+        return small
+    eps, rounding, is_double, named = _scale_of(dtypes, one.rows)
+    size, far = max(each.size for each in (one, other, *alone)), distance(one, other, *alone, other)
+    if not math.isfinite(far.gradient) or far.gradient * size <= max(rounding * size, 100 * eps):
+        return small
+    is_small = not is_double and far.gradient <= max(_LIMIT, 3 * eps**0.5)
+    words = f"gradients that differ by {far.gradient:.2g}, most in {far.worst} (by {far.own:.2g} of its own)"
+    return Difference(words, named, is_small)
+
+
+def losses_differ(
+    terms: Sequence[Mapping[str, float]], dtypes: set[torch.dtype], rows: int
+) -> Difference | None:
+    """Return the first large difference of the terms of the first two losses; None if it is rounding."""
+    eps, rounding, is_double, named = _scale_of(dtypes, rows)
+    one, other, small = terms[0], terms[1], None
+    for name in sorted(one.keys() & other.keys()):
+        first, second = one[name], other[name]
+        size = max(abs(each.get(name, 0.0)) for each in terms)
         if not math.isfinite(first):  # the step itself will refuse it
             continue
         # NaN from a part of which the whole is finite is a fault, too: a mean over no valid element.
@@ -363,12 +378,14 @@ def differ(one: Outcome, other: Outcome, *alone: Outcome) -> Difference | None:
             if not is_small:
                 return found
             small = small or found
-    size, far = max(each.size for each in (one, other, *alone)), distance(one, other, *alone, other)
-    if not math.isfinite(far.gradient) or far.gradient * size <= max(rounding * size, 100 * eps):
-        return small
-    is_small = not is_double and far.gradient <= max(_LIMIT, 3 * eps**0.5)
-    words = f"gradients that differ by {far.gradient:.2g}, most in {far.worst} (by {far.own:.2g} of its own)"
-    return Difference(words, named, is_small)
+    return small
+
+
+def _scale_of(dtypes: set[torch.dtype], rows: int) -> tuple[float, float, bool, str]:
+    """Return the step between numbers, the rounding of a sum, and the name of the shortest dtype."""
+    shortest = shortest_of(dtypes)
+    rounding, named = limit_of([shortest], rows), str(shortest).removeprefix("torch.")
+    return torch.finfo(shortest).eps, rounding, shortest == torch.float64, named
 
 
 def _short_of_devices(task: Task, plan: Plan) -> set[torch.dtype]:

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from itertools import chain
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -211,6 +212,7 @@ def arguments_of(overload: Any) -> Sequence[Any]:
     return overload._schema.arguments
 
 
+@cache
 def is_mutable(overload: Any) -> bool:
     """Return True if an overload writes to one of its arguments."""
     return overload._schema.is_mutable

@@ -328,3 +328,9 @@ def _call(method: "weakref.WeakMethod[Callable[[Tensor], None]]", parameter: Ten
     bound = method()
     if bound is not None:
         bound(parameter)
+
+
+def clear(parameters: Iterable[nn.Parameter]) -> None:
+    """Drop the gradients of these parameters."""
+    for parameter in parameters:
+        parameter.grad = None

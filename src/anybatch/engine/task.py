@@ -27,6 +27,7 @@ from anybatch.core import (
     OptimizerError,
     PlanError,
     SampleBatch,
+    StepReport,
     TensorBatch,
     kind_of,
     torch_private as private,
@@ -82,9 +83,15 @@ class Progress:
     def __init__(self) -> None:
         self.updates, self.began = 0, perf_counter()
         self.compared = 0  # the last update whose loss was that of all rows
-        self.unchecked = ""  # why a few rows could not show that the cut does not matter
+        self.forget()
         self._epochs: Sequence[int] = ()  # of the schedulers, after the last update
         self._has_warned = False
+
+    def forget(self) -> None:
+        """Forget what the last update found out."""
+        self.unchecked = ""  # why a few rows could not show that the cut does not matter
+        # Called before the update with the report of what was added up; it raises where none is to be made.
+        self.judge: Callable[[StepReport], None] | None = None
 
     def note(self, schedulers: Sequence[LRScheduler]) -> None:
         """Note that the schedulers were stepped."""

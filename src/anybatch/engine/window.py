@@ -1,12 +1,12 @@
 """Window: from one update to the next. READ FIRST: forward, backward, end, update, failure."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from time import perf_counter
 from typing import NamedTuple, TypeGuard
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from anybatch.core import (
     AnybatchError,
@@ -30,7 +30,7 @@ from anybatch.core import (
     released,
     whole,
 )
-from anybatch.engine.gradients import Gradient
+from anybatch.engine.gradients import Gradient, clear
 from anybatch.engine.part import NO_READER, NOTHING_TRIED, Part, Tried, Ways
 from anybatch.engine.plan import Plan
 from anybatch.engine.recover import NotUndoneError, Restart, recover, restart_after_end
@@ -197,6 +197,8 @@ class Accumulation:
                     f"Expected a gradient whose norm can be clipped, got a norm of {norm}. No update was "
                     "made. Make the loss smaller, or accumulate in a wider dtype."
                 )
+        if task.progress.judge is not None:
+            task.progress.judge(report_of(sums, known, norm, updated=False))
         return Finished(gradient, known, norm, size)
 
     def show(self) -> StepReport:
@@ -492,9 +494,3 @@ def _may_be_skipped(error: BaseException) -> TypeGuard[NonFiniteLossError]:
     return isinstance(error, NonFiniteLossError) and not (
         isinstance(error, NotUndoneError) or is_final(error)
     )
-
-
-def clear(parameters: Iterable[nn.Parameter]) -> None:
-    """Drop the gradients of these parameters."""
-    for parameter in parameters:
-        parameter.grad = None

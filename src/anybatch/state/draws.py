@@ -46,7 +46,7 @@ class SeenDraws(private.TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.is_watching:
             return func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags and not _is_idle(func, args):
+        if _is_draw(func) and not _is_idle(func, args):
             return self.draw(func, args, kwargs)
         result = func(*args, **kwargs)
         first = result[0] if isinstance(result, tuple) and result else result
@@ -63,6 +63,11 @@ class SeenDraws(private.TorchDispatchMode):
             return expected_of_bernoulli(args)
         self.unreplayed += 1
         return func(*args, **kwargs)
+
+
+@cache
+def _is_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _is_floating(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Literal
 
@@ -11,12 +12,13 @@ from anybatch.batchnorm import refuse_batch_norms
 from anybatch.compare import (
     Covers,
     Doubt,
+    Outcome,
+    Witness,
     joined,
     read_rows,
-    refuse_another_loss,
     refuse_what_depends_on_the_cut,
 )
-from anybatch.core import Batch, Padding, PlanError, cut_sizes
+from anybatch.core import Batch, Padding, PlanError, StepReport, cut_sizes
 from anybatch.engine import Plan, Task
 
 _EARLY = 64  # updates of which those at powers of two are compared; later one of as many
@@ -56,8 +58,13 @@ class Guard:
         self.refuse_meetings(task)
         self.look(task, batch, plan, most)
 
-    def witness(self, task: Task, batch: Batch, plan: Plan, room: float | None) -> None:
+    def witness(
+        self, task: Task, batch: Batch, plan: Plan, room: float | None, *, may_wait: bool = False
+    ) -> None:
         """Refuse a loss that is not that of all rows, in an update that is due.
+
+        If it `may_wait`, one forward of all rows may be enough now; its loss is that of the step, or else the
+        update is refused.
 
         Args:
             task: what is compared.
@@ -66,14 +73,27 @@ class Guard:
             room: bytes that a forward may take; None without a budget.
         """
         covers = self.covers(batch)
-        if covers.doubt is not None and not covers.has_held:  # the step itself may tell a better reason
+        is_undecided = covers.doubt is not None and not covers.has_held  # the step may tell a better reason
+        if is_undecided or not (self.checks and self.is_due and plan.is_cut):
             return
-        if self.checks and self.is_due and plan.is_cut:
-            doubt = refuse_another_loss(task, batch, plan, room, held=task.progress.compared)
-            if doubt is None:
-                task.progress.compared = self.updates
-            elif not (doubt.is_quiet or task.progress.unchecked):
-                task.progress.unchecked = doubt.reason
+        witness = Witness(task, batch, plan, room, covers)
+        whole = witness.whole() if may_wait and not task.strategy.is_many else None
+        if whole is not None:
+            task.progress.judge = partial(self._judge_loss, witness, whole)
+        else:
+            self._judge_loss(witness)
+
+    def _judge_loss(
+        self, witness: Witness, whole: Outcome | None = None, report: StepReport | None = None
+    ) -> None:
+        """Compare the step's own loss with that of all rows; if that is not enough, both once more."""
+        progress, doubt = witness.task.progress, None
+        if whole is None or report is None or not witness.is_of(whole, report):
+            doubt = witness.refuse(progress.compared)
+        if doubt is None:
+            progress.compared = self.updates
+        elif not (doubt.is_quiet or progress.unchecked):
+            progress.unchecked = doubt.reason
 
     def look(
         self, task: Task, batch: Batch, plan: Plan, most: int, kept: Batch | None = None, added: int = -1

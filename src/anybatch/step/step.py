@@ -219,7 +219,8 @@ class Step:
             return window.write()
 
     def _step(self, task: Task, batch: Any, end: Callable[[Accumulation], StepReport]) -> StepReport:
-        is_many, task.progress.unchecked = self.strategy.is_many, ""
+        is_many = self.strategy.is_many
+        task.progress.forget()
         self.planning.guard.begin()
         if is_many:
             self.strategy.begin(task, self.planning.settings)
@@ -247,7 +248,8 @@ class Step:
             try:
                 with self.planning.enforced(task, logical):
                     if not is_synced:
-                        self.planning.guard.witness(task, rows.batch, cut, self.planning.room())
+                        room, may_wait = self.planning.room(), end == self.end
+                        self.planning.guard.witness(task, rows.batch, cut, room, may_wait=may_wait)
                     report = carry_out(cut, running, rows.batch, end)
             except BlockError as error:
                 if not self.planning.distrust(error.block, plan):  # it was asked for by name
