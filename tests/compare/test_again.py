@@ -282,3 +282,31 @@ def test_a_backward_that_is_not_linear_is_refused_where_the_end_divides(change: 
     with pytest.raises(LossError, match="not linear"):
         LATE[door](made(NOT_LINEAR[change]), loss)(batch)
     assert by_step(made(NOT_LINEAR["clamp"]), loss)(batch).checked  # it divides early, by the same
+
+
+@pytest.mark.parametrize("door", [by_step, by_batch_loss])
+def test_a_due_update_takes_one_forward_of_all_rows_and_refuses_before_it_is_made(
+    door: Any, capsys: Any
+) -> None:
+    class Later(Changing):
+        def __call__(self, model: nn.Module, micro: Any) -> ab.Total:
+            print(len(micro[0]))
+            found = super().__call__(model, micro)
+            extra = max(0, len(micro[0]) - 16) * self.pull(model(micro[0]))  # nothing in eight rows
+            return ab.Total(found.sum + extra, found.weight) if self.is_mixed else found
+
+    case = Later()
+    update = door(case.model, case)
+    for _ in range(15):
+        update(rows())
+    capsys.readouterr()
+    update(rows())
+    assert capsys.readouterr().out.split().count("40") == 1
+    for _ in range(15):
+        update(rows())
+    case.is_mixed = True
+    before = [one.detach().clone() for one in case.model.parameters()]
+    capsys.readouterr()
+    with pytest.raises(LossError, match="same loss from 40 rows"):
+        update(rows())
+    assert all(map(torch.equal, before, case.model.parameters()))

@@ -1,6 +1,7 @@
 """Rows that differ, chosen from all over a batch: by labels, masks, weights and lengths"""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import wraps
 from operator import attrgetter
 from typing import ParamSpec
@@ -33,7 +34,9 @@ def choose_rows(batch: Batch, at_least: int = 0) -> Callable[[int], list[int]]:
     if isinstance(batch, SampleBatch):
         places = _spread(batch.rows, max(CANDIDATES, at_least))
         samples = [batch.given[row] for row in batch.callers(places)]
-        found = [_signatures(_leaves(batch.collate([one]))) for one in samples]
+        found = list[Tensor]()
+        with suppress(Exception):  # a `collate` may want several samples: then rows are taken evenly
+            found = [_signatures(_leaves(batch.collate([one]))) for one in samples]
         alike = len({one.shape for one in found}) == 1
         table = torch.cat(found) if alike else torch.zeros(len(places), 1)
     else:

@@ -286,11 +286,12 @@ class _FewRows(NamedTuple):
                 found = self._confirmed(most, whole, parts)
             if isinstance(found, Doubt):
                 return found
-            if not told:
+            if not told and found is None:
                 self._warn_of_buffers(whole, parts)
             told = True
             if found and found.is_small:
                 said = f"got {found.words} for {self.few.rows} rows as {whole.cut} and as {cut}"
+                said += f" (the forward changes {whole.moved!r})" if whole.moved else ""
                 doubt, is_small = Doubt(f"{said}: more than rounding in {found.dtype}", lasts=True), True
             elif found:  # else another split may show more
                 self._refuse(found, whole, parts)

@@ -202,6 +202,10 @@ If missing: modes see all operations. A meter then counts too much, and tracing 
 """
 
 
+dispatch_modes: Callable[[], list[Any]] = getattr(_modes, "_get_current_dispatch_mode_stack", list)
+"""Return the dispatch modes that see operations. If missing: none."""
+
+
 def operator_of(overload: Any) -> Any:
     """Return the operator of an overload: `aten.add` for `aten.add.Tensor`."""
     return overload._overloadpacket

@@ -19,7 +19,7 @@ from anybatch.core import (
     tensors_in,
     torch_private as private,
 )
-from anybatch.state import Contents, Reachable, rng
+from anybatch.state import Contents, Reachable, SeenDraws, rng
 
 _ADVICE = (
     "Look for a generator of its own, state that its forward changes, and values read from an object that "
@@ -127,7 +127,8 @@ class BlockCall:
                     block=self._name,
                 )
         self._state.keep_what_changed()
-        if self.verified is not None:
+        replaces_draws = any(isinstance(one, SeenDraws) for one in private.dispatch_modes())
+        if self.verified is not None and not replaces_draws:  # the extra run would make its own
             self._outputs = [(one, private.version(one)) for one in _readable(result)]
         return result
 

@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
 from functools import lru_cache, partial
 from operator import is_
@@ -46,8 +46,8 @@ class ObjectState:
 
     It covers attributes of objects, lists, dicts, sets, closures, random generators, small arrays, and the
     gradients of all tensors; with `but_for` also the values of small tensors except these. Only what has
-    changed is written to. A `functools.lru_cache` that was filled meanwhile is cleared. Names of modules and
-    classes, and slots, are followed but not put back.
+    changed is written to. A `functools.lru_cache` that was filled meanwhile is cleared. Slots are followed
+    but not put back, and names that are new in a module or class stay.
     """
 
     def __init__(self, roots: Iterable[object], *, but_for: Iterable[Tensor] | None = None) -> None:
@@ -55,6 +55,16 @@ class ObjectState:
         self.modules: tuple[nn.Module, ...] = tuple(found.modules)
         self._undo: list[Callable[[], object]] = [Contents(found.containers).put_back]
         self._undo += [partial(_put_cell_back, cell, *_held_by(cell)) for cell in found.cells]
+        self._undo += [
+            partial(
+                _put_names_back, scope, scope.__setitem__, {one: scope[one] for one in names & scope.keys()}
+            )
+            for scope, names in found.scopes
+        ]
+        self._undo += [
+            partial(_put_names_back, vars(one), partial(type.__setattr__, one), dict(vars(one)))
+            for one in found.kinds
+        ]
         self._undo += [partial(put, read()) for read, put in map(rng.ways, found.generators)]
         tensors = [one for one in found.values if isinstance(one, Tensor)]
         self._undo += [partial(_put_gradient_back, t, t.grad, t.requires_grad) for t in tensors if t.is_leaf]
@@ -88,6 +98,7 @@ class Reachable:
         values: tensors and arrays; for a block those that are neither parameters nor buffers.
         cells: the variables of closures.
         scopes: the globals of functions, and the names that they read.
+        kinds: the caller's classes.
         caches: functions under `functools.lru_cache`.
     """
 
@@ -98,6 +109,7 @@ class Reachable:
         self.values: list[Any] = []
         self.cells: list[CellType] = []
         self.scopes: list[tuple[dict[str, Any], set[str]]] = []
+        self.kinds: dict[type, None] = {}
         self.caches: list[Any] = []
         self._is_block, self._most = is_block, MOST_OF_BLOCKS if is_block else MOST_ITEMS
         self._open: list[Any] = []
@@ -127,7 +139,7 @@ class Reachable:
     def _visit(self, value: Any) -> None:
         kind, numpy = type(value), loaded("numpy")  # `isinstance` would run a proxy's own code
         if issubclass(kind, type | ModuleType):
-            self._push(_own(value) if issubclass(kind, type) and not self._is_block else ())
+            self._push(self._own(value) if issubclass(kind, type) else ())
             return
         if issubclass(kind, Tensor):
             self._tensor(value)
@@ -186,7 +198,7 @@ class Reachable:
                 return
         elif kind.__module__.startswith("torch._") or _top(kind.__module__) in closed:
             return
-        self._push(() if self._is_block else _own(kind))
+        self._push(self._own(kind))
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict:
             # Hooks of an update never run in a trial.
@@ -194,6 +206,14 @@ class Reachable:
         for part in kind.__mro__:
             slots = vars(part).get("__slots__", ())
             self._push(getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
+
+    def _own(self, kind: type) -> list[Any]:
+        """Return the functions and attributes of classes that are the caller's."""
+        new = [] if self._is_block else [part for part in kind.__mro__ if part not in self.kinds]
+        new = [part for part in new if _is_read(part.__module__)]
+        self.kinds.update(dict.fromkeys(new))
+        found = [pair for part in new for pair in vars(part).items()]
+        return [one for name, one in found if name[:2] != "__" or type(one) is FunctionType]
 
 
 class Contents:
@@ -218,12 +238,6 @@ class Contents:
         """Restore containers that have changed."""
         for container, content in self.changed():
             fill(container, content)
-
-
-def _own(kind: type) -> list[Any]:
-    """Return the functions and attributes of classes that are the caller's."""
-    found = [pair for part in kind.__mro__ if _is_read(part.__module__) for pair in vars(part).items()]
-    return [one for name, one in found if name[:2] != "__" or type(one) is FunctionType]
 
 
 def _top(module: object) -> str:
@@ -329,6 +343,14 @@ def _put_cell_back(cell: CellType, *content: Any) -> None:
         cell.cell_contents = content[0]
     elif _held_by(cell):
         del cell.cell_contents
+
+
+def _put_names_back(
+    table: Mapping[str, Any], put: Callable[[str, Any], None], before: dict[str, Any]
+) -> None:
+    for name, value in before.items():
+        if table.get(name) is not value:
+            put(name, value)
 
 
 def _copies(values: Iterable[Any], known: Collection[int]) -> Iterator[Callable[[], object]]:

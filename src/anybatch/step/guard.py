@@ -19,7 +19,7 @@ from anybatch.compare import (
     refuse_what_depends_on_the_cut,
 )
 from anybatch.core import Batch, Padding, PlanError, StepReport, cut_sizes
-from anybatch.engine import Plan, Task
+from anybatch.engine import Plan, Progress, Task
 
 _EARLY = 64  # updates of which those at powers of two are compared; later one of as many
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
@@ -42,9 +42,10 @@ class Guard:
         self._covers: dict[Hashable, Covers] = {}  # by the kind of rows
         self._has_warned = False
 
-    def begin(self) -> None:
+    def begin_update(self, progress: Progress) -> None:
         """Begin an update; it is counted once it is cut."""
         self._has_begun = False
+        progress.forget()
 
     @property
     def is_due(self) -> bool:
@@ -73,8 +74,7 @@ class Guard:
             room: bytes that a forward may take; None without a budget.
         """
         covers = self.covers(batch)
-        is_undecided = covers.doubt is not None and not covers.has_held  # the step may tell a better reason
-        if is_undecided or not (self.checks and self.is_due and plan.is_cut):
+        if not (self.checks and self.is_due and plan.is_cut):
             return
         witness = Witness(task, batch, plan, room, covers)
         whole = witness.whole() if may_wait and not task.strategy.is_many else None

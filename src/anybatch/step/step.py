@@ -220,8 +220,7 @@ class Step:
 
     def _step(self, task: Task, batch: Any, end: Callable[[Accumulation], StepReport]) -> StepReport:
         is_many = self.strategy.is_many
-        task.progress.forget()
-        self.planning.guard.begin()
+        self.planning.guard.begin_update(task.progress)
         if is_many:
             self.strategy.begin(task, self.planning.settings)
         logical = admit(batch, task, self.collate)

@@ -80,8 +80,7 @@ class Window(Accumulation):
         self._is_due = False
         self._adds, self._sizes = list[tuple[Batch, list[int]]](), list[int]()  # of a window that is due
         self._seconds = 0.0
-        task.progress.forget()
-        step.planning.guard.begin()
+        step.planning.guard.begin_update(task.progress)
         task.strategy.begin(task, self._settings)
         self._refuse_gradients()  # a later zero_grad() could not clear what is set aside
 

@@ -1,0 +1,100 @@
+"""Ordinary programs that a comparison must neither refuse, warn of nor change."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.core.errors import LossError
+
+ROWS, CALLS = 24, 0
+
+
+class Counted:
+    """A class whose attribute a loss moves."""
+
+    calls = 0
+
+
+def batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 8), torch.randint(3, (rows,))
+
+
+def step(model: nn.Module, loss: Any, **options: Any) -> ab.Step:
+    return ab.Step(model, loss, torch.optim.SGD(model.parameters(), 0.1), micro_batch=4, **options)
+
+
+@pytest.fixture(autouse=True)
+def strict() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize("policy", ["recompute", "selective", "offload"])
+def test_dropout_in_a_block_that_runs_again_hides_no_loss_whose_rows_meet(policy: str) -> None:
+    def meets(model: nn.Module, rows: Any) -> ab.Total:
+        out = model(rows[0])
+        return ab.Total(F.cross_entropy(out - out.mean(0), rows[1], reduction="sum"), len(out))
+
+    def build(loss: Any) -> ab.Step:
+        model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.1)), nn.Linear(8, 3))
+        return step(model, loss, options=ab.Options(recompute={"0": policy}))
+
+    sound = build(nn.CrossEntropyLoss())
+    assert all(sound(batch()).checked for _ in range(4))
+    with pytest.raises(LossError):
+        build(meets)(batch())
+
+
+@pytest.mark.parametrize("check", [True, "always"])
+def test_large_values_that_cancel_in_the_mean_are_rounding(check: Any) -> None:
+    def surrogate(model: nn.Module, rows: Any) -> Tensor:
+        chosen = model(rows[0]).log_softmax(-1).gather(1, rows[1][:, None])
+        return -((chosen - chosen.detach()).exp()[:, 0] * rows[2]).mean()
+
+    for seed in range(10):
+        torch.manual_seed(seed)
+        returns = 1000 * torch.randn(64)
+        made = step(nn.Linear(8, 3), ab.ModelLoss(call=surrogate), options=ab.Options(check=check))
+        assert made((*batch(64), returns - returns.mean())).compared == 1
+
+
+def test_global_names_and_attributes_of_classes_are_put_back() -> None:
+    def loss(model: nn.Module, rows: Any) -> ab.Total:
+        global CALLS
+        CALLS += 1
+        Counted.calls += 1
+        return ab.Total(F.cross_entropy(model(rows[0]), rows[1], reduction="sum"), len(rows[0]))
+
+    before, made = (CALLS, Counted.calls), step(nn.Linear(8, 3), loss)
+    for _ in range(4):
+        made(batch())
+    assert (CALLS - before[0], Counted.calls - before[1]) == (4 * ROWS // 4, 4 * ROWS // 4)
+
+
+def test_a_collate_may_want_several_samples() -> None:
+    def collate(samples: Any) -> Any:
+        assert len(samples) > 1
+        return torch.utils.data.default_collate(samples)
+
+    rows = [*zip(*batch(), strict=True)]
+    assert step(nn.Linear(8, 3), nn.CrossEntropyLoss(), collate=collate)(rows).checked
+
+
+def test_a_refused_loss_is_not_called_exact_before() -> None:
+    class Centred(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 3)
+            self.center = nn.Buffer(torch.zeros(8))
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.center.mul_(0.5).add_(input.mean(0))
+            return super().forward(input - self.center)
+
+    with pytest.raises(LossError, match="The forward changes 'center'"):
+        step(Centred(), nn.CrossEntropyLoss())(batch())
