@@ -74,6 +74,9 @@ class Guard:
             room: bytes that a forward may take; None without a budget.
         """
         covers = self.covers(batch)
+        doubt = covers.doubt
+        if doubt is not None and not doubt.lasts and self.updates == 1:  # the step may tell a better reason
+            return
         if not (self.checks and self.is_due and plan.is_cut):
             return
         witness = Witness(task, batch, plan, room, covers)

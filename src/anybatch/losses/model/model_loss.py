@@ -414,7 +414,10 @@ def _fault(one: Reduction, *, divides: bool, has_labels: bool) -> str:
     if one.is_sum and is_like_parameters(one):
         if is_over_means(one):
             return "a sum over means of rows (a router's loss), in which rows meet,"
-        return "a sum of parameters, which every micro-batch would add again,"
+        return (
+            "a sum of parameters, which every micro-batch would add again (call its backward() before the "
+            "step, which adds to gradients that it finds),"
+        )
     if one.pairs_rows and not has_labels:
         return "rows as each other's classes (a contrastive loss)"
     return ""
