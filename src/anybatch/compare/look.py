@@ -67,6 +67,7 @@ def refuse_what_depends_on_the_cut(
     if rows < 2 or any(map(is_lazy, task.network.everyone)):  # the first forward initialises lazy parameters
         return Doubt("the first rows were too few, or parameters lazy")
     smallest = min(rows // 2, *(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most)))
+    smallest = smallest if covers.has_held else min(smallest, 2)  # more parts show a small fault better
     least = min(2, smallest) if rows > LEAST else 1
     most = min(rows, max(2, most))
     # A loss over all rows may pair rows by their places.
