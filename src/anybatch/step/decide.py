@@ -145,10 +145,11 @@ class Planning:
         return (plan if size == plan.micro_batch else _of_size(plan, batch.rows, size)), task
 
     def of_window(self, task: Task, batch: Batch) -> tuple[Plan, Task]:
-        """Return plan and task of one `add` of a window: as it comes, unless it does not fit."""
-        rows = self._wanted = batch.rows
+        """Return plan and task of one `add` of a window: as it comes, unless it is larger or does not fit."""
+        rows = batch.rows
         if self.budget is None:
-            return self._as_set(rows, self._limited(task, batch, rows)), task
+            self._wanted = self._size(rows)
+            return self._as_set(rows, self._limited(task, batch, self._wanted)), task
         ladder, rung, cut, want = self._within(task, batch, self.budget, is_add=True)
         self._used, self._used_for, self._wanted = (ladder, rung), want, max(cut)
         task.strategy.spare(rung.spare(want, cut))

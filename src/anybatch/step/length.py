@@ -17,6 +17,7 @@ from anybatch.core import (
 )
 from anybatch.engine import Plan, Task
 from anybatch.losses import WholeBatch, find_paddings
+from anybatch.planner import PlanReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,12 @@ def ordered(order: Order | None, task: Task, batch: Batch) -> Ordered:
     if are_samples:
         return Ordered(SampleBatch(batch.given, batch.collate, rows), needs)
     return Ordered(TrimmedBatch(batch.whole, paddings, rows), needs)
+
+
+def noted(order: Order | None, report: PlanReport) -> PlanReport:
+    """Return a plan that says that it is not for rows in this order."""
+    note = f"order={order!r} cuts by tokens; this is for rows as they come"
+    return replace(report, notes=(*report.notes, note)) if order else report
 
 
 def _sizes(needs: Sequence[int], most: Sequence[int]) -> tuple[int, ...]:

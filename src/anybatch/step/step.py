@@ -56,7 +56,7 @@ from anybatch.recompute import choose_blocks
 from anybatch.state import Effects
 from anybatch.step.decide import Planning, whole_number
 from anybatch.step.guard import Guard
-from anybatch.step.length import ordered
+from anybatch.step.length import noted, ordered
 from anybatch.step.options import DEFAULT, Options, known_keywords
 from anybatch.step.remote import Remote
 from anybatch.step.window import Window, refuse_others
@@ -284,7 +284,7 @@ class Step:
         report = self.planning.foresee(task, logical, memory=memory, rows=rows, device=device)
         if report.plan.is_cut:
             self.planning.guard.refuse_meetings(task)
-        return report
+        return noted(self.options.order, report)
 
     def window(self) -> Window:
         """Open a window, for a loop that provides the micro-batches itself.
