@@ -20,7 +20,7 @@ from anybatch.core import (
 )
 from anybatch.losses.cotangents import Pull, Seen, flows_of, joined, part
 from anybatch.losses.inputs import call
-from anybatch.losses.loss import Evaluated, Plain, Share, first_pass_rows
+from anybatch.losses.loss import Evaluated, Loss, Share, first_pass_rows
 from anybatch.state import rng
 
 
@@ -37,7 +37,7 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WholeBatch(Plain):
+class WholeBatch(Loss):
     """A loss over the outputs of all rows: contrastive, ranking, decorrelation.
 
     The loss of a row depends on other rows, so losses of micro-batches do not add up. A split batch goes
@@ -263,7 +263,7 @@ class WholeBatch(Plain):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sent(Plain):
+class _Sent(Loss):
     """The loss of one micro-batch in the second pass, whose outputs have a known gradient."""
 
     whole: WholeBatch

@@ -21,7 +21,7 @@ from anybatch.integrations import (
     recorded,
     wants_router_loss,
 )
-from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Plain, Share, first_pass_rows
+from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Share, first_pass_rows
 from anybatch.losses.model.graph import (
     WAYS_OUT,
     LossTerms,
@@ -120,7 +120,7 @@ def _called(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro: 
     return output
 
 
-class ModelTerms(Plain):
+class ModelTerms(Loss):
     """The terms of a model's loss during one step; all micro-batches must have those of the first.
 
     The model is watched. If its loss is one mean over classes, as of most heads, the next micro-batches and
@@ -317,7 +317,7 @@ class ModelTerms(Plain):
         self._first, self._first_start = found.forgotten(), self._start
 
 
-class OwnLoss(Plain):
+class OwnLoss(Loss):
     """A model's own loss of a batch that is not cut, bit-identical, with its weight."""
 
     divided = True
