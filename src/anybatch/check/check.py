@@ -173,27 +173,26 @@ def check(
         notes = list(prepared.notes)
         if comparison.doubt:
             notes.append(comparison.doubt)
-        if comparison.doubt and _differ(comparison, passes) and not comparison.reference.bare:
-            what = f"Split and whole differ, perhaps by rounding: {comparison.doubt}."
-            way_out = "Hand over rows that the model does not fit perfectly."
-            findings.append(
-                Finding(kind="unexplained", culprit=name_of(loss), what=what, ways_out=(way_out,))
-            )
-        elif comparison.reference.bare or _differ(comparison, passes):
-            findings += explain(comparison, passes, name_of(loss), deadline=start + CHECK_S)
-        if all(finding.kind == "denominator" for finding in findings):  # the model itself splits exactly
-            findings += find_state(comparison, passes)
-        try:
-            with comparison.bench.draws.until(start + CHECK_S):
+        with comparison.bench.draws.until(start + CHECK_S):
+            if comparison.doubt and _differ(comparison, passes) and not comparison.reference.bare:
+                what = f"Split and whole differ, perhaps by rounding: {comparison.doubt}."
+                way_out = "Hand over rows that the model does not fit perfectly."
+                findings.append(
+                    Finding(kind="unexplained", culprit=name_of(loss), what=what, ways_out=(way_out,))
+                )
+            elif comparison.reference.bare or _differ(comparison, passes):
+                findings += explain(comparison, passes, name_of(loss))
+            if all(finding.kind == "denominator" for finding in findings):  # the model itself splits exactly
+                findings += find_state(comparison, passes)
+            try:
                 more, found = _try_padding(comparison, prepared, passes, name_of(loss))
-        except OutOfTime:
-            notes.append("there was no time to look whether padding matters")
-        else:
-            passes += more
-            if not any(one.kind == "denominator" for one in findings):
+            except OutOfTime:
+                notes.append("there was no time to look whether padding matters")
+            else:
+                passes += more
+                if any(one.kind == "denominator" for one in findings):  # it counts padded places, too
+                    found = [one for one in found if one.culprit != name_of(loss)]
                 findings += found
-            else:  # a wrong denominator counts padded places, too
-                findings += [one for one in found if one.culprit != name_of(loss)]
         limit = comparison.limit
     dtype = next(iter(prepared.bench.subject.named.values())).dtype
     return CheckReport(
@@ -224,7 +223,7 @@ def refuse_without_data(model: nn.Module, loss: object) -> None:
 
 def _compare_cuts(prepared: Prepared, micro_batch: int | None, start: float) -> tuple[Comparison, list[Pass]]:
     bench, whole = prepared.bench, prepared.whole
-    reference = prepared.probed or bench.run(whole)
+    reference = bench.run(whole)
     rows = range(len(whole.part.rows))
     if reference.failure is not None:
         raise reference.failure
@@ -288,20 +287,17 @@ def _try_padding(
 CLOSER = 1e-6  # relative error of sums in float32 that add up
 
 
-def explain(
-    comparison: Comparison, passes: Sequence[Pass], loss_name: str, *, deadline: float = math.inf
-) -> list[Finding]:
+def explain(comparison: Comparison, passes: Sequence[Pass], loss_name: str) -> list[Finding]:
     """Return the findings that explain why a split differs from the whole batch."""
     if refused := [str(one.failure) for one in passes if isinstance(one.failure, LossError)]:
         return [Finding(kind="refused", culprit=loss_name, what=refused[0], ways_out=())]
-    worst, draws = worst_of(comparison, passes), comparison.bench.draws
+    worst, is_late = worst_of(comparison, passes), False
     is_sound = not rows_differ(comparison, passes)
     terms: list[Finding] = []
     try:
-        with draws.until(deadline):
-            terms = _terms(comparison, passes, loss_name, is_sound=is_sound)
+        terms = _terms(comparison, passes, loss_name, is_sound=is_sound)
     except OutOfTime:
-        pass
+        is_late = True
     if terms and is_sound:
         return terms
     parts, tolerance = worst.cut.parts, 10 * comparison.limit  # outputs average over fewer numbers
@@ -310,11 +306,8 @@ def explain(
     tested = first_that_differs(whole, tables, parts, tolerance)
     found: list[Finding] = []
     if tested is not None and not (terms and tested.fault == "pooled"):
-        module_test = ModuleTest(
-            bench=comparison.bench, total=parts[0].total, tolerance=tolerance, deadline=deadline
-        )
-        found = [module_test.explain(tested)]
-    return [*found, *terms] or [_unexplained(worst, loss_name, is_late=time.perf_counter() > deadline)]
+        found = [ModuleTest(comparison.bench, parts[0].total, tolerance).explain(tested)]
+    return [*found, *terms] or [_unexplained(worst, loss_name, is_late=is_late)]
 
 
 def _terms(
@@ -328,16 +321,7 @@ def _terms(
     # In float32, terms of about the same size seem to add up: compare them with a smaller limit, too.
     limits = (comparison.limit, CLOSER) if is_sound and comparison.limit > CLOSER else (comparison.limit,)
     for limit in limits:
-        term_test = TermTest(
-            bench=comparison.bench,
-            whole=whole,
-            outermost=comparison.outermost,
-            tolerance=limit,
-            name=loss_name,
-            bare=comparison.reference.bare,
-        )
-        found = term_test.find(cuts)
-        if found:
+        if found := TermTest(comparison, limit, loss_name).find(cuts):
             return found
     return []
 

@@ -1,6 +1,5 @@
 """The first module that makes split and whole differ, and why: it runs by itself on changed inputs"""
 
-import math
 import random
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -63,14 +62,13 @@ def first_that_differs(
     return next(iter(pooled), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ModuleTest:
     """A test that finds why a module differs: it runs the module on changed inputs."""
 
     bench: Bench
     total: int  # rows of the batch
     tolerance: float  # relative error that counts as rounding
-    deadline: float = math.inf  # give up then, on the clock of `time.perf_counter`
 
     def explain(self, tested: ComparedCall) -> Finding:
         """Return the finding about a module that differs."""
@@ -83,8 +81,7 @@ class ModuleTest:
             more = " The others do the same." * (len(alike) > 1)
             return module_finding("meeting", listed(alike), module, what + more)
         try:
-            with self.bench.draws.until(self.deadline):
-                kind, what = self._classify(tested)
+            kind, what = self._classify(tested)
         except OutOfTime:
             kind, what = "unexplained", "differs; there was no time to look for the reason"
         except Exception as error:  # some modules cannot run on other rows
@@ -131,7 +128,8 @@ class ModuleTest:
 
             def run(inputs: Sequence[Tensor], part: RowPart) -> list[Tensor]:
                 self.bench.draws.begin(part, call.state)
-                return [value.clone() for value in call.repeat(module, _copies(inputs))]
+                copies = [value.clone() for value in inputs]  # a module may write to its inputs
+                return [value.clone() for value in call.repeat(module, copies)]
 
             yield module, run
 
@@ -217,7 +215,3 @@ def _change_row(
         else:
             changed.append(select(value, axis, RowPart(tuple(order), total)))
     return changed
-
-
-def _copies(inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [value.clone() for value in inputs]  # a module may write to its inputs

@@ -12,7 +12,7 @@ from torch.jit import ScriptModule
 
 from anybatch.check.copies import Copied, named_parameters
 from anybatch.check.draws import Draws, OutOfTime
-from anybatch.check.passes import Bench, Pass
+from anybatch.check.passes import Bench
 from anybatch.check.rows import RowCut, rows_of, subset
 from anybatch.compare import choose_rows, numbered_anew
 from anybatch.core import BatchError, Collate, PlanError, SampleBatch, TensorBatch, tree
@@ -37,13 +37,12 @@ class Prepared:
     # the same rows before `collate`; None without `collate`
     samples: RowCut | None
     notes: tuple[str, ...]  # for the report
-    probed: Pass | None = None  # the pass over these rows, if already made
 
     def without_dropout(self) -> "Prepared":
         """Return a copy with dropout switched off."""
         note = "dropout was switched off: it is unknown which of its numbers belong to which row"
         bench = replace(self.bench, draws=self.bench.draws.restarted(without_dropout=True))
-        return replace(self, bench=bench, notes=(*self.notes, note), probed=None)
+        return replace(self, bench=bench, notes=(*self.notes, note))
 
 
 def prepare(
@@ -85,10 +84,9 @@ def prepare(
         affordable = _affordable(found, start) if least == 2 else least
         wanted = min(wanted, max(affordable, 2 * (micro_batch or 0) + 1))
     whole = found.cut if wanted == least else cut(wanted)
-    bench = found.bench if whole is found.cut else replace(found.bench, draws=found.bench.draws.restarted())
+    bench = replace(found.bench, draws=found.bench.draws.restarted())
     if collate is None:
-        probed = found.result if whole is found.cut else None
-        return Prepared(bench=bench, whole=whole, samples=None, notes=found.notes, probed=probed)
+        return Prepared(bench=bench, whole=whole, samples=None, notes=found.notes)
     collated, note = _collated(whole, collate, bench.draws)
     return Prepared(
         bench=bench, whole=collated or whole, samples=None if note else whole, notes=(*found.notes, *note)
@@ -111,9 +109,8 @@ def _refuse(model: nn.Module, loss: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Found:
-    bench: Bench  # with no pass before this one
+    bench: Bench
     cut: RowCut  # the rows
-    result: Pass  # the pass
     seconds: float  # duration of the pass
     notes: tuple[str, ...]  # for the report
 
@@ -137,7 +134,7 @@ def _first_that_runs(
                 result = bench.run(cut)
             if result.failure is None:
                 taken = time.perf_counter() - start
-                return _Found(bench=bench, cut=cut, result=result, seconds=taken, notes=())
+                return _Found(bench=bench, cut=cut, seconds=taken, notes=())
             errors.append(result.failure)
         return None
 

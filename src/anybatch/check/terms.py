@@ -1,29 +1,26 @@
 """Terms of a loss that do not add up although the outputs of the model are fixed, and why"""
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from anybatch.check.denominators import Candidate, Cuts, candidates, fit, held_weights, misfit
 from anybatch.check.finding import WAYS_OUT, Finding
 from anybatch.check.outputs import Evaluation, evaluate
-from anybatch.check.passes import Bench, Call
 from anybatch.check.rows import RowCut
+from anybatch.check.splits import Comparison
 from anybatch.losses import Additive, SummedLoss, Terms, function_of, resolve
 
 _SMALL = 1e-6  # the most that an epsilon in a denominator moves a mean
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TermTest:
     """A test of a loss by itself: in every split the model's outputs are those of the whole batch."""
 
-    bench: Bench  # runs the loss
-    whole: RowCut  # all rows in one micro-batch
-    outermost: Sequence[Call]  # the calls of the model in a pass over the whole batch
-    tolerance: float  # relative error that counts as rounding
-    name: str  # of the caller's loss
-    bare: Collection[str]  # the terms that are means without their denominators
+    def __init__(self, comparison: Comparison, tolerance: float, name: str) -> None:
+        self.bench, self.whole, self.outermost = comparison.bench, comparison.whole, comparison.outermost
+        self.tolerance = tolerance  # relative error that counts as rounding
+        self.name = name  # of the caller's loss
+        self.bare = comparison.reference.bare  # the terms that are means without their denominators
 
     def find(self, cuts: Sequence[RowCut]) -> list[Finding]:
         """Return a finding for each term that does not add up in one of the splits."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -26,33 +26,19 @@ class EvaluateAgain(Exception):  # noqa: N818
     """
 
 
-class Loss(Protocol):
-    """A loss whose whole-batch value is, term by term, a ratio of sums."""
+class Loss:
+    """A loss whose whole-batch value is, term by term, a ratio of sums.
 
-    @property
-    def divided(self) -> bool:
-        """True if `evaluate` returns the loss itself, False if it returns a sum to divide."""
-        ...
+    This base class has one term and is the same for all rows, cut or not.
+    """
 
-    @property
-    def counted(self) -> bool:
-        """True if the divisor is exact without weighing the micro-batches again."""
-        ...
+    __slots__ = ()
 
-    @property
-    def tied(self) -> bool:
-        """True if a first pass has fixed the cut of the rows."""
-        ...
-
-    @property
-    def is_plain(self) -> bool:
-        """True if `along` returns the same loss for all rows and need not be called."""
-        ...
-
-    @property
-    def coefficients(self) -> Mapping[str, float]:
-        """The factor of each named term in the loss; 1 for names that are missing."""
-        ...
+    divided = False  # True if `evaluate` returns the loss itself, False if it returns a sum to divide
+    counted = True  # True if the divisor is exact without weighing the micro-batches again
+    tied = False  # True if a first pass has fixed the cut of the rows
+    is_plain = True  # True if `along` returns the same loss for all rows and need not be called
+    coefficients: Mapping[str, float] = MappingProxyType({})  # of named terms; 1 for names that are missing
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model on a micro-batch and sum its losses.
@@ -60,15 +46,15 @@ class Loss(Protocol):
         Raises:
             EvaluateAgain: undo the micro-batch and call `evaluate` once more.
         """
-        ...
+        raise NotImplementedError
 
     def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
         """Return the divisor of each term of this batch; None if the first forward does not determine it."""
-        ...
+        return first.weigh()
 
     def uncut(self) -> "Loss":
         """Return the loss for a batch that is not cut: torch's own reduction, bit-identical."""
-        ...
+        return self
 
     def along(
         self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
@@ -85,38 +71,12 @@ class Loss(Protocol):
             put_back: restores attributes and buffers to their state before the step, so that the second pass
                 repeats the first and updates them once.
         """
-        ...
+        return nullcontext(lambda start, stop: self)
+
+
+Share = Callable[[int, int], Loss]  # (start, stop) -> the loss of these rows
 
 
 def first_pass_rows(batch: Batch, sizes: Sequence[int]) -> Iterator[Any]:
     """Return the rows of each micro-batch, for a first pass."""
     return (micro.rows for micro in batch.micro_batches(Cut.of_sizes(sizes).parts))
-
-
-Share = Callable[[int, int], Loss]  # (start, stop) -> the loss of these rows
-NO_COEFFICIENTS: Mapping[str, float] = MappingProxyType({})
-
-
-class Plain:
-    """A loss of one term, the same for all rows, cut or not; base class of most losses."""
-
-    __slots__ = ()
-
-    counted = True
-    tied = False
-    is_plain = True
-    coefficients: Mapping[str, float] = NO_COEFFICIENTS
-
-    def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
-        """Return the weight for the report; the value is divided already."""
-        return first.weigh()
-
-    def uncut(self: Loss) -> Loss:
-        """Return the same loss."""
-        return self
-
-    def along(
-        self: Loss, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
-    ) -> AbstractContextManager[Share]:
-        """Return a context with the same loss for all rows."""
-        return nullcontext(lambda start, stop: self)

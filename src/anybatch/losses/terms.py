@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from anybatch.core import Batch, LossError, Number, Total
 from anybatch.losses.cotangents import part
 from anybatch.losses.inputs import call, how_to_write, note, noted, shown, split_batch
-from anybatch.losses.loss import Evaluated, Plain
+from anybatch.losses.loss import Evaluated, Loss
 from anybatch.losses.reductions import summed
 
 HOW = f"Pass a loss of torch, such as nn.CrossEntropyLoss(), or write\n{how_to_write()}"
@@ -27,7 +27,7 @@ _TARGETS = {"y", "target", "targets", "label", "labels", "truth", "gt", "y_true"
 
 
 @dataclass(frozen=True, slots=True)
-class Terms(Plain):
+class Terms(Loss):
     """Named totals with coefficients: auxiliary losses, each divided by its own weight.
 
     A step accepts a function `(model, micro) -> Total` directly. Use `Terms` to give coefficients, or the
@@ -157,7 +157,7 @@ class PerRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Additive(Plain):
+class Additive(Loss):
     """A loss that is divided already by a total of the whole batch, so that micro-batches add up.
 
     The divisor is a constant, or the number of tokens of the batch, counted outside. The loss of the batch is

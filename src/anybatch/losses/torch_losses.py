@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from anybatch.core import SHORT_DTYPES, Batch, LossError, Number, torch_private as private
 from anybatch.losses.inputs import call_model, noted, split_batch
-from anybatch.losses.loss import Evaluated, Loss, Plain
+from anybatch.losses.loss import Evaluated, Loss
 from anybatch.losses.reductions import (
     FUNCTIONS,
     MODULES,
@@ -22,7 +22,7 @@ from anybatch.losses.terms import bare_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SummedLoss(Plain):
+class SummedLoss(Loss):
     """A loss of torch, read from the caller's object at the start of each step."""
 
     name: str  # class or function name of the caller's loss

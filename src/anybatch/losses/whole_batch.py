@@ -20,7 +20,8 @@ from anybatch.core import (
 )
 from anybatch.losses.cotangents import Pull, Seen, flows_of, joined, part
 from anybatch.losses.inputs import call
-from anybatch.losses.loss import Evaluated, Plain, Share, first_pass_rows
+from anybatch.losses.loss import Evaluated, Loss, Share, first_pass_rows
+from anybatch.losses.terms import told_of
 from anybatch.state import rng
 
 
@@ -37,15 +38,12 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WholeBatch(Plain):
+class WholeBatch(Loss):
     """A loss over the outputs of all rows: contrastive, ranking, decorrelation.
 
-    The loss of a row depends on other rows, so losses of micro-batches do not add up. A split batch goes
-    through the model twice. The first pass, without graph, collects the outputs of all rows; then the
-    gradient of the loss with respect to the outputs is computed. The second pass runs each micro-batch again
-    with its graph and backpropagates that gradient. Both passes start from the same random state and buffers:
-    dropout draws the same masks, and buffers are updated once. This needs memory for the outputs of all rows
-    and their gradient, and one more forward. A batch that is not split goes through once.
+    A split batch goes through the model twice: first for the outputs of all rows and their gradient, then
+    with a graph, from the same random state and buffers. This needs memory for the outputs of all rows and
+    their gradient, and one more forward. A batch that is not split goes through once.
 
     The function gets the outputs, then the targets, each of all rows. A mapping with one of the keys
     `target`, `targets`, `label`, `labels`, `y`, and a tuple `(inputs, target)`, have a target. Other
@@ -242,11 +240,9 @@ class WholeBatch(Plain):
             return torch.as_tensor(value.mean()), value.weight
         if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
             return value, seen.rows
-        is_tensor = isinstance(value, Tensor)
-        came = f"a tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
         raise LossError(
-            f"Expected {self.name} to return one real number for all rows, a tensor of shape (), got {came}. "
-            "Reduce it, by .mean() for instance."
+            f"Expected {self.name} to return one real number for all rows, a tensor of shape (), got "
+            f"{told_of(value)}. Reduce it, by .mean() for instance."
         )
 
     def _refuse_non_finite(self, value: Tensor, weight: Number, outputs: Sequence[Tensor]) -> None:
@@ -263,7 +259,7 @@ class WholeBatch(Plain):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sent(Plain):
+class _Sent(Loss):
     """The loss of one micro-batch in the second pass, whose outputs have a known gradient."""
 
     whole: WholeBatch

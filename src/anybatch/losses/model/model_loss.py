@@ -21,7 +21,7 @@ from anybatch.integrations import (
     recorded,
     wants_router_loss,
 )
-from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Plain, Share, first_pass_rows
+from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Share, first_pass_rows
 from anybatch.losses.model.graph import (
     WAYS_OUT,
     LossTerms,
@@ -56,11 +56,9 @@ class ModelLoss:
     the loss as `.loss`, as `["loss"]` or as the only scalar of a tuple, or it is the loss. With `call`, that
     function `(model, batch)` is called in place of the model, such as a `training_step`.
 
-    While the model runs, its calls of torch's losses, and its means and sums over all elements, are recorded
-    and computed as sums; then autograd's graph is searched from the loss for these. The gradient is that of
-    the model's own loss on the whole batch, for every head whose loss is a sum of means and sums with
-    constant factors. The router loss of transformers' mixtures of experts, a product of means, needs a first
-    pass. Other losses are refused by name. The loss of a batch that is not split is bit-identical.
+    The gradient is that of the model's own loss on the whole batch, for every head whose loss is a sum of
+    means and sums with constant factors, and for the router loss of transformers' mixtures of experts. Other
+    losses are refused by name. The loss of a batch that is not split is bit-identical.
 
     Many heads compute their loss in float32 for any dtype of the model. If the weight of the whole batch is
     known beforehand (tensors that the step splits) the arithmetic is the same; in windows and lists of
@@ -120,7 +118,7 @@ def _called(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro: 
     return output
 
 
-class ModelTerms(Plain):
+class ModelTerms(Loss):
     """The terms of a model's loss during one step; all micro-batches must have those of the first.
 
     The model is watched. If its loss is one mean over classes, as of most heads, the next micro-batches and
@@ -317,7 +315,7 @@ class ModelTerms(Plain):
         self._first, self._first_start = found.forgotten(), self._start
 
 
-class OwnLoss(Plain):
+class OwnLoss(Loss):
     """A model's own loss of a batch that is not cut, bit-identical, with its weight."""
 
     divided = True
