@@ -100,33 +100,21 @@ def _collated(batch: Batch, rows: int) -> Batch:
 
 
 _LATE = 1000.0  # the step count set by `advance`
-GRANULE = 512  # bytes; caching allocators of accelerators round sizes up to multiples of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The bytes of one step, event by event."""
+    """The bytes and the work of one step."""
 
     plan: Plan
-    recording: Recording
-    device: str
-    granule: int  # bytes; the device's allocator rounds sizes up to multiples of it
+    ledger: Ledger  # bytes by owner, module and moment
+    marks: tuple[Mark, ...]  # changes of phase and module, with running counts of operations, FLOPs and bytes
     idle: frozenset[nn.Parameter] = frozenset()  # parameters without gradient, so without state
-
-    @property
-    def marks(self) -> tuple[Mark, ...]:
-        """Changes of phase and module, with running counts of operations, FLOPs and bytes moved."""
-        return self.recording.marks
 
     @property
     def peak(self) -> int:
         """The most bytes alive at once."""
-        return self.recording.peak(self.granule)
-
-    @property
-    def ledger(self) -> Ledger:
-        """The bytes by owner, module and moment."""
-        return self.recording.ledger(source="predicted", device=self.device, granule=self.granule)
+        return self.ledger.peak
 
 
 def trace(
@@ -175,13 +163,8 @@ def trace(
         drop_left_fakes()
     if reduced is not plan:
         recording = continued(recording, len(sizes), plan.micro_batches)
-    return Trace(
-        plan=plan,
-        recording=recording,
-        device=str(target),
-        granule=GRANULE if target.type != "cpu" else 1,
-        idle=found,
-    )
+    ledger = recording.ledger(source="predicted", device=str(target))
+    return Trace(plan=plan, ledger=ledger, marks=recording.marks, idle=found)
 
 
 def run_on_fakes(
@@ -217,7 +200,7 @@ def run_on_fakes(
                 loss_module=loss_module_of(task),
                 batch_leaves=leaves,
                 state=fake.masters.tensors,
-                host_apart=target.type != "cpu",
+                as_accelerator=target.type != "cpu",
             )
             mode.where = lambda: meter.module
             del leaves
