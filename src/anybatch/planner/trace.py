@@ -136,7 +136,8 @@ def trace(
         TraceError: the step needs values, for instance because shapes depend on them.
         PlanError: there are sparse gradients.
     """
-    target = device_of(task, device)
+    own = next((one for one in task.network.devices if one.type != "meta"), "cpu")
+    target = torch.device(own if device is None else device)
     sizes = run_sizes(plan, task.loss, task.model)
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
     parameters = [*task.network.parameters, *task.network.others]
@@ -181,9 +182,7 @@ def run_on_fakes(
     mode = FakeMode()
     with replaced_by_fakes(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)
-        twins = {
-            parameter: fakes.of(parameter) for parameter in (*task.network.parameters, *task.network.others)
-        }
+        twins = {one: fakes.of(one) for one in (*task.network.parameters, *task.network.others)}
         own = [one for slots in task.network.state.buffers for one in slots.values() if one is not None]
         buffers = [(one, fakes.of(one), private.version(fakes.of(one))) for one in own if not is_lazy(one)]
         lacks = {fakes.of(parameter) for parameter in idle}
@@ -210,26 +209,14 @@ def run_on_fakes(
                 carry_out(plan, fake, logical)
         written = set(fake.effects.parameters)
         task.effects.writes([parameter for parameter, twin in twins.items() if twin in written])
-        task.effects.changes(
-            [
-                buffer
-                for buffer, twin, version in buffers
-                if private.version(twin) != version or id(twin) in mode.statistics
-            ]
-        )
+        stale = mode.statistics | {id(twin) for _, twin, old in buffers if private.version(twin) != old}
+        task.effects.changes([buffer for buffer, twin, _ in buffers if id(twin) in stale])
         found = frozenset(p for p in task.network.parameters if twins[p] not in updated)
         return meter.recording, found, any(twins[p] in made for p in found)
 
 
 def _note_updated(updated: set[Tensor], optimizer: Optimizer, args: object, kwargs: object) -> None:
     updated.update(p for p in owned([optimizer]) if p.grad is not None)
-
-
-def device_of(task: Task, device: torch.device | str | None) -> torch.device:
-    """Return the device asked for; the model's if None."""
-    if device is not None:
-        return torch.device(device)
-    return next((one for one in task.network.devices if one.type != "meta"), torch.device("cpu"))
 
 
 def faked(task: Task, fakes: Fakes) -> Task:
