@@ -160,10 +160,8 @@ class Rung:
         """Return True if the one size that is allowed fits, or may be run because nothing else tells."""
         read, room = self.readings, self.room(want)
         one = size, want.length
-        if size < want.rows:
-            return read.fits(one, room)
-        if one in read.whole:
-            return read.whole[one] <= room + read.gradients
+        if size < want.rows or one in read.whole:
+            return read.fits(one, room, is_uncut=size == want.rows)
         return not read.law.readings or read.law(one) <= room + read.gradients  # it is read when it runs
 
     def _next(self, top: int, length: int, room: float) -> int:
