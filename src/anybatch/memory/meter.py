@@ -2,6 +2,7 @@
 
 import weakref
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -14,20 +15,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from anybatch.core import is_moving, tensors_in, torch_private as private
 from anybatch.memory.ledger import Ledger
-from anybatch.memory.recording import (
-    GRADIENTS,
-    INPUT,
-    OTHER,
-    PARAMETERS,
-    STATE,
-    Mark,
-    Recording,
-    find_owners,
-    modules_at,
-)
+from anybatch.memory.recording import GRADIENTS, INPUT, OTHER, PARAMETERS, STATE, Mark, Recording, find_owner
 
 _NAME = "anybatch.memory.meter"  # key of the module's name in the metadata of a node of the graph
 _AFTER = "after backward"  # a phase not known yet: the next micro-batch or the update may follow
+_GRANULE = 512  # bytes; caching allocators of accelerators round sizes up to multiples of it
 
 
 class Meter(private.TorchDispatchMode):
@@ -37,8 +29,8 @@ class Meter(private.TorchDispatchMode):
     Memory inside one kernel is not seen. Phases and modules come from hooks, which `__exit__` removes.
 
     `held` are other tensors alive from the start, `state` those counted as optimizer state from the start.
-    `host_apart` leaves out the host copies that offload makes, where tensors of another device are traced on
-    the host. Tensors on another kind of device than the parameters never count.
+    `as_accelerator` counts as on an accelerator, wherever the tensors are: in multiples of 512 bytes, without
+    the host copies that offload makes. Tensors on another kind of device than the parameters never count.
     """
 
     def __init__(
@@ -50,14 +42,14 @@ class Meter(private.TorchDispatchMode):
         batch_leaves: Iterable[Tensor] = (),
         held: Iterable[Tensor] = (),
         state: Iterable[Tensor] = (),
-        host_apart: bool = False,
+        as_accelerator: bool = False,
     ) -> None:
         super().__init__()
         loss_module = nn.Identity() if loss_module is None else loss_module
         self._optimizers = optimizers
         self._parameters = _named_parameters(loss_module, model, optimizers)
         kinds = {parameter.device.type for parameter in self._parameters}
-        self._storages = _Storages(kinds, host_apart=host_apart)
+        self._storages = _Storages(kinds, as_accelerator=as_accelerator)
         for parameter, place in self._parameters.items():
             self._storages.own(parameter, PARAMETERS, place)
         for name, buffer in (*loss_module.named_buffers(), *model.named_buffers()):
@@ -93,17 +85,20 @@ class Meter(private.TorchDispatchMode):
     @property
     def recording(self) -> Recording:
         """The events seen so far."""
-        marks = self._timeline.settled()
-        seen = self._storages
-        owners = find_owners(seen.numbers, seen.after, marks, self._timeline.backward_ends, seen.owners)
-        born = modules_at(seen.births, marks)
+        marks, seen = self._timeline.settled(), self._storages
+        starts, count = [mark.event for mark in marks], len(seen.numbers)
+        born = [marks[bisect_right(starts, event) - 1] for event in seen.births]
+        died = [marks[bisect_right(starts, seen.ends.get(one, count)) - 1] for one in range(len(born))]
+        found = [
+            find_owner(*pair, has_ended=one in seen.ends)
+            for one, pair in enumerate(zip(born, died, strict=True))
+        ]
         return Recording(
             storages=seen.numbers[:],
-            before=seen.before[:],
-            after=seen.after[:],
+            changes=seen.changes[:],
             marks=tuple(marks),
-            owners=tuple(owners),
-            places=tuple([seen.places.get(number, module) for number, module in enumerate(born)]),
+            owners=tuple([seen.owners.get(one, owner) for one, owner in enumerate(found)]),
+            places=tuple([seen.places.get(one, mark.module) for one, mark in enumerate(born)]),
         )
 
     def ledger(self) -> Ledger:
@@ -157,11 +152,13 @@ class Meter(private.TorchDispatchMode):
 
 
 class _Storages:
-    def __init__(self, kinds: Collection[str], *, host_apart: bool) -> None:
-        self._kinds, self._host_apart = kinds, host_apart
+    def __init__(self, kinds: Collection[str], *, as_accelerator: bool) -> None:
+        self._kinds, self._host_apart = kinds, as_accelerator
+        self._granule = _GRANULE if as_accelerator else 1
         self.live = self.peak = 0
-        self.numbers, self.before, self.after = array("q"), array("q"), array("q")
+        self.numbers, self.changes = array("q"), array("q")  # by event
         self.births: list[int] = []  # by storage: the event at which it began
+        self.ends: dict[int, int] = {}  # by storage: the event at which it ended
         self.owners: dict[int, int] = {}  # by storage: its owner, if known
         self.places: dict[int, str] = {}
         self.is_open = True
@@ -171,7 +168,7 @@ class _Storages:
         if tensor.layout is not torch.strided:
             return  # a trace refuses sparse gradients
         storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
+        key, size = id(storage), -(-storage.nbytes() // self._granule) * self._granule
         known = self._followed.get(key)
         if known is None:
             is_other = bool(self._kinds) and tensor.device.type not in self._kinds
@@ -181,10 +178,10 @@ class _Storages:
             self._followed[key] = weakref.ref(storage, partial(self._end, key)), number, size
             if is_counted:
                 self.births.append(len(self.numbers))
-                self._note(number, 0, size)
+                self._note(number, size)
         elif known[1] >= 0 and known[2] != size:
             self._followed[key] = known[0], known[1], size
-            self._note(known[1], known[2], size)
+            self._note(known[1], size - known[2])
 
     def own(self, tensor: Tensor, owner: int, place: str = "") -> None:
         self.see(tensor)
@@ -199,13 +196,13 @@ class _Storages:
     def _end(self, key: int, _: object) -> None:
         _, number, size = self._followed.pop(key)
         if self.is_open and number >= 0:
-            self._note(number, size, 0)
+            self.ends[number] = len(self.numbers)
+            self._note(number, -size)
 
-    def _note(self, number: int, before: int, after: int) -> None:
+    def _note(self, number: int, change: int) -> None:
         self.numbers.append(number)
-        self.before.append(before)
-        self.after.append(after)
-        self.live += after - before
+        self.changes.append(change)
+        self.live += change
         if self.live > self.peak:
             self.peak = self.live
 
@@ -218,26 +215,30 @@ class _Timeline:
         self._losses = {id(module) for module in loss_module.modules()}
         named = (*loss_module.named_modules(), *model.named_modules())
         self._names = {id(module): name for name, module in named}
-        self._marks = [Mark(0, "start", -1, "", 0, 0, 0)]
+        self._marks = [Mark(0, "start", -1, "")]
         self._stack: list[tuple[str, str]] = []  # phase and module before each module at work
         self._phase, self.module, self._micro_batch = "start", "", -1
-        self._is_in_backward = False
-        self.backward_ends: list[int] = []  # events
+        self._begun = self._ended = 0  # backward passes
         self.operations = self.flops = self.moved = 0
         self.is_open = True
 
     def look(self) -> None:
         if self._stack or private.is_in_backward() is self._is_in_backward:
             return
-        self._is_in_backward = not self._is_in_backward
-        if not self._is_in_backward:
-            self.backward_ends.append(len(self._storages.numbers))
-        self._turn("backward" if self._is_in_backward else _AFTER, "")
+        if self._is_in_backward:
+            self._ended += 1
+            self._turn(_AFTER, "")
+        else:
+            self._begun += 1
+            self._turn("backward", "")
+
+    @property
+    def _is_in_backward(self) -> bool:
+        return self._begun > self._ended
 
     def settled(self) -> list[Mark]:
-        marks = list(self._marks)
-        _settle(marks, "update")
-        return marks
+        """Return the marks; what follows the last backward is the update."""
+        return [one._replace(phase="update") if one.phase == _AFTER else one for one in self._marks]
 
     def enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         name = self._names.get(id(module))
@@ -262,7 +263,6 @@ class _Timeline:
 
     def begin_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self.look()
-        _settle(self._marks, "update")
         self._look_at_held()
         self._turn("update", "")
 
@@ -272,7 +272,6 @@ class _Timeline:
             return "recompute"
         if id(module) in self._losses:
             return "loss"
-        _settle(self._marks, "backward")
         if module is self._model or self._phase not in ("forward", "loss"):
             self._micro_batch += 1
         self._look_at_held()
@@ -290,18 +289,12 @@ class _Timeline:
     def _turn(self, phase: str, module: str) -> None:
         self._phase, self.module = phase, module
         event, last = len(self._storages.numbers), self._marks[-1]
+        if last.phase == _AFTER:
+            self._marks[-1] = last._replace(phase="update" if phase == "update" else "backward")
         if event == last.event and self.operations == last.operations and event:
             self._marks.pop()  # an empty stretch
-        done = self.operations, self.flops, self.moved
+        done = self.operations, self.flops, self.moved, self._begun, self._ended
         self._marks.append(Mark(event, phase, self._micro_batch, module, *done))
-
-
-def _settle(marks: list[Mark], phase: str) -> None:
-    # Name the phase that followed the last backward.
-    for index in range(len(marks) - 1, -1, -1):
-        if marks[index].phase != _AFTER:
-            break
-        marks[index] = marks[index]._replace(phase=phase)
 
 
 def _named_parameters(

@@ -76,16 +76,11 @@ class Budget:
 
 def find_plan(request: Request, memory: str | int | None, device: str | torch.device | None) -> PlanReport:
     """Choose a plan for a request within a budget, on a device that need not be in this machine."""
-    return choose(for_device(request, memory, device))
-
-
-def for_device(request: Request, memory: str | int | None, device: str | torch.device | None) -> Request:
-    """Return the request with device and budget filled in."""
     _refuse_lazy(request.task)
     target = device_of(request.task) if device is None else find_device(device)
     if memory is None:
-        return replace(request, device=target, sizes=(request.like.micro_batch,), blocks=())
-    return replace(request, device=target, budget=parse_memory(memory, target))
+        return choose(replace(request, device=target, sizes=(request.like.micro_batch,), blocks=()))
+    return choose(replace(request, device=target, budget=parse_memory(memory, target)))
 
 
 def _refuse_unreadable(task: Task) -> None:

@@ -216,22 +216,12 @@ class Ladder:
 
     def state(self) -> list[dict[str, Any]]:
         """Return the rungs as JSON values."""
-        return [
-            {
-                "again": again,
-                "blocks": list(rung.settings.blocks),
-                "foreach": rung.settings.foreach,
-                **rung.state(),
-            }
-            for again, rung in self.rungs.items()
-        ]
+        return [{"again": again, **rung.state()} for again, rung in self.rungs.items()]
 
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
         """Load the output of `state`."""
         for one in state:
-            blocks = tuple((str(name), str(policy)) for name, policy in one["blocks"])
-            settings = replace(self.plain.settings, blocks=blocks, foreach=one["foreach"])
-            rung = Rung(self.num_bytes, settings)
+            rung = Rung(self.num_bytes, self.plain.settings)
             rung.load(one)
             self.rungs[int(one["again"])] = rung
             self._steps = max(self._steps, rung.steps)

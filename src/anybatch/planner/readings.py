@@ -115,20 +115,11 @@ class MemoryReader(Reader):
         reads_update: bool = False,
         rows: int = 0,
     ) -> None:
-        """MemoryReader one step.
-
-        Args:
-            readings: take what is read.
-            devices: those whose memory is read.
-            room: bytes for a micro-batch beside the gradient sums.
-            most: rows of the largest micro-batch, which alone is read.
-            is_look: a few rows run, before a step; each size is read twice.
-            reads_update: the update is read.
-            rows: of the batch.
-        """
         self.readings, self.devices = readings, devices
-        self._room, self._most, self._is_look, self._reads_update = room, most, is_look, reads_update
-        self._rows = rows
+        self._room = room  # bytes for a micro-batch beside the gradient sums
+        self._most, self._rows = most, rows  # of the largest micro-batch, which alone is read; of the batch
+        self._is_look = is_look  # a few rows run, before a step; each size is read twice
+        self._reads_update = reads_update
         self.is_blind = False  # no reading could begin
         self._has_read = False
         self._open: _Open | None = None
@@ -169,8 +160,7 @@ class MemoryReader(Reader):
 
     def first_done(self) -> None:
         """Keep the peak of the loss over all rows, and what it leaves."""
-        opened, self._open = self._open, None
-        found = opened.reading.end() if opened and opened.reading else None
+        opened, found = self._end()
         if opened is not None and found is not None:
             left = found[2]  # the outputs' gradient; the outputs, as large, were there before
             self.readings.first[opened.size[0]] = float(found[0] + left), 2.0 * left
@@ -182,15 +172,12 @@ class MemoryReader(Reader):
 
     def done(self) -> None:
         """Add the reading to the law."""
-        opened, self._open = self._open, None
+        opened, found = self._end()
         if opened is None:
             return
         read = self.readings
         read.ran = max(read.ran, opened.size[0] * opened.size[1])
-        if opened.reading is None:
-            return
-        found = opened.reading.end()
-        if found is None:  # a profiler of the caller's took over
+        if opened.reading is None or found is None:  # a profiler of the caller's may take over
             return
         self._has_read = not self._is_look
         read.is_exact = read.is_exact and opened.reading.is_exact
@@ -207,15 +194,16 @@ class MemoryReader(Reader):
 
     def update_done(self) -> None:
         """Keep the temporary bytes of the update."""
-        opened, self._open = self._open, None
-        found = opened.reading.end() if opened and opened.reading else None
+        found = self._end()[1]
         self.readings.update = max(self.readings.update, found[0] if found else 0)
 
     def close(self) -> None:
         """Drop an open reading."""
+        self._end()
+
+    def _end(self) -> tuple[_Open | None, tuple[int, float, int] | None]:
         opened, self._open = self._open, None
-        if opened is not None and opened.reading is not None:
-            opened.reading.close()
+        return opened, opened.reading.end() if opened and opened.reading else None
 
 
 def _leaves(rows: Any) -> Sequence[Tensor]:

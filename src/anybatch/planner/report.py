@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anybatch.batchnorm import BatchNorm
-from anybatch.core import (
-    BudgetError,
-    counted,
-    format_bytes,
-    format_seconds,
-    html_table,
-)
+from anybatch.core import BudgetError, counted, format_bytes, format_seconds, html_table
 from anybatch.engine import Plan
 from anybatch.memory import Ledger
 from anybatch.precision import Precision
@@ -171,10 +165,7 @@ def _ways_out(
     if cut_refused:
         ways.append(f"The batch may not be cut: {cut_refused.rstrip('.')}.")
     if batch_norms and cut_refused:
-        return [
-            *ways,
-            "To allow it, say Options(batch_norm=...) or call ab.batch_norm_to_group_norm(model).",
-        ]
+        return [*ways, "To allow it, say Options(batch_norm=...) or call ab.batch_norm_to_group_norm(model)."]
     state = held.get("optimizer state", 0) * 3 / 4
     if state > little:
         frees.append(f"8-bit optimizer states free about {format_bytes(state)}")

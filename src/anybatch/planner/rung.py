@@ -1,7 +1,7 @@
 """A rung of the ladder: the cuts of rows within a budget, with one choice of blocks that run again."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -104,13 +104,20 @@ class Rung:
 
     def state(self) -> dict[str, Any]:
         """Return readings and decisions as JSON values."""
-        fixed = [[*size, list(cut)] for size, cut in self.fixed.items()]
-        plain = {name: getattr(self, name) for name in ("steps", "is_random")}
-        return {**self.readings.state(), **plain, "fixed": fixed}
+        return {
+            **self.readings.state(),
+            "blocks": list(self.settings.blocks),
+            "foreach": self.settings.foreach,
+            "steps": self.steps,
+            "is_random": self.is_random,
+            "fixed": [[*size, list(cut)] for size, cut in self.fixed.items()],
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load the output of `state`."""
         self.readings.load(state)
+        blocks = tuple((str(name), str(policy)) for name, policy in state["blocks"])
+        self.settings = replace(self.settings, blocks=blocks, foreach=state["foreach"])
         self.steps, self.is_random = int(state["steps"]), bool(state["is_random"])
         self.fixed = {(rows, length): tuple(cut) for rows, length, cut in state["fixed"]}
 
@@ -153,10 +160,8 @@ class Rung:
         """Return True if the one size that is allowed fits, or may be run because nothing else tells."""
         read, room = self.readings, self.room(want)
         one = size, want.length
-        if size < want.rows:
-            return read.fits(one, room)
-        if one in read.whole:
-            return read.whole[one] <= room + read.gradients
+        if size < want.rows or one in read.whole:
+            return read.fits(one, room, is_uncut=size == want.rows)
         return not read.law.readings or read.law(one) <= room + read.gradients  # it is read when it runs
 
     def _next(self, top: int, length: int, room: float) -> int:

@@ -130,9 +130,8 @@ class _Search:
         if plan not in self._traced:
             if monotonic() > self._tell_at:  # once
                 self._tell_at = inf
-                sys.stderr.write(
-                    f"anybatch is planning; {counted(len(self._traced), 'plan')} traced so far\n"
-                )
+                traced = counted(len(self._traced), "plan")
+                sys.stderr.write(f"anybatch is planning; {traced} traced so far\n")
             asked, device = self._request, self._request.device
             found = trace(plan, asked.task, asked.batch, device=device.kind, idle=self._idle)
             last, self._idle = found.marks[-1], found.idle

@@ -100,33 +100,21 @@ def _collated(batch: Batch, rows: int) -> Batch:
 
 
 _LATE = 1000.0  # the step count set by `advance`
-GRANULE = 512  # bytes; caching allocators of accelerators round sizes up to multiples of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The bytes of one step, event by event."""
+    """The bytes and the work of one step."""
 
     plan: Plan
-    recording: Recording
-    device: str
-    granule: int  # bytes; the device's allocator rounds sizes up to multiples of it
+    ledger: Ledger  # bytes by owner, module and moment
+    marks: tuple[Mark, ...]  # changes of phase and module, with running counts of operations, FLOPs and bytes
     idle: frozenset[nn.Parameter] = frozenset()  # parameters without gradient, so without state
-
-    @property
-    def marks(self) -> tuple[Mark, ...]:
-        """Changes of phase and module, with running counts of operations, FLOPs and bytes moved."""
-        return self.recording.marks
 
     @property
     def peak(self) -> int:
         """The most bytes alive at once."""
-        return self.recording.peak(self.granule)
-
-    @property
-    def ledger(self) -> Ledger:
-        """The bytes by owner, module and moment."""
-        return self.recording.ledger(source="predicted", device=self.device, granule=self.granule)
+        return self.ledger.peak
 
 
 def trace(
@@ -148,7 +136,8 @@ def trace(
         TraceError: the step needs values, for instance because shapes depend on them.
         PlanError: there are sparse gradients.
     """
-    target = device_of(task, device)
+    own = next((one for one in task.network.devices if one.type != "meta"), "cpu")
+    target = torch.device(own if device is None else device)
     sizes = run_sizes(plan, task.loss, task.model)
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
     parameters = [*task.network.parameters, *task.network.others]
@@ -175,13 +164,8 @@ def trace(
         drop_left_fakes()
     if reduced is not plan:
         recording = continued(recording, len(sizes), plan.micro_batches)
-    return Trace(
-        plan=plan,
-        recording=recording,
-        device=str(target),
-        granule=GRANULE if target.type != "cpu" else 1,
-        idle=found,
-    )
+    ledger = recording.ledger(source="predicted", device=str(target))
+    return Trace(plan=plan, ledger=ledger, marks=recording.marks, idle=found)
 
 
 def run_on_fakes(
@@ -198,9 +182,7 @@ def run_on_fakes(
     mode = FakeMode()
     with replaced_by_fakes(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)
-        twins = {
-            parameter: fakes.of(parameter) for parameter in (*task.network.parameters, *task.network.others)
-        }
+        twins = {one: fakes.of(one) for one in (*task.network.parameters, *task.network.others)}
         own = [one for slots in task.network.state.buffers for one in slots.values() if one is not None]
         buffers = [(one, fakes.of(one), private.version(fakes.of(one))) for one in own if not is_lazy(one)]
         lacks = {fakes.of(parameter) for parameter in idle}
@@ -217,7 +199,7 @@ def run_on_fakes(
                 loss_module=loss_module_of(task),
                 batch_leaves=leaves,
                 state=fake.masters.tensors,
-                host_apart=target.type != "cpu",
+                as_accelerator=target.type != "cpu",
             )
             mode.where = lambda: meter.module
             del leaves
@@ -227,26 +209,14 @@ def run_on_fakes(
                 carry_out(plan, fake, logical)
         written = set(fake.effects.parameters)
         task.effects.writes([parameter for parameter, twin in twins.items() if twin in written])
-        task.effects.changes(
-            [
-                buffer
-                for buffer, twin, version in buffers
-                if private.version(twin) != version or id(twin) in mode.statistics
-            ]
-        )
+        stale = mode.statistics | {id(twin) for _, twin, old in buffers if private.version(twin) != old}
+        task.effects.changes([buffer for buffer, twin, _ in buffers if id(twin) in stale])
         found = frozenset(p for p in task.network.parameters if twins[p] not in updated)
         return meter.recording, found, any(twins[p] in made for p in found)
 
 
 def _note_updated(updated: set[Tensor], optimizer: Optimizer, args: object, kwargs: object) -> None:
     updated.update(p for p in owned([optimizer]) if p.grad is not None)
-
-
-def device_of(task: Task, device: torch.device | str | None) -> torch.device:
-    """Return the device asked for; the model's if None."""
-    if device is not None:
-        return torch.device(device)
-    return next((one for one in task.network.devices if one.type != "meta"), torch.device("cpu"))
 
 
 def faked(task: Task, fakes: Fakes) -> Task:

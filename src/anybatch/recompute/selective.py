@@ -48,7 +48,14 @@ def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]
     return keeping, _Reusing(keeping)
 
 
-class _Keeping(private.TorchDispatchMode):
+class _Mode(private.TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, so that compiled code runs under it as usual."""
+        return True
+
+
+class _Keeping(_Mode):
     """A dispatch mode that keeps results, and sees writes to their memory.
 
     Not all writes move a version: a GRU adds in place to parts of a product, and so does `.data`.
@@ -59,11 +66,6 @@ class _Keeping(private.TorchDispatchMode):
         self.store: dict[Any, dict[int, Any]] = keeping.storage  # operation -> number of the call -> result
         self.is_written, self._keeping = False, keeping
         self._places = set[int]()  # of the memory of kept results
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True, so that compiled code runs under it as usual."""
-        return True
 
     def __enter__(self) -> Self:
         self._keeping.__enter__()
@@ -89,7 +91,7 @@ def _places(nest: Any) -> list[int]:
     return [one.untyped_storage().data_ptr() for one in tensors]
 
 
-class _Reusing(private.TorchDispatchMode):
+class _Reusing(_Mode):
     """A dispatch mode that returns kept results; other operations run."""
 
     def __init__(self, keeping: _Keeping) -> None:
@@ -99,11 +101,6 @@ class _Reusing(private.TorchDispatchMode):
         self._is_dense = getattr(self._store, "default_factory", None) is list
         self._is_last = False
         self._came: Counter[Any] = Counter()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True, so that compiled code runs under it as usual."""
-        return True
 
     def __enter__(self) -> Self:
         # If one result was changed in place, none is used.
