@@ -99,7 +99,7 @@ def of_trainer(is_on_device: bool) -> list[tuple[int, ...]]:
     ]  # the 8th compares
 
 
-def of_window(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def plan_for_add(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The stops of four `add`s together, and of the close."""
     step, (x, y) = ready_with(name, MICRO) if name else ready()
     with step.window() as first:  # which may compare
@@ -152,7 +152,7 @@ def test_weights_on_the_device_are_read_with_the_losses(sim: Any, name: str, mic
 
 @pytest.mark.parametrize("name", ["", "Total", "ModelLoss"])
 def test_adds_of_a_window_read_nothing_and_its_close_reads_once(sim: Any, name: str) -> None:
-    assert sim(of_window, name) == (NONE, ONCE)
+    assert sim(plan_for_add, name) == (NONE, ONCE)
 
 
 def test_a_trainer_copies_rows_or_their_indices_and_reads_once(sim: Any) -> None:

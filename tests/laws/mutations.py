@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anybatch.core import Cut
-from anybatch.engine import Accumulation, Apart, Sums, gradients, window
+from anybatch.engine import Apart, Sums, Window, gradients, window
 from anybatch.engine.division import Division
 from anybatch.engine.gradients import InPlace
 from anybatch.engine.part import Part
@@ -164,7 +164,7 @@ def tail_scaled_like_a_full_one(backward: Any, part: Part, terms: Evaluated) -> 
 
 sums_in_the_parameters_dtype = _put(gradients, "accumulation_dtype", lambda own, chosen=None: chosen or own)
 memory_left_shared = _put(InPlace, "_own_memory", lambda self: None)
-gradients_of_the_step_before_left_over = _put(Accumulation, "discard", lambda self, error=None: None)
+gradients_of_the_step_before_left_over = _put(Window, "discard", lambda self, error=None: None)
 gradients_found_dropped = _put(Snapshot, "gradients_found", lambda self: [])
 what_was_accepted_comes_again = _put(InPlace, "has_accepted", False)
 
@@ -194,8 +194,8 @@ def update_per_micro_batch(backward: Any, part: Part, terms: Evaluated) -> None:
         optimizer.step()
 
 
-@_in_place_of(Accumulation, "write")
-def schedule_per_micro_batch(write: Any, one: Accumulation) -> Any:
+@_in_place_of(Window, "write")
+def schedule_per_micro_batch(write: Any, one: Window) -> Any:
     report = write(one)
     for scheduler in [*one._task.schedulers] * (report.micro_batches - 1):
         scheduler.step()

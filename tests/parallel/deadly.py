@@ -131,11 +131,11 @@ def live(out: Path, folder: str, seed: str, share: float, mark: str, is_mortal: 
         Path(folder, draw.choice(KINDS[kind])).write_text(str(draw.randint(0, most)))
 
     class Drawn(deadly(ParameterServer, folder)):
-        def carry_out(self, *args: Any) -> Any:
+        def carry_out_elsewhere(self, *args: Any) -> Any:
             for kind, most in (("workers", 3), ("servers", 1)):
                 if draw.random() < share:
                     plant(kind, most)
-            return super().carry_out(*args)
+            return super().carry_out_elsewhere(*args)
 
     if is_mortal:
         plant("drivers", 4)

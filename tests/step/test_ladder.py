@@ -306,7 +306,7 @@ def test_what_the_update_takes_for_a_moment_is_within_the_budget() -> None:
     for _ in range(3):  # the second update is read; all parameters at once do not fit
         tight(batch)
     task = tight.task()
-    assert tight.planning.of(task, admit(batch, task, None))[0].foreach is False
+    assert tight.planning.plan_for(task, admit(batch, task, None))[0].foreach is False
     assert metered(tight, lambda: tight(batch), batch) <= memory
 
 

@@ -28,7 +28,7 @@ from anybatch.core import (
     torch_private as private,
     tree,
 )
-from anybatch.engine import Accumulation, Plan, Restart, Task, context
+from anybatch.engine import Plan, Restart, Task, Window, context
 from anybatch.losses import Additive, ModelTerms, Terms, WholeBatch, function_of
 from anybatch.memory import find_device, parse_memory
 from anybatch.state import ObjectState, Replayed, rng
@@ -164,9 +164,9 @@ def rehearse(task: Task, batch: Batch, plan: Plan, sizes: tuple[int, ...]) -> No
     task, few = replace(task.aside(), strategy=task.strategy), batch.only(range(sum(sizes)))
     plan = replace(plan, rows=few.rows, micro_batch=max(sizes), cut=sizes)
     with rng.preserved(), context(plan, task):
-        window = Accumulation(task, plan, few)
+        window = Window(task, plan, few)
         try:
-            again = Restart(window.fold(plan, few, is_dry=True), sizes)
+            again = Restart(window.add_rows(plan, few, is_dry=True), sizes)
         except BaseException as error:
             window.discard(error)
             raise

@@ -32,7 +32,7 @@ from anybatch.engine.update import (
     step_optimizers as step_optimizers,
 )
 from anybatch.engine.window import (
-    Accumulation as Accumulation,
+    Window as Window,
     accompany as accompany,
     carry_out as carry_out,
     clear as clear,

@@ -46,7 +46,7 @@ class Strategy:
     def begin(self, task: Any, settings: Any) -> None:
         """Begin a step or a window of a `Task`, with a `Plan` without rows; refuse what cannot be done."""
 
-    def carry_out(
+    def carry_out_elsewhere(
         self, task: Any, batch: Any, settings: Any, remote: Callable[[str], Any]
     ) -> StepReport | None:
         """Make a whole step elsewhere, and return its report; None to run it here.

@@ -56,7 +56,7 @@ class Finished(NamedTuple):
     size: Tensor  # the same, on its device
 
 
-class Accumulation:
+class Window:
     """The micro-batches and sums of one update. A step has one `fold`, a window one for each `add`.
 
     Phases: open -> updated -> closed.
@@ -93,7 +93,9 @@ class Accumulation:
 
     # ---- forward and backward
 
-    def fold(self, plan: Plan, batch: Batch, tried: Tried = NOTHING_TRIED, *, is_dry: bool = False) -> Part:
+    def add_rows(
+        self, plan: Plan, batch: Batch, tried: Tried = NOTHING_TRIED, *, is_dry: bool = False
+    ) -> Part:
         """Run forward and backward of all rows; if this fails, all is as before it.
 
         A step may divide early and use torch's uncut loss; `discard` puts its snapshot back.
@@ -134,9 +136,9 @@ class Accumulation:
             finally:
                 part.close()
 
-    def fold_whole(self, plan: Plan, batch: Batch, tried: Tried, *, is_dry: bool) -> Part:
+    def add_all(self, plan: Plan, batch: Batch, tried: Tried, *, is_dry: bool) -> Part:
         """Run all rows of a step; their sums become the window's, without a copy."""
-        part = self.fold(plan, batch, tried, is_dry=is_dry)
+        part = self.add_rows(plan, batch, tried, is_dry=is_dry)
         self._sums, self._rows = part.sums, batch.rows
         return part
 
@@ -263,7 +265,7 @@ class Accumulation:
             raise
         return report
 
-    def finish(self, end: Callable[["Accumulation"], StepReport]) -> StepReport:
+    def finish(self, end: Callable[["Window"], StepReport]) -> StepReport:
         """End in this way, unless something was not finite and such an update is to be skipped."""
         try:
             if self._skipped is None:
@@ -320,7 +322,7 @@ def carry_out(
     plan: Plan,
     task: Task,
     batch: Batch,
-    end: Callable[[Accumulation], StepReport] = Accumulation.write,
+    end: Callable[[Window], StepReport] = Window.write,
     *,
     is_dry: bool = False,
 ) -> StepReport:
@@ -339,13 +341,13 @@ def carry_out(
     Raises:
         OutOfMemoryError: one row does not fit, the update does not, or a smaller cut would change the result.
     """
-    end, task.progress.began = Accumulation.show if is_dry else end, perf_counter()
+    end, task.progress.began = Window.show if is_dry else end, perf_counter()
     with context(plan, task):
-        window = Accumulation(task, plan, batch)
+        window = Window(task, plan, batch)
         try:
             tried = NOTHING_TRIED
             while True:
-                part = window.fold_whole(plan, batch, tried, is_dry=is_dry)
+                part = window.add_all(plan, batch, tried, is_dry=is_dry)
                 try:
                     report = window.finish(end)
                     break

@@ -145,7 +145,9 @@ class ParameterServer(Strategy):
                     f"Expected a step that workers can do, got {what}. {advice or 'Leave it out'}."
                 )
 
-    def carry_out(self, task: Task, batch: Batch, settings: Plan, remote: Callable[[str], Any]) -> StepReport:
+    def carry_out_elsewhere(
+        self, task: Task, batch: Batch, settings: Plan, remote: Callable[[str], Any]
+    ) -> StepReport:
         """Make one update with all rows; `remote` returns a factory of a worker's step for a device type."""
         if not batch.rows:
             raise PlanError(

@@ -140,7 +140,7 @@ class Worker:
             self._layout.write(values, task.network.parameters)
             self._version = version
         with _seeded(seed):
-            self._step.fold(self._here(rows, task), self._take)
+            self._step.sums_of(self._here(rows, task), self._take)
         self._refuse_writes()
         terms, folded = self._banks or [[None] * len(task.network.parameters)], self._folded
         assert folded is not None  # noqa: S101 - a fold without an error has made it

@@ -6,4 +6,6 @@ from anybatch.step.foresee import plan as plan
 from anybatch.step.length import ByLength as ByLength
 from anybatch.step.options import DEFAULT as DEFAULT, Options as Options, known_keywords as known_keywords
 from anybatch.step.step import Step as Step
-from anybatch.step.window import Window as Window
+from anybatch.step.window import OpenWindow as OpenWindow
+
+Window = OpenWindow

@@ -19,12 +19,12 @@ from anybatch.core import (
     is_running,
     torch_private as private,
 )
-from anybatch.engine import Accumulation, Gradient, Task, check_parts, multiply
+from anybatch.engine import Gradient, Task, Window, check_parts, multiply
 from anybatch.losses import LossLike, module_of
 from anybatch.precision import Precision, PrecisionName, find_precision
 from anybatch.step.options import DEFAULT, Options, known_keywords
 from anybatch.step.step import Step
-from anybatch.step.window import Window, refuse_others
+from anybatch.step.window import OpenWindow, refuse_others
 
 _LOOP = "Do it in your loop after backward(), or use ab.Step."
 
@@ -119,7 +119,7 @@ class BatchLoss:
             BatchError, PlanError, LossError, OutOfMemoryError: see `anybatch.Step`.
         """
         refuse_others("batch_loss", others)
-        if isinstance(batch, Window):
+        if isinstance(batch, OpenWindow):
             step = next((one for one in self._steps.values() if one.open_window is batch), None)
             if step is None:
                 raise LossError(
@@ -133,7 +133,7 @@ class BatchLoss:
             self.report = step(batch)
         return step.handed(self.report)
 
-    def window(self) -> Window:
+    def window(self) -> OpenWindow:
         """Open a window, for a loop that gets its batch in micro-batches: `batch_loss(window)` ends it.
 
         Example:
@@ -216,7 +216,7 @@ class GradientStep(Step):
             )
         return task
 
-    def end(self, window: Accumulation) -> StepReport:
+    def end(self, window: Window) -> StepReport:
         """End before the update."""
         return window.hand_over(self._take)
 

@@ -131,7 +131,7 @@ class Planning:
             )
         return _of_size(self.settings, rows, self.limits.size(like, self._size(rows)))
 
-    def of(self, task: Task, batch: Batch) -> tuple[Plan, Task]:
+    def plan_for(self, task: Task, batch: Batch) -> tuple[Plan, Task]:
         """Return the plan of a batch; and the task, with a reader if micro-batches are to be read."""
         if self.budget is None:
             return self._as_set(batch.rows, self._limited(task, batch, self._size(batch.rows))), task
@@ -144,7 +144,7 @@ class Planning:
         task = task if reader is None else replace(task, reader=reader)
         return (plan if size == plan.micro_batch else _of_size(plan, batch.rows, size)), task
 
-    def of_window(self, task: Task, batch: Batch) -> tuple[Plan, Task]:
+    def plan_for_add(self, task: Task, batch: Batch) -> tuple[Plan, Task]:
         """Return plan and task of one `add` of a window: as it comes, unless it is larger or does not fit."""
         rows = batch.rows
         if self.budget is None:

@@ -30,7 +30,7 @@ def show(step: Any, batch: Any, callback: object) -> None:
     logical = admit(batch, task, step.collate).copied()
     noted = reached_by(task, logical)
     try:
-        plan, running = step.planning.of(task, logical)
+        plan, running = step.planning.plan_for(task, logical)
         if plan.is_cut:
             step.planning.guard.before_cut(task, logical, plan, plan.micro_batch)
         with step.planning.enforced(task, logical):

@@ -26,13 +26,13 @@ from anybatch.core import (
     running,
 )
 from anybatch.engine import (
-    Accumulation,
     Plan,
     Progress,
     Signature,
     Strategy,
     Sums,
     Task,
+    Window,
     admit,
     carry_out,
     check_parts,
@@ -59,7 +59,7 @@ from anybatch.step.guard import Guard
 from anybatch.step.length import noted, ordered
 from anybatch.step.options import DEFAULT, Options, known_keywords
 from anybatch.step.remote import Remote
-from anybatch.step.window import Window, refuse_others
+from anybatch.step.window import OpenWindow, refuse_others
 
 
 class Step:
@@ -170,7 +170,7 @@ class Step:
         self.callbacks = check_callbacks(callbacks)
         self.attach()
         self.effects = Effects()
-        self.open_window: Window | None = None
+        self.open_window: OpenWindow | None = None
         self._progress = Progress()
         self._gathered: tuple[Task, Signature] | None = None
         self.working = at_work(model, chosen, self.optimizers)  # last: a refusal changes nothing
@@ -202,7 +202,7 @@ class Step:
             self.strategy.abandon(error)
             raise
 
-    def fold(self, batch: Any, take: Callable[[Sums], object]) -> StepReport:
+    def sums_of(self, batch: Any, take: Callable[[Sums], object]) -> StepReport:
         """Run forward and backward and hand the undivided sums over, without an update.
 
         Parameters, buffers and random streams are as before. Memory that runs out is handled as in a step.
@@ -211,21 +211,21 @@ class Step:
             batch: as for a step.
             take: called with the sums of all rows.
         """
-        return self._step(self._begun(), batch, partial(Accumulation.give_sums, take=take))
+        return self._step(self._begun(), batch, partial(Window.give_sums, take=take))
 
-    def end(self, window: Accumulation) -> StepReport:
+    def end(self, window: Window) -> StepReport:
         """End a window with the update."""
         with self.planning.lifted():
             return window.write()
 
-    def _step(self, task: Task, batch: Any, end: Callable[[Accumulation], StepReport]) -> StepReport:
+    def _step(self, task: Task, batch: Any, end: Callable[[Window], StepReport]) -> StepReport:
         is_many = self.strategy.is_many
         self.planning.guard.begin_update(task.progress)
         if is_many:
             self.strategy.begin(task, self.planning.settings)
         logical = admit(batch, task, self.collate)
         settings = self.planning.settings
-        if report := self.strategy.carry_out(task, logical, settings, partial(Remote.of, self)):
+        if report := self.strategy.carry_out_elsewhere(task, logical, settings, partial(Remote.of, self)):
             task.callbacks.tell(report)
             return report
         is_synced = task.is_synced(settings)
@@ -237,7 +237,7 @@ class Step:
             return carry_out(settings, task, logical, end)
         rows = ordered(self.options.order, task, logical)
         while True:
-            plan, running = self.planning.of(task, logical)
+            plan, running = self.planning.plan_for(task, logical)
             cut = rows.cut(plan, is_asked=self.planning.is_asked) if rows.needs else plan
             if is_synced:
                 self.strategy.meet(task, len(cut.parts.sizes))
@@ -286,7 +286,7 @@ class Step:
             self.planning.guard.refuse_meetings(task)
         return noted(self.options.order, report)
 
-    def window(self) -> Window:
+    def window(self) -> OpenWindow:
         """Open a window, for a loop that provides the micro-batches itself.
 
         The size of the whole batch is not known beforehand, so the gradient is divided at the end.
@@ -312,7 +312,7 @@ class Step:
                 "step(batch), which cuts the batch into units for the workers."
             )
         try:
-            opened = vars(self)["open_window"] = Window(self, self._begun())
+            opened = vars(self)["open_window"] = OpenWindow(self, self._begun())
         except BaseException as error:
             self.strategy.abandon(error)
             raise

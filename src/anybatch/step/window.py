@@ -25,9 +25,9 @@ from anybatch.core import (
     torch_private as private,
 )
 from anybatch.engine import (
-    Accumulation,
     Plan,
     Task,
+    Window,
     admit,
     clear,
     context,
@@ -42,12 +42,12 @@ class Opener(Protocol):
     collate: Collate | None
     planning: Planning
 
-    def end(self, window: Accumulation) -> StepReport:
+    def end(self, window: Window) -> StepReport:
         """Update, or hand the gradient over."""
         ...
 
 
-class Window(Accumulation):
+class OpenWindow(Window):
     """Gradient accumulation for a loop that provides the micro-batches itself.
 
     Call `add` (forward and backward) for each micro-batch, then `close`, which is `update` and `clear`. As a
@@ -140,7 +140,7 @@ class Window(Accumulation):
             plan, running = self._plan(batch)
             self.reader = running.reader
             with planning.enforced(task, batch), context(plan, task):
-                part = self.fold(plan, batch)
+                part = self.add_rows(plan, batch)
             if self._skipped is None:
                 try:
                     self._sums.take(part.sums)
@@ -159,7 +159,7 @@ class Window(Accumulation):
         guard = planning.guard
         if self._rows or task.strategy.is_many:
             guard.refuse_meetings(task)
-        plan, running = planning.of_window(task, batch)
+        plan, running = planning.plan_for_add(task, batch)
         if plan.is_cut:
             guard.refuse_meetings(task)
         if plan.is_cut or self._rows:
@@ -249,7 +249,7 @@ class Window(Accumulation):
     def __repr__(self) -> str:
         return f"Window({self._phase}, {counted(self._rows, 'row')})"
 
-    def __enter__(self) -> "Window":
+    def __enter__(self) -> "OpenWindow":
         return self
 
     def __exit__(
