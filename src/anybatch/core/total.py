@@ -157,14 +157,7 @@ class Fold(Generic[Item, State, Result]):
 
 
 def weighted_mean(measure: Callable[[Item], Total]) -> Fold[Item, Total, Number]:
-    """Return the fold of a mean: sums and weights add up, and the division comes once, at the end.
-
-    Args:
-        measure: returns the `Total` of one item, for instance of the outputs and targets of a micro-batch.
-
-    Returns:
-        A fold whose result is the sum of all items divided by their weight; NaN if the weight is 0.
-    """
+    """Return the fold of a mean: sums and weights add up, and the division comes once, at the end."""
     return Fold(
         init=Total.zero,
         add=lambda total, item: total + measure(item),
