@@ -31,7 +31,7 @@ def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         found.model,
         found.loss,
         optimizer,
-        found.batch,
+        found.train,
         memory=None if options.memory == "none" else options.memory,
         rows=options.batch_size,
         device=None if options.device == "auto" else options.device,

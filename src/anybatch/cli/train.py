@@ -69,7 +69,7 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     torch.manual_seed(options.seed)  # before the user's function makes its model
     training = _found(options)
     device = find_device(options.device)
-    trainer, out = _prepare(options, training, device)
+    trainer, out = _prepare(options, training.to(device), device)
     if not rank():
         _write_settings(options, out / SETTINGS)
     before_updates, before_seconds = trainer.updates, trainer.seconds
@@ -162,12 +162,12 @@ def _check(options: argparse.Namespace) -> None:
         raise CheckpointError(
             f"{options.resume}: expected the folder of a run, got no file {LAST} in it. Check the path."
         )
-    if options.recipe is None and options.resume:
-        raise CheckpointError(
-            f"{options.resume}: expected {SETTINGS} with the options of the run, got no such file. Name the "
-            "recipe and all options that it was started with."
-        )
     if options.recipe is None:
+        if options.resume:
+            raise CheckpointError(
+                f"{options.resume}: expected {SETTINGS} with the options of the run, got no such file. Name "
+                "the recipe and all options that it was started with."
+            )
         raise PlanError(
             f"Expected a recipe, got none. Name one of: {', '.join(RECIPES)}, or package.module:function."
         )
@@ -247,13 +247,12 @@ def _check_range(options: argparse.Namespace, name: str, range_: str, holds: boo
 
 
 def _prepare(options: argparse.Namespace, training: Training, device: torch.device) -> tuple[Trainer, Path]:
-    model = training.model.to(device)
-    optimizer = training.optimizer or _make_optimizer(options, model)
+    model, optimizer = training.model, training.optimizer or _make_optimizer(options, training.model)
     lr = float(optimizer.param_groups[0]["lr"])
     servers = _servers(options)
     step = Step(
         _compiled(model, training) if options.compile else model,
-        _on(device, training.loss),
+        training.loss,
         optimizer,
         micro_batch=options.micro_batch,
         memory=options.memory,
@@ -305,12 +304,7 @@ def _servers(options: argparse.Namespace) -> ParameterServer | None:
             raise PlanError(f"Expected --servers with --{given[0]}, got none. Say --servers 1 as well.")
         return None
     workers = 2 if options.workers is None else options.workers
-    return ParameterServer(
-        options.servers,
-        workers,
-        units=max(8, workers),
-        cluster=options.cluster,
-    )
+    return ParameterServer(options.servers, workers, units=max(8, workers), cluster=options.cluster)
 
 
 def _compiled(model: torch.nn.Module, training: Training) -> torch.nn.Module:
@@ -345,10 +339,6 @@ def _make_optimizer(options: argparse.Namespace, model: torch.nn.Module) -> torc
 def _warm_up(optimizer: torch.optim.Optimizer, updates: int) -> LinearLR:
     """Return a scheduler that makes update k at k / updates of the learning rate (Goyal et al. 2017)."""
     return LinearLR(optimizer, start_factor=1 / updates, total_iters=updates - 1)
-
-
-def _on(device: torch.device, loss: Any) -> Any:
-    return loss.to(device) if isinstance(loss, torch.nn.Module) else loss
 
 
 def _metrics(training: Training) -> Metrics:
@@ -435,16 +425,11 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             f"{path}: expected the text that the model was trained on, got {training.name} with another "
             f"vocabulary. Name that text, which was {config.get('data')}, with --data."
         )
-    device = find_device(options.device)
-    model = training.model.to(device)
-    checkpoint.restore(found, model=model)
-    step = Step(
-        model,
-        _on(device, training.loss),
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        micro_batch=options.micro_batch,
-        collate=training.collate,
-    )
+    training = training.to(find_device(options.device))
+    checkpoint.restore(found, model=training.model)
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=1.0)  # makes no update
+    model, loss, collate = training.model, training.loss, training.collate
+    step = Step(model, loss, optimizer, micro_batch=options.micro_batch, collate=collate)
     rows = training.train if training.test is None else training.test
     # The batch size of the training, because a whole-batch loss depends on it.
     trainer = Trainer(

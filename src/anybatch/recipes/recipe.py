@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -33,6 +33,14 @@ class Training:
     options: Options = DEFAULT  # of the step
     collate: Collate | None = None  # builds tensors from samples; None if rows are tensors
     optimizer: Optimizer | None = None  # comes with the model; None for one from the options
+
+    def to(self, device: torch.device, *, rows: bool = False) -> "Training":
+        """Return the training on a device; with `rows` also its training rows, if they are tensors."""
+        loss = self.loss.to(device) if isinstance(self.loss, nn.Module) else self.loss
+        train = self.train
+        if rows and self.collate is None:  # else the collate must move them
+            train = tree.map_leaves(lambda leaf: leaf.to(device), train)
+        return replace(self, model=self.model.to(device), loss=loss, train=train)
 
     def first(self, rows: int) -> Any:
         """Return the first training rows, as a batch for a step."""
