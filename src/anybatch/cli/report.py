@@ -6,20 +6,14 @@ from typing import Any
 
 from anybatch.core import DataError, format_bytes
 from anybatch.observe import report_page
-from anybatch.train import write_whole
+from anybatch.train import checkpoint
 
 
 def report(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Run `anybatch report`: write the page of a run, or of several."""
     first, *others = options.folders
     page = report_page(first, *others).encode()
-    path = Path(
-        options.out or (Path(first).parent / "compare.html" if others else Path(first, "report.html"))
-    )
-    try:
-        write_whole(path, lambda file: file.write_bytes(page))
-    except OSError as error:
-        raise DataError(
-            f"{path}: expected a file that can be written, got: {error.strerror}. Name another with --out."
-        ) from None
+    default = Path(first).parent / "compare.html" if others else Path(first, "report.html")
+    path = Path(options.out or default)
+    checkpoint.write(path, lambda file: file.write_bytes(page), "Name another with --out.", DataError)
     return {"report": str(path), "bytes": len(page)}, f"report      {path}  ({format_bytes(len(page))})"

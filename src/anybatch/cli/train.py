@@ -48,7 +48,6 @@ from anybatch.train import (
     load_newest,
     peak_bytes,
     to_json,
-    write_whole,
 )
 
 SETTINGS = "settings.json"  # the first options of a run, in its folder
@@ -223,12 +222,10 @@ def _write_settings(options: argparse.Namespace, path: Path) -> None:
         kept["clip_norm"] = "inf"  # JSON has no infinity
     if options.data not in (None, *[recipe.data for recipe in RECIPES.values()]):
         kept["data"] = os.path.abspath(options.data)  # a resume may have another working directory
-    try:
-        write_whole(path, lambda file: file.write_text(to_json(kept) + "\n", encoding="utf-8"))
-    except OSError as error:
-        raise DataError(
-            f"{path}: expected a file that can be written, got: {error.strerror}. Choose another folder."
-        ) from None
+    text = to_json(kept) + "\n"
+    checkpoint.write(
+        path, lambda file: file.write_text(text, encoding="utf-8"), "Choose another folder.", DataError
+    )
 
 
 def check_rows(options: argparse.Namespace) -> None:

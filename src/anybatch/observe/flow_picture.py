@@ -16,16 +16,7 @@ _MOST_LISTED = 3  # layer names in the legend
 
 
 def draw(records: Flow | Sequence[Flow], path: str | Path, *, title: str = "gradient flow") -> Path:
-    """Draw the figures of the last record over the layers, and with several records norms over updates.
-
-    Args:
-        records: the records, oldest first.
-        path: file of the picture, ending in .png, .svg or .pdf.
-        title: title of the picture.
-
-    Raises:
-        PlanError: the ending is unknown, there is no record, or matplotlib is not installed.
-    """
+    """Draw the figures of the last record over the layers, and with several records norms over updates."""
     shown = [records] if isinstance(records, Flow) else [*records]
     if not shown:
         raise PlanError(f"Expected records to draw, got {shown}. Make an update first, or lower `every`.")

@@ -82,16 +82,9 @@ class Recipe:
         return {parameter.name: parameter.default for parameter in parameters}
 
     def prepare(self, data: str | None = None, *, seed: int = 0, **asked: Any) -> Training:
-        """Read the rows and build model and loss. The random state is unchanged.
+        """Read the rows and build model and loss from the options asked for. The random state is unchanged.
 
-        Args:
-            data: name or path of a data set. None for the recipe's default.
-            seed: seed of the initial weights, and of masks.
-            asked: options that differ from their defaults.
-
-        Raises:
-            PlanError: the recipe has no such option, or the value is not supported.
-            DataError: the data set cannot be read, or does not suit the recipe.
+        The seed is that of the initial weights, and of masks.
         """
         if unknown := sorted(asked.keys() - self.options.keys()):
             raise PlanError(

@@ -83,10 +83,7 @@ class Share:
             raise
 
     def can_save(self, error: BaseException, steps: int) -> bool:
-        """Return True if a checkpoint of so many steps can follow an error, which came in no update.
-
-        In lockstep all ranks are told, and must have made as many steps.
-        """
+        """Return True if an error came in no update; in lockstep, if all ranks then have as many steps."""
         at = steps if isinstance(error, Exception) and not has_written(error) else 0
         if not self.is_lockstep:
             return at > 0
