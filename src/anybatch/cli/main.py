@@ -8,17 +8,19 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from anybatch.batchnorm import BATCH_NORM_CHOICES
 from anybatch.check import check, refuse_without_data
-from anybatch.cli import plan as plan_action, report as report_action, selftest, target, train as actions
-from anybatch.core import AnybatchError
+from anybatch.cli import plan as plan_action, selftest, target, train as actions
+from anybatch.core import AnybatchError, DataError, format_bytes
 from anybatch.memory import CARDS_BY_NAME
+from anybatch.observe import report_page
 from anybatch.parallel import is_launched, rank, record
 from anybatch.precision import NAMED, NON_FINITE_POLICIES
 from anybatch.recipes import RECIPES
-from anybatch.train import to_json, version
+from anybatch.train import checkpoint, to_json, version
 
 _TARGET = "package.module:function that returns (model, loss, batch), or a recipe"
 _ROWS = "package.module:function that returns (model, loss, training rows, validation rows)"
@@ -88,7 +90,7 @@ def _resumed(folder: str, arguments: Sequence[str] | None) -> argparse.Namespace
 
 
 def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    actions.check_rows(options)
+    actions.check_ranges(options)
     found = target.find(options.target, options.data, actions.recipe_options(options))
     refuse_without_data(found.model, found.loss)  # such a model cannot be moved either
     if options.device != "auto" or ":" not in options.target:  # else keep the device of the user's function
@@ -103,6 +105,16 @@ def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         options=replace(found.options, batch_norm=options.batch_norm or found.options.batch_norm),
     )
     return json.loads(report.to_json()), str(report)
+
+
+def _report(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Write the page of a run, or of several over one another, from their logs."""
+    first, *others = options.folders
+    page = report_page(first, *others).encode()
+    default = Path(first).parent / "compare.html" if others else Path(first, "report.html")
+    path = Path(options.out or default)
+    checkpoint.write(path, lambda file: file.write_bytes(page), "Name another with --out.", DataError)
+    return {"report": str(path), "bytes": len(page)}, f"report      {path}  ({format_bytes(len(page))})"
 
 
 def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
@@ -187,7 +199,7 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     add("--plot", metavar="FILE", help="draw memory over the step: .png, .svg or .pdf")
     about = "write the page of a run, or of several over one another: one file of HTML with charts"
     reported = commands.add_parser("report", help=about)
-    reported.set_defaults(run=report_action.report)
+    reported.set_defaults(run=_report)
     add = reported.add_argument
     add("folders", metavar="RUN", nargs="+", help="the folder of a run; several are compared, at most 8")
     page = "the page; by default report.html in the folder of the run, or compare.html beside the first"

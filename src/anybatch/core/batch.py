@@ -1,6 +1,6 @@
 """A logical batch cut into micro-batches: every row once, in order, the ragged tail kept."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from operator import itemgetter
@@ -171,8 +171,7 @@ class TensorBatch(Batch):
         build, every = self._nest.build, self._nest.leaves
         if not _are_adjacent(parts):
             for index in parts:
-                places = torch.tensor(index)
-                yield Micro(build(leaf.index_select(0, places.to(leaf.device)) for leaf in every), index)
+                yield Micro(build(_chosen(every, index)), index)
             return
         start, stop, sizes = parts[0][0], parts[-1][-1] + 1, [*map(len, parts)]
         # One call per leaf makes all its views; cutting view by view costs Python time in every micro-batch.
@@ -224,11 +223,8 @@ class TrimmedBatch(TensorBatch):
                 start = padding.length - longest if padding.is_left else 0
                 for leaf, axis in padding.axes:
                     leaves[leaf] = leaves[leaf].narrow(axis, start, longest)
-            places = torch.tensor(rows)
             # A model may need contiguous tensors: views of shorter rows are not.
-            yield Micro(
-                self._nest.build(leaf.index_select(0, places.to(leaf.device)) for leaf in leaves), index
-            )
+            yield Micro(self._nest.build(_chosen(leaves, rows)), index)
 
     def only(self, indices: Sequence[int]) -> "TrimmedBatch":
         """Return a batch of these rows, trimmed in the same way."""
@@ -282,6 +278,11 @@ class OpenBatch(Batch):
     """The null batch of a window: its rows come later, one micro-batch at a time."""
 
     __slots__ = ()
+
+
+def _chosen(leaves: Iterable[Tensor], rows: Sequence[int]) -> Iterator[Tensor]:
+    places = torch.tensor(rows)
+    return (leaf.index_select(0, places.to(leaf.device)) for leaf in leaves)
 
 
 def _copied(leaf: Tensor) -> Tensor:

@@ -374,8 +374,7 @@ def default_generators(device_module: Any) -> Sequence[torch.Generator]:
 
 def default_store(c10d: Any) -> Any:
     """Return the store of the default process group in `torch.distributed`'s c10d. If missing: None."""
-    read: Any = getattr(c10d, "_get_default_store", lambda: None)
-    return read()
+    return getattr(c10d, "_get_default_store", lambda: None)()
 
 
 def told_to_wrapper(model: nn.Module) -> str:

@@ -128,12 +128,6 @@ class Fold(Generic[Item, State, Result]):
     `merge` is associative and commutative, and `init()` is its identity. Cut in time or in space, the result
     is the same.
 
-    Args:
-        init: returns the state of no items.
-        add: returns the next state from a state and one item.
-        merge: returns the state of two parts together from their states.
-        finish: returns the result from the state of all items. Only this function divides.
-
     Example:
         >>> rows = Fold(init=int, add=lambda n, item: n + len(item), merge=lambda a, b: a + b, finish=float)
         >>> rows.run(["ab", "c"])
@@ -142,10 +136,10 @@ class Fold(Generic[Item, State, Result]):
         3.0
     """
 
-    init: Callable[[], State]
+    init: Callable[[], State]  # returns the state of no items
     add: Callable[[State, Item], State]
-    merge: Callable[[State, State], State]
-    finish: Callable[[State], Result]
+    merge: Callable[[State, State], State]  # returns the state of two parts together
+    finish: Callable[[State], Result]  # only this function divides
 
     def collect(self, items: Iterable[Item]) -> State:
         """Return the state after these items, not yet finished."""

@@ -41,10 +41,9 @@ def read_images(folder: Path, image_size: int | None = None) -> DataSplit:
         if extra := [name for name in others if name not in classes]:
             raise DataError(f"{held[0]}: expected the classes {list(classes)}, got also {extra}; move them")
     else:
-        places = [(place, row) for name in classes for place, row in enumerate(found[name])]
-        is_held = [place % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 for place, _ in places]
-        test = [row for row, out in zip(train, is_held, strict=True) if out]
-        train = [row for row, out in zip(train, is_held, strict=True) if not out]
+        places = [place for name in classes for place in range(1, len(found[name]) + 1)]
+        test = [row for row, place in zip(train, places, strict=True) if place % HELD_OUT_EVERY == 0]
+        train = [row for row, place in zip(train, places, strict=True) if place % HELD_OUT_EVERY]
     if len(classes) < 2 or not test:
         raise DataError(
             f"{folder}: expected folders of two classes or more, with images to test on, got "

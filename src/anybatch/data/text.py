@@ -86,9 +86,8 @@ def read_lines(source: str, *, labelled: bool) -> Lines:
     classes = sorted({label for label, _ in rows})
     if labelled and len(classes) < 2:
         raise DataError(f"{source}: expected two labels or more, got only {classes[0]!r}; add another")
-    held = [number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 for number in range(len(rows))]
-    train = [row for row, is_held in zip(rows, held, strict=True) if not is_held]
-    test = [row for row, is_held in zip(rows, held, strict=True) if is_held]
+    train = [row for number, row in enumerate(rows, 1) if number % HELD_OUT_EVERY]
+    test = rows[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     return Lines(
         train=[text for _, text in train],
         train_labels=[classes.index(label) for label, _ in train],

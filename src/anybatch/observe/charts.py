@@ -264,9 +264,8 @@ def _coded(low: Numbers, high: Numbers, *, log: bool, more: bool) -> dict[str, A
     positive = high[high > 0]
     positive = np.concatenate([positive, low[low > 0]]) if log else np.array([0.0, max(1.0, *positive, 1.0)])
     scaled = np.log10 if log else np.asarray
-    least, most = (
-        (float(scaled(one)) for one in (positive.min(), positive.max())) if len(positive) else (0, 0)
-    )
+    ends = (positive.min(), positive.max()) if len(positive) else (1.0, 1.0)  # of which the logarithm is 0
+    least, most = (float(scaled(one)) for one in ends)
 
     def code(values: Numbers) -> str:
         with np.errstate(all="ignore"):

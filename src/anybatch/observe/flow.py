@@ -128,14 +128,11 @@ class GradientFlow(Callback):
         self.history.clear()
 
     def draw(self, path: str | Path, *, title: str = "gradient flow") -> Path:
-        """Draw the last record, and below it all of `history`.
+        """Draw the last record, and below it all of `history`; return the path.
 
         Args:
             path: file of the picture, ending in .png, .svg or .pdf.
             title: title of the picture.
-
-        Returns:
-            The path.
 
         Raises:
             PlanError: nothing was recorded yet, the ending is unknown, or matplotlib is not installed.

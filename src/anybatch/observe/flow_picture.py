@@ -97,10 +97,9 @@ def _shade(panels: Sequence[Any], flow: Flow) -> None:
         label = f"{len(found)} {mark}: {', '.join(found[:_MOST_LISTED])}{more}"
         for index, one in enumerate(flow.marks):
             if one == mark:
+                look = {"color": colour, "alpha": 0.25, "linewidth": 0, "label": label}
                 for panel in panels[:2]:
-                    panel.axvspan(
-                        index - 0.5, index + 0.5, color=colour, alpha=0.25, linewidth=0, label=label
-                    )
+                    panel.axvspan(index - 0.5, index + 0.5, **look)
                 label = ""
 
 

@@ -180,9 +180,9 @@ def _name(run: RunLog, start: Line) -> str:
 
 def _status(run: RunLog) -> str:
     total = whole(run.starts[-1].get("total_updates")) if run.starts else None
-    if not run.steps:
-        return f"No update was made yet{f' of {total:,}' if total else ''}."
     of = f" of {total:,}" if total else ""
+    if not run.steps:
+        return f"No update was made yet{of}."
     made = f"{run.steps[-1]:,}{of} updates were made."
     if run.stopped is not None:
         early = "" if total and run.steps[-1] >= total else " The run stopped before its end."

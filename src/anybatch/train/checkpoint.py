@@ -195,7 +195,7 @@ def restore(
     if optimizers:
         _check_classes(checkpoint, "optimizers", [name for name, *_ in checkpoint.optimizers], optimizers)
         for (_, _, names), optimizer in zip(checkpoint.optimizers, optimizers, strict=True):
-            _check_groups(checkpoint, names, _parameter_names(model, loss, optimizer), optimizer)
+            _check_groups(checkpoint.path, names, _parameter_names(model, loss, optimizer), optimizer)
     if schedulers:
         _check_classes(checkpoint, "schedulers", [name for name, _ in checkpoint.schedulers], schedulers)
     # load_state_dict may still refuse a state; then everything is put back.
@@ -317,15 +317,13 @@ def _check_classes(checkpoint: Checkpoint, what: str, there: list[str], here: It
         )
 
 
-def _check_groups(
-    checkpoint: Checkpoint, there: list[list[str]], here: list[list[str]], optimizer: Optimizer
-) -> None:
+def _check_groups(path: Path, there: list[list[str]], here: list[list[str]], optimizer: Optimizer) -> None:
     if there != here:
         sizes = [[len(group) for group in groups] for groups in (here, there)]
         pairs = zip(chain(*here), chain(*there), strict=False)
         first = next((f": {one} where it has {other}" for one, other in pairs if one != other), "")
         raise CheckpointError(
-            f"{checkpoint.path}: expected {type(optimizer).__name__} with groups of {sizes[0]} parameters, "
+            f"{path}: expected {type(optimizer).__name__} with groups of {sizes[0]} parameters, "
             f"got {sizes[1]}{first}. Make the optimizer from the same parameters in the same order."
         )
 

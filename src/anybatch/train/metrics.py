@@ -120,11 +120,9 @@ def evaluate(
             for name, fold in folds.items():
                 states[name] = fold.add(states[name], _pair(outputs, micro))
             outputs.clear()
-    parts = rows.share.gather("a validation", (sums, undivided, states))
-    for index, (more_sums, more_undivided, more_states) in enumerate(parts):
-        if not index:  # all ranks merge in one order
-            sums, undivided, states = more_sums, more_undivided, more_states
-            continue
+    gathered = rows.share.gather("a validation", (sums, undivided, states))
+    (sums, undivided, states), *others = gathered  # all ranks merge in one order
+    for more_sums, more_undivided, more_states in others:
         undivided |= more_undivided
         sums |= {name: sums.get(name, Total.zero()) + total for name, total in more_sums.items()}
         states = {name: fold.merge(states[name], more_states[name]) for name, fold in folds.items()}

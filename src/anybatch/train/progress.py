@@ -28,20 +28,16 @@ class ProgressBar(Callback):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._epochs = info.epochs
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            TextColumn("update"),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            transient=True,
+        epoch, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
+        count, left = (
+            (TextColumn("update"), MofNCompleteColumn()),
+            (TimeRemainingColumn(), TextColumn("left")),
         )
-        self._done, epoch = info.done_updates, self._epoch_after(info.done_epochs)
-        self._task = self._bar.add_task(epoch, total=info.total_updates, completed=self._done, figures="")
+        columns = epoch, BarColumn(bar_width=None), *count, figures, *left
+        is_file = not self._console.is_terminal
+        self._bar = Progress(*columns, console=self._console, disable=is_file, transient=True)
+        self._done, told = info.done_updates, self._epoch_after(info.done_epochs)
+        self._task = self._bar.add_task(told, total=info.total_updates, completed=self._done, figures="")
         self._last, self._rows = time.perf_counter(), 0
         self._bar.start()
 

@@ -337,14 +337,7 @@ class Trainer:
     def _train_rows(self, interruption: Interruption) -> int:
         rows, clock = 0, time.perf_counter()
         for batch in self._batches():
-            self._reports.clear()
-            errors: list[Exception] = []
-            try:
-                self.step(batch)
-            except Exception as error:
-                if not self._reports:
-                    raise
-                errors.append(error)  # of a callback, after the step
+            errors = _made(self.step, batch, self._reports)
             (report,) = self._reports
             rows += report.rows
             if report.cut:
@@ -374,12 +367,10 @@ class Trainer:
             batch_size=self.batch_size, seed=self.seed, epoch=self.epoch, start=self._batch, digest=digest
         )
         with closing(left):
-            while True:
-                self._share.draw_apart(self.seed, self.steps)
-                batch = next(left, _END)
-                if batch is _END:
-                    return
+            self._share.draw_apart(self.seed, self.steps)  # before each batch is loaded
+            for batch in left:
                 yield batch
+                self._share.draw_apart(self.seed, self.steps)
 
     def _is_time_to_save(self) -> bool:
         is_late = self.save_minutes and time.monotonic() - self._saved >= 60 * self.save_minutes
@@ -422,7 +413,16 @@ class Trainer:
                     number(self.out, self.steps, keep=self.keep)
 
 
-_END: Any = object()  # marks the end of an epoch's batches
+def _made(step: Step, batch: Any, reports: list[StepReport]) -> list[Exception]:
+    """Make a step, which notes its report; return what a callback has raised after that."""
+    reports.clear()
+    try:
+        step(batch)
+    except Exception as error:
+        if not reports:
+            raise
+        return [error]
+    return []
 
 
 def _report(trainer: Trainer, validation: Mapping[str, float], rows: int, seconds: float) -> EpochReport:
