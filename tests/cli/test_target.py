@@ -83,10 +83,10 @@ def test_function_of_the_current_directory(here: str) -> None:
     assert target.find(f"{here}:with_collate", "digits").collate.__name__ == "collate"
     assert isinstance(target.find(f"{here}:with_optimizer", "digits").optimizer, torch.optim.SGD)
     assert sys.path == path
-    moved = found.to(torch.device("meta"))
-    assert {leaf.device.type for leaf in (*moved.batch, *moved.model.parameters())} == {"meta"}
+    moved = found.to(torch.device("meta"), rows=True)
+    assert {leaf.device.type for leaf in (*moved.train, *moved.model.parameters())} == {"meta"}
     found = target.find("lenet5", "digits")
-    assert len(found.batch[0]) == len(found.batch[1]) == target.FIRST_ROWS
+    assert len(found.train[0]) == len(found.train[1]) == target.FIRST_ROWS
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,19 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
-from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from anybatch.batchnorm import BATCH_NORM_CHOICES
 from anybatch.check import check, refuse_without_data
-from anybatch.cli import plan as plan_action, report as report_action, selftest, target, train as actions
-from anybatch.core import AnybatchError
+from anybatch.cli import plan as plan_action, selftest, target, train as actions
+from anybatch.core import AnybatchError, DataError, format_bytes
 from anybatch.memory import CARDS_BY_NAME
+from anybatch.observe import report_page
 from anybatch.parallel import is_launched, rank, record
 from anybatch.precision import NAMED, NON_FINITE_POLICIES
 from anybatch.recipes import RECIPES
-from anybatch.train import to_json
+from anybatch.train import checkpoint, to_json, version
 
 _TARGET = "package.module:function that returns (model, loss, batch), or a recipe"
 _ROWS = "package.module:function that returns (model, loss, training rows, validation rows)"
@@ -33,7 +34,6 @@ _RECIPE_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "label_smoothing": (float, "lenet5, resnet: how far targets are smoothed, from 0 to 1"),
 }
 _DEVICE = "cpu, an accelerator as torch names it, or auto"
-_JSON = "print one JSON object and nothing else on standard output"
 _PRECISION = f"{', '.join(NAMED)}: dtypes to store and compute in; the true ones store weights in 16 bits"
 
 
@@ -90,15 +90,15 @@ def _resumed(folder: str, arguments: Sequence[str] | None) -> argparse.Namespace
 
 
 def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    actions.check_rows(options)
+    actions.check_ranges(options)
     found = target.find(options.target, options.data, actions.recipe_options(options))
     refuse_without_data(found.model, found.loss)  # such a model cannot be moved either
     if options.device != "auto" or ":" not in options.target:  # else keep the device of the user's function
-        found = found.to(actions.find_device(options.device))
+        found = found.to(actions.find_device(options.device), rows=True)
     report = check(
         found.model,
         found.loss,
-        found.batch,
+        found.train,
         collate=found.collate,
         micro_batch=options.micro_batch,
         rows=options.rows,
@@ -107,12 +107,22 @@ def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return json.loads(report.to_json()), str(report)
 
 
+def _report(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Write the page of a run, or of several over one another, from their logs."""
+    first, *others = options.folders
+    page = report_page(first, *others).encode()
+    default = Path(first).parent / "compare.html" if others else Path(first, "report.html")
+    path = Path(options.out or default)
+    checkpoint.write(path, lambda file: file.write_bytes(page), "Name another with --out.", DataError)
+    return {"report": str(path), "bytes": len(page)}, f"report      {path}  ({format_bytes(len(page))})"
+
+
 def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
     """Return the parser of all commands; `settings` are the defaults of `train` for a resume."""
     parser = argparse.ArgumentParser(
         prog="anybatch", description="Train with any batch size in the memory you have, and the same result."
     )
-    parser.add_argument("--version", action="version", version=f"anybatch {_version()}")
+    parser.add_argument("--version", action="version", version=f"anybatch {version() or 'unknown'}")
     commands = parser.add_subparsers(dest="command", required=True)
     together = "rows that go through the model together; if not given,"
     within = f"{together} what is fastest within --memory, or all of a batch without it"
@@ -123,9 +133,8 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     add = train.add_argument
     add("--batch-size", type=int, default=128, help="rows of one update, at least 1")
     add("--memory", help='budget: "12GB", "2GiB", "80%%" or auto; the fastest plan within it is chosen')
-    add(
-        "--ranks", type=int, default=1, help="processes that share out each batch on this machine, at least 1"
-    )
+    ranks = "processes that share out each batch on this machine, at least 1"
+    add("--ranks", type=int, default=1, help=ranks)
     add("--epochs", type=int, default=10, help="passes over the training rows in all, at least 1")
     named = "if not given, the recipe's own, or adamw"
     add("--optimizer", choices=tuple(actions.OPTIMIZERS), help=named)
@@ -160,13 +169,10 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     exported: argparse.ArgumentParser = commands.add_parser("export", help=purpose)
     exported.set_defaults(run=actions.export)
     add = exported.add_argument
-    add(
-        "checkpoint",
-        help="a checkpoint, or the folder of a run: the best one, or the last where there is none",
-    )
+    named = "a checkpoint, or the folder of a run: the best one, or the last where there is none"
+    add("checkpoint", help=named)
     add("--out", required=True, help="file to write: .safetensors, or .pt or .pth for torch.load")
     add("--ema", action="store_true", help="the averaged weights of a run with --ema")
-    add("--json", action="store_true", help="print one JSON object and nothing else on standard output")
     purpose = "prove that split equals whole, or find what prevents it"
     tried = "a size of micro-batches to be tried besides those that are tried anyway"
     checked = _command(commands, "check", purpose, _check, micro_batch=tried)
@@ -193,51 +199,35 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     add("--plot", metavar="FILE", help="draw memory over the step: .png, .svg or .pdf")
     about = "write the page of a run, or of several over one another: one file of HTML with charts"
     reported = commands.add_parser("report", help=about)
-    reported.set_defaults(run=report_action.report)
+    reported.set_defaults(run=_report)
     add = reported.add_argument
     add("folders", metavar="RUN", nargs="+", help="the folder of a run; several are compared, at most 8")
     page = "the page; by default report.html in the folder of the run, or compare.html beside the first"
     add("--out", metavar="FILE", help=page)
-    add("--json", action="store_true", help=_JSON)
     purpose = "compare small models on a device with the CPU's whole batch; a table for an issue"
     tested: argparse.ArgumentParser = commands.add_parser("selftest", help=purpose)
-    tested.set_defaults(run=selftest.selftest, version=_version())
+    tested.set_defaults(run=selftest.selftest, version=version() or "unknown")
     tested.add_argument("--device", default="auto", help=_DEVICE)
-    tested.add_argument("--json", action="store_true", help=_JSON)
+    told = "print one JSON object and nothing else on standard output"
+    for command in (train, evaluate, exported, checked, planned, reported, tested):
+        command.add_argument("--json", action="store_true", help=told)
     return parser
 
 
 def _add_recipe_options(parser: argparse.ArgumentParser) -> None:
     for name, (kind, purpose) in _RECIPE_OPTIONS.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=kind, help=f"{purpose}; default: the recipe's"
-        )
-
-
-def _version() -> str:
-    try:
-        return metadata.version("anybatch")
-    except metadata.PackageNotFoundError:  # not installed
-        return "unknown"
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=kind, help=f"{purpose}; default: the recipe's")
 
 
 def _command(
-    commands: Any,
-    name: str,
-    purpose: str,
-    run: Callable[..., Any],
-    *,
-    micro_batch: str,
-    device: str = _DEVICE,
+    commands: Any, name: str, purpose: str, run: Callable[..., Any], micro_batch: str, device: str = _DEVICE
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=purpose, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    shows_defaults = argparse.ArgumentDefaultsHelpFormatter
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=purpose, formatter_class=shows_defaults)
     parser.set_defaults(run=run)
-    add = parser.add_argument
     kinds = "digits, a folder (MNIST, CIFAR-10, images by class), python, or a text; default: the recipe's"
-    add("--data", help=kinds)
-    add("--micro-batch", type=int, help=micro_batch)
-    add("--device", default="auto", help=device)
-    add("--json", action="store_true", help=_JSON)
+    parser.add_argument("--data", help=kinds)
+    parser.add_argument("--micro-batch", type=int, help=micro_batch)
+    parser.add_argument("--device", default="auto", help=device)
     return parser

@@ -19,7 +19,7 @@ OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Ad
 
 def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Run `anybatch plan`: return the fastest plan within a budget, before anything runs."""
-    actions.check_rows(options)
+    actions.check_ranges(options)
     if options.plot:
         figure.checked(options.plot)  # before planning, which may take a while
     found = target.find(options.target, options.data, actions.recipe_options(options))
@@ -31,7 +31,7 @@ def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         found.model,
         found.loss,
         optimizer,
-        found.batch,
+        found.train,
         memory=None if options.memory == "none" else options.memory,
         rows=options.batch_size,
         device=None if options.device == "auto" else options.device,

@@ -5,16 +5,14 @@ import os
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core import Collate, PlanError, tree
+from anybatch.core import PlanError
 from anybatch.recipes import RECIPES, Training, find_recipe
-from anybatch.step import DEFAULT, Options
 
 FIRST_ROWS = 64  # rows of a recipe's data from which the check chooses
 
@@ -24,40 +22,14 @@ HINT = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Target:
-    """Model, loss and batch for `anybatch.check`, with an optional collate and optimizer."""
-
-    model: nn.Module
-    loss: Any
-    batch: Any
-    collate: Collate | None = None
-    optimizer: Optimizer | None = None  # for `anybatch plan`; None for its default
-    options: Options = DEFAULT  # of a recipe
-
-    def to(self, device: torch.device) -> "Target":
-        """Return the target on a device; samples are unchanged, as their `collate` must move them."""
-        loss = self.loss.to(device) if isinstance(self.loss, nn.Module) else self.loss
-        batch = self.batch
-        if self.collate is None:
-            batch = tree.map_leaves(lambda leaf: leaf.to(device), batch)
-        return replace(self, model=self.model.to(device), loss=loss, batch=batch)
-
-
-def find(name: str, data_name: str | None, asked: Mapping[str, Any] | None = None) -> Target:
-    """Return a target of `anybatch check` and `anybatch plan` from the arguments of `find_training`."""
-    if ":" not in name and name not in RECIPES:
+def find(name: str, data_name: str | None, asked: Mapping[str, Any] | None = None) -> Training:
+    """Return a target of `anybatch check` and `anybatch plan`, whose training rows are one batch."""
+    if ":" in name:
+        return find_training(name, None, 0, asked or {})
+    if name not in RECIPES:
         raise PlanError(f"Expected a target, got {name!r}. {HINT}: {', '.join(RECIPES)}.")
-    is_own = ":" in name
-    found = find_training(name, None if is_own else data_name, 0, asked or {})
-    return Target(
-        model=found.model,
-        loss=found.loss,
-        batch=found.train if is_own else found.first(FIRST_ROWS),
-        collate=found.collate,
-        optimizer=found.optimizer,
-        options=found.options,
-    )
+    found = find_training(name, data_name, 0, asked or {})
+    return replace(found, train=found.first(FIRST_ROWS))
 
 
 def find_training(name: str, data_name: str | None, seed: int, asked: Mapping[str, Any]) -> Training:
@@ -76,11 +48,8 @@ def find_training(name: str, data_name: str | None, seed: int, asked: Mapping[st
     # A batch may be a callable mapping; a collate is callable and no mapping.
     collates = [part for part in parts[3:] if callable(part) and not isinstance(part, Mapping)]
     rest = [part for part in parts if not any(part is one for one in (*optimizers, *collates))]
-    if (
-        max(len(optimizers), len(collates)) > 1
-        or len(rest) not in (3, 4)
-        or not isinstance(rest[0], nn.Module)
-    ):
+    is_unclear = max(len(optimizers), len(collates)) > 1 or len(rest) not in (3, 4)
+    if is_unclear or not isinstance(rest[0], nn.Module):
         kinds = [type(part).__name__ for part in parts] or type(returned).__name__
         raise PlanError(
             f"Expected {name} to return (model, loss, batch) and perhaps validation rows and a collate, got "
@@ -123,8 +92,7 @@ def _function(name: str) -> Callable[[], Any]:
 
 @contextmanager
 def _importable_from_here() -> Generator[None]:
-    before = list(sys.path)
-    sys.path.insert(0, os.getcwd())
+    before, sys.path[:0] = list(sys.path), [os.getcwd()]
     try:
         yield
     finally:

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,19 +17,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from anybatch.batchnorm import find_batch_norms
 from anybatch.cli.target import find_training
-from anybatch.core import (
-    AnybatchError,
-    Callback,
-    CheckpointError,
-    DataError,
-    PlanError,
-    RankError,
-    accelerator,
-    counted,
-    format_bytes,
-    format_count,
-    format_seconds,
-)
+from anybatch.core import Callback, accelerator, counted, errors, format_bytes, format_count, format_seconds
 from anybatch.losses import ModelLoss
 from anybatch.memory import find_device as meter_device, parse_memory
 from anybatch.observe import GradientFlow
@@ -48,7 +36,6 @@ from anybatch.train import (
     load_newest,
     peak_bytes,
     to_json,
-    write_whole,
 )
 
 SETTINGS = "settings.json"  # the first options of a run, in its folder
@@ -57,6 +44,17 @@ _WHERE = ("device", "ranks", "servers", "workers", "cluster")
 # "data" may change, because the trainer compares the rows.
 _MAY_CHANGE = ("epochs", "data", "compile", "micro_batch", "memory", "keep", "save_minutes", *_WHERE)
 _OF_SERVERS = ("workers", "cluster")
+
+#: Ranges of numbers, in words and as a test.
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "batch-size micro-batch ranks epochs patience": ("at least 1", lambda value: value >= 1),
+    "rows": ("at least 2", lambda value: value >= 2),
+    "warm-up keep save-minutes": ("at least 0", lambda value: 0 <= value < math.inf),
+    "momentum validation ema": ("from 0 to below 1", lambda value: 0 <= value < 1),
+    "label-smoothing": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "lr": ("above 0", lambda value: 0 < value < math.inf),
+    "seed": ("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63),
+}
 
 #: Optimizers of `anybatch train`.
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
@@ -69,7 +67,7 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     torch.manual_seed(options.seed)  # before the user's function makes its model
     training = _found(options)
     device = find_device(options.device)
-    trainer, out = _prepare(options, training, device)
+    trainer, out = _prepare(options, training.to(device), device)
     if not rank():
         _write_settings(options, out / SETTINGS)
     before_updates, before_seconds = trainer.updates, trainer.seconds
@@ -77,7 +75,7 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     try:
         with strategy if isinstance(strategy, ParameterServer) else nullcontext():
             trainer.fit(epochs=options.epochs)
-    except AnybatchError:
+    except errors.AnybatchError:
         if not (trainer.updates or rank()):
             _remove_files(out)
         raise
@@ -111,7 +109,7 @@ def start_ranks(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     out = _folder(options)
     try:
         launch(options.ranks, ["anybatch", *arguments, "--out", str(out)])
-    except (RankError, KeyboardInterrupt) as error:
+    except (errors.RankError, KeyboardInterrupt) as error:
         how = f"Go on with: anybatch train --resume {out}" if (out / LAST).is_file() else ""
         raise type(error)(f"{error} {how}".strip()) from None
 
@@ -127,7 +125,7 @@ def _found(options: argparse.Namespace) -> Training:
     training = find_training(options.recipe, options.data, options.seed, recipe_options(options))
     if training.optimizer is not None:
         if given := [name for name in ("optimizer", "lr") if getattr(options, name) is not None]:
-            raise PlanError(
+            raise errors.PlanError(
                 f"Expected no options for the optimizer of {training.name}, which makes its own, got "
                 f"{', '.join(given)}. Leave them out."
             )
@@ -140,35 +138,22 @@ def _found(options: argparse.Namespace) -> Training:
 
 
 def _check(options: argparse.Namespace) -> None:
-    check_rows(options)
-    _check_range(options, "ranks", "at least 1", options.ranks >= 1)
+    check_ranges(options)
     _check_range(options, "ranks", "1 with --servers", options.servers is None or options.ranks == 1)
     _servers(options)
-    _check_range(options, "epochs", "at least 1", options.epochs >= 1)
-    _check_range(options, "lr", "above 0", options.lr is None or 0 < options.lr < math.inf)
-    _check_range(options, "momentum", "from 0 to below 1", 0 <= options.momentum < 1)
-    smoothing = options.label_smoothing
-    _check_range(options, "label-smoothing", "from 0 to 1", smoothing is None or 0 <= smoothing <= 1)
-    _check_range(options, "warm-up", "at least 0", options.warm_up >= 0)
-    _check_range(options, "validation", "from 0 to below 1", 0 <= options.validation < 1)
-    _check_range(options, "patience", "at least 1", options.patience is None or options.patience >= 1)
     has_rows = options.patience is None or options.validation > 0
     _check_range(options, "patience", "given with --validation above 0", has_rows)
-    _check_range(options, "ema", "from 0 to below 1", options.ema is None or 0 <= options.ema < 1)
-    _check_range(options, "keep", "at least 0", options.keep >= 0)
-    _check_range(options, "save-minutes", "at least 0", 0 <= options.save_minutes < math.inf)
-    _check_range(options, "seed", "from 0 to 2**63 - 1", 0 <= options.seed < 2**63)
     if options.resume and not Path(options.resume, LAST).is_file():
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{options.resume}: expected the folder of a run, got no file {LAST} in it. Check the path."
         )
-    if options.recipe is None and options.resume:
-        raise CheckpointError(
-            f"{options.resume}: expected {SETTINGS} with the options of the run, got no such file. Name the "
-            "recipe and all options that it was started with."
-        )
     if options.recipe is None:
-        raise PlanError(
+        if options.resume:
+            raise errors.CheckpointError(
+                f"{options.resume}: expected {SETTINGS} with the options of the run, got no such file. Name "
+                "the recipe and all options that it was started with."
+            )
+        raise errors.PlanError(
             f"Expected a recipe, got none. Name one of: {', '.join(RECIPES)}, or package.module:function."
         )
 
@@ -185,7 +170,7 @@ def read_settings(folder: str) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{path}: expected the options of a run as JSON, got {error}. Delete the file, and name the "
             "recipe and all options that the run was started with."
         ) from None
@@ -203,7 +188,7 @@ def check_same(was: argparse.Namespace, now: argparse.Namespace) -> None:
     if now.out and Path(now.out).resolve() != Path(now.resume).resolve():
         changed.append(f"--out {now.out}")
     if changed:
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{now.resume}: expected the options of the run, got {', '.join(changed)}. Leave them out, or "
             "start a new run without --resume."
         )
@@ -223,37 +208,34 @@ def _write_settings(options: argparse.Namespace, path: Path) -> None:
         kept["clip_norm"] = "inf"  # JSON has no infinity
     if options.data not in (None, *[recipe.data for recipe in RECIPES.values()]):
         kept["data"] = os.path.abspath(options.data)  # a resume may have another working directory
-    try:
-        write_whole(path, lambda file: file.write_text(to_json(kept) + "\n", encoding="utf-8"))
-    except OSError as error:
-        raise DataError(
-            f"{path}: expected a file that can be written, got: {error.strerror}. Choose another folder."
-        ) from None
+    text = to_json(kept) + "\n"
+    checkpoint.write(
+        path, lambda file: file.write_text(text, encoding="utf-8"), "Choose another folder.", errors.DataError
+    )
 
 
-def check_rows(options: argparse.Namespace) -> None:
-    """Raise PlanError for numbers of rows that are too small."""
-    for name, least in {"batch-size": 1, "micro-batch": 1, "rows": 2}.items():
-        rows = getattr(options, name.replace("-", "_"), None)  # a command may lack the option
-        _check_range(options, name, f"at least {least}", rows is None or rows >= least)
+def check_ranges(options: argparse.Namespace) -> None:
+    """Raise PlanError for a number outside its range."""
+    for name, (range_, holds) in [(one, kind) for names, kind in _RANGES.items() for one in names.split()]:
+        value = getattr(options, name.replace("-", "_"), None)  # a command may lack the option
+        _check_range(options, name, range_, value is None or holds(value))
 
 
 def _check_range(options: argparse.Namespace, name: str, range_: str, holds: bool) -> None:
     if not holds:
         value = getattr(options, name.replace("-", "_"))
-        raise PlanError(
+        raise errors.PlanError(
             f"Expected --{name} to be {range_}, got {value}. See anybatch {options.command} --help."
         )
 
 
 def _prepare(options: argparse.Namespace, training: Training, device: torch.device) -> tuple[Trainer, Path]:
-    model = training.model.to(device)
-    optimizer = training.optimizer or _make_optimizer(options, model)
+    model, optimizer = training.model, training.optimizer or _make_optimizer(options, training.model)
     lr = float(optimizer.param_groups[0]["lr"])
     servers = _servers(options)
     step = Step(
         _compiled(model, training) if options.compile else model,
-        _on(device, training.loss),
+        training.loss,
         optimizer,
         micro_batch=options.micro_batch,
         memory=options.memory,
@@ -302,21 +284,18 @@ def _prepare(options: argparse.Namespace, training: Training, device: torch.devi
 def _servers(options: argparse.Namespace) -> ParameterServer | None:
     if options.servers is None:
         if given := [name.replace("_", "-") for name in _OF_SERVERS if getattr(options, name) is not None]:
-            raise PlanError(f"Expected --servers with --{given[0]}, got none. Say --servers 1 as well.")
+            raise errors.PlanError(
+                f"Expected --servers with --{given[0]}, got none. Say --servers 1 as well."
+            )
         return None
     workers = 2 if options.workers is None else options.workers
-    return ParameterServer(
-        options.servers,
-        workers,
-        units=max(8, workers),
-        cluster=options.cluster,
-    )
+    return ParameterServer(options.servers, workers, units=max(8, workers), cluster=options.cluster)
 
 
 def _compiled(model: torch.nn.Module, training: Training) -> torch.nn.Module:
     """Compile for one number of rows; for any number with BatchNorm, which does not allow padding rows."""
     if isinstance(training.loss, ModelLoss):
-        raise PlanError(
+        raise errors.PlanError(
             f"Expected a loss beside the model for --compile, got {training.name} with a model that computes "
             "its own, which is read from its operations. Leave --compile out."
         )
@@ -333,7 +312,7 @@ def _has_room(memory: str | None, model: torch.nn.Module, device: torch.device) 
 
 def _make_optimizer(options: argparse.Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
     if not [*model.parameters()]:
-        raise PlanError(
+        raise errors.PlanError(
             f"Expected a model with parameters, got {type(model).__name__} with none. Return the model to "
             "train."
         )
@@ -345,10 +324,6 @@ def _make_optimizer(options: argparse.Namespace, model: torch.nn.Module) -> torc
 def _warm_up(optimizer: torch.optim.Optimizer, updates: int) -> LinearLR:
     """Return a scheduler that makes update k at k / updates of the learning rate (Goyal et al. 2017)."""
     return LinearLR(optimizer, start_factor=1 / updates, total_iters=updates - 1)
-
-
-def _on(device: torch.device, loss: Any) -> Any:
-    return loss.to(device) if isinstance(loss, torch.nn.Module) else loss
 
 
 def _metrics(training: Training) -> Metrics:
@@ -396,7 +371,7 @@ def export(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if options.ema:
         averages = [kept["average"] for name, kept in found.progress.get("callbacks", ()) if name == "EMA"]
         if not averages or not averages[0]:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{found.path}: expected averaged weights, got a checkpoint with {len(averages)} averages. "
                 "Train with --ema, or leave --ema out."
             )
@@ -414,14 +389,14 @@ def _figures(result: dict[str, Any]) -> str:
 
 def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Run `anybatch eval`: evaluate a checkpoint on held-out rows."""
-    check_rows(options)
+    check_ranges(options)
     path = Path(options.checkpoint)
     if path.is_dir():
         path = path / (BEST if (path / BEST).exists() else LAST)
     found = checkpoint.load(path)
     config = found.progress.get("config", {})
     if "recipe" not in config:
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{path}: expected a checkpoint of a recipe, got one without a recipe's name. Load it from "
             "Python instead."
         )
@@ -431,20 +406,15 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     torch.manual_seed(seed)  # as `train` does: the user's function may draw its rows
     training = find_training(name, data, seed, asked)
     if training.vocabulary != config.get("vocabulary", ""):
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{path}: expected the text that the model was trained on, got {training.name} with another "
             f"vocabulary. Name that text, which was {config.get('data')}, with --data."
         )
-    device = find_device(options.device)
-    model = training.model.to(device)
-    checkpoint.restore(found, model=model)
-    step = Step(
-        model,
-        _on(device, training.loss),
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        micro_batch=options.micro_batch,
-        collate=training.collate,
-    )
+    training = training.to(find_device(options.device))
+    checkpoint.restore(found, model=training.model)
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=1.0)  # makes no update
+    model, loss, collate = training.model, training.loss, training.collate
+    step = Step(model, loss, optimizer, micro_batch=options.micro_batch, collate=collate)
     rows = training.train if training.test is None else training.test
     # The batch size of the training, because a whole-batch loss depends on it.
     trainer = Trainer(
@@ -486,7 +456,7 @@ def find_device(name: str) -> torch.device:
         torch.ones(1, device=device).item()  # raises on a device without memory, such as meta
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise PlanError(
+        raise errors.PlanError(
             f"Expected a device of this machine, got {name!r} ({reason}). Use "
             f"{', '.join({'cpu': 0, here: 0})} or auto."
         ) from None

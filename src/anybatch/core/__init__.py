@@ -48,12 +48,11 @@ from anybatch.core.errors import (
     check_whole as check_whole,
 )
 from anybatch.core.finite import Look as Look, NonFinite as NonFinite, all_finite as all_finite
-from anybatch.core.loaded import all_loaded as all_loaded, loaded as loaded, numpy_random as numpy_random
+from anybatch.core.loaded import loaded as loaded
 from anybatch.core.oom import (
     free_caches as free_caches,
     has_written as has_written,
     is_final as is_final,
-    mark_final as mark_final,
     mark_written as mark_written,
     note as note,
     note_update as note_update,

@@ -1,8 +1,8 @@
 """A logical batch cut into micro-batches: every row once, in order, the ragged tail kept."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
@@ -38,12 +38,8 @@ class Cut:
     @staticmethod
     def of_sizes(sizes: Sequence[int]) -> "Cut":
         """Return parts of these sizes, in order."""
-        parts: list[range] = []
-        start = 0
-        for size in sizes:
-            parts.append(range(start, start + size))
-            start += size
-        return Cut(tuple(parts))
+        stops = accumulate(sizes)
+        return Cut(tuple([range(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -151,14 +147,7 @@ def cut_sizes(rows: int, micro_batch: int) -> list[int]:
 
 
 class TensorBatch(Batch):
-    """Nested tensors that agree in their first axis; micro-batches are views.
-
-    Args:
-        value: any nesting of tensors of shape (rows, ...).
-
-    Raises:
-        BatchError: no tensor, no row, a tensor without a first axis, or first axes that disagree.
-    """
+    """Nested tensors of shape (rows, ...), else BatchError; micro-batches are views."""
 
     __slots__ = ("_nest", "given", "leaves", "rows", "whole")
 
@@ -182,8 +171,7 @@ class TensorBatch(Batch):
         build, every = self._nest.build, self._nest.leaves
         if not _are_adjacent(parts):
             for index in parts:
-                places = torch.tensor(index)
-                yield Micro(build(leaf.index_select(0, places.to(leaf.device)) for leaf in every), index)
+                yield Micro(build(_chosen(every, index)), index)
             return
         start, stop, sizes = parts[0][0], parts[-1][-1] + 1, [*map(len, parts)]
         # One call per leaf makes all its views; cutting view by view costs Python time in every micro-batch.
@@ -203,10 +191,7 @@ class TensorBatch(Batch):
 class TrimmedBatch(TensorBatch):
     """Rows in another order; each micro-batch is a copy, trimmed to its longest row.
 
-    Args:
-        value: as for `TensorBatch`, in the caller's order.
-        paddings: the paddings by the caller's row, for example of encoder and decoder.
-        order: the caller's row at each position.
+    Value and paddings, such as those of encoder and decoder, are in the caller's order.
     """
 
     __slots__ = ("order", "paddings")
@@ -224,10 +209,8 @@ class TrimmedBatch(TensorBatch):
     def keeping(self, column: str) -> "TrimmedBatch":
         """Return the same rows, of which this column (`tree.column`) is not trimmed."""
         kept = {at for at, path in enumerate(self._nest.paths) if tree.column(path) == column}
-        paddings = [
-            replace(one, axes=tuple([axis for axis in one.axes if axis[0] not in kept]))
-            for one in self.paddings
-        ]
+        left = [tuple([axis for axis in one.axes if axis[0] not in kept]) for one in self.paddings]
+        paddings = [replace(one, axes=axes) for one, axes in zip(self.paddings, left, strict=True)]
         return TrimmedBatch(self.whole, paddings, self.order)
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
@@ -240,11 +223,8 @@ class TrimmedBatch(TensorBatch):
                 start = padding.length - longest if padding.is_left else 0
                 for leaf, axis in padding.axes:
                     leaves[leaf] = leaves[leaf].narrow(axis, start, longest)
-            places = torch.tensor(rows)
             # A model may need contiguous tensors: views of shorter rows are not.
-            yield Micro(
-                self._nest.build(leaf.index_select(0, places.to(leaf.device)) for leaf in leaves), index
-            )
+            yield Micro(self._nest.build(_chosen(leaves, rows)), index)
 
     def only(self, indices: Sequence[int]) -> "TrimmedBatch":
         """Return a batch of these rows, trimmed in the same way."""
@@ -262,25 +242,15 @@ class TrimmedBatch(TensorBatch):
 
 
 class SampleBatch(Batch):
-    """A list of samples, cut first; each micro-batch is collated separately, so padding stays short.
-
-    Args:
-        samples: one entry per row.
-        collate: builds the nested tensors of a micro-batch from a list of samples.
-        order: the caller's row at each position; empty for the order of the samples.
-
-    Raises:
-        BatchError: `samples` is empty or cannot be indexed.
-    """
+    """A list of samples, cut first; each micro-batch is collated separately, so padding stays short."""
 
     __slots__ = ("collate", "given", "order", "rows", "whole")
 
     draws = True
 
     def __init__(self, samples: Sequence[Any], collate: Collate, order: Sequence[int] = ()) -> None:
-        self.rows, self.order = _num_samples(samples), order
+        self.rows, self.order, self.collate = _num_samples(samples), order, collate
         self.given: Any = samples
-        self.collate = collate
         self.whole: Any = None  # never collated as a whole: that would need the memory the cut saves
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
@@ -308,6 +278,11 @@ class OpenBatch(Batch):
     """The null batch of a window: its rows come later, one micro-batch at a time."""
 
     __slots__ = ()
+
+
+def _chosen(leaves: Iterable[Tensor], rows: Sequence[int]) -> Iterator[Tensor]:
+    places = torch.tensor(rows)
+    return (leaf.index_select(0, places.to(leaf.device)) for leaf in leaves)
 
 
 def _copied(leaf: Tensor) -> Tensor:

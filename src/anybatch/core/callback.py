@@ -136,11 +136,7 @@ def bound(callbacks: Iterable[object], name: str) -> Functions:
 
 
 def check_callbacks(callbacks: object) -> tuple[object, ...]:
-    """Return the callbacks as a tuple.
-
-    Raises:
-        PlanError: one has no method of a callback, or a misspelt one; is a class; or is given twice.
-    """
+    """Return the callbacks as a tuple; raise PlanError if one is none or is given twice."""
     if not isinstance(callbacks, Iterable):
         raise PlanError(f"Expected a list of callbacks, got {callbacks!r}. Write callbacks=[...].")
     found = tuple(callbacks)
@@ -168,16 +164,15 @@ def _fault(one: object) -> str:
                 return f"{one!r} with another {name}(). Write def {name}({', '.join(['self', *given])})."
     has_any = any(bound([one], name) for name in _NOTHING)
     for name in [name for name in dir(one) if name[0] != "_" and name not in _NOTHING]:
-        near = get_close_matches(name, _NOTHING, 1, cutoff=0.85 if has_any else 0.6)
+        near = [
+            repr(other) for other in get_close_matches(name, _NOTHING, 1, cutoff=0.85 if has_any else 0.6)
+        ]
+        if name.startswith("on_"):  # the way of other libraries
+            near.append(f"by one of {', '.join(_NOTHING)}")
         if near and callable(getattr(one, name, None)):
             return (
-                f"{one!r} with a method {name!r}, which is never called. Call it {near[0]!r}, or begin its "
+                f"{one!r} with a method {name!r}, which is never called. Call it {near[0]}, or begin its "
                 "name with an underscore if it is another method."
-            )
-        if name.startswith("on_") and callable(getattr(one, name, None)):  # the way of other libraries
-            return (
-                f"{one!r} with a method {name!r}, which is never called. Call it by one of "
-                f"{', '.join(_NOTHING)}, or begin its name with an underscore if it is another method."
             )
     return "" if has_any else f"{one!r}, which has none of them. Give it one of {', '.join(_NOTHING)}."
 
@@ -235,10 +230,8 @@ class Callbacks:
 
     def due(self) -> Functions:
         """Return the functions that the gradients of a micro-batch are due to."""
-        found = self.of_micro_gradients
-        return (
-            bound([one for one in found if getattr(one, "is_due", True)], "micro_gradients") if found else ()
-        )
+        due = [one for one in self.of_micro_gradients if getattr(one, "is_due", True)]
+        return bound(due, "micro_gradients")
 
     def tell(self, report: StepReport) -> None:
         """Tell the end of a step; an error after the update says that it was made."""

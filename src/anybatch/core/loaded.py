@@ -9,13 +9,3 @@ def loaded(name: str) -> Any:
     """Return the loaded module of this name; None if `sys.modules` has no module there."""
     found: object = sys.modules.get(name)
     return found if isinstance(found, ModuleType) else None
-
-
-def numpy_random() -> Any:
-    """Return `numpy.random`, or None if NumPy is not loaded."""
-    return getattr(loaded("numpy"), "random", None)
-
-
-def all_loaded() -> list[ModuleType]:
-    """Return all loaded modules."""
-    return [one for one in [*sys.modules.values()] if isinstance(one, ModuleType)]

@@ -48,19 +48,14 @@ def is_final(error: BaseException) -> bool:
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error, or a cause of it, says that memory ran out, and it is not final.
-
-    Args:
-        error: the caught error. Texts are read in `RuntimeError` and `OSError` only, so that a text about
-            memory in another error does not count.
-    """
+    """Return True if an error, or a cause of it, says that memory ran out, and it is not final."""
     seen: set[int] = set()
     one: BaseException | None = None if is_final(error) else error
     while one is not None and id(one) not in seen:
         seen.add(id(one))
         if isinstance(one, MemoryError | torch.OutOfMemoryError):
             return True
-        if isinstance(one, RuntimeError | OSError):
+        if isinstance(one, RuntimeError | OSError):  # a text about memory in another error does not count
             text = str(one).lower().replace("primitive descriptor", "")  # oneDNN: unsupported dtype
             if any(word in text for word in _SAYINGS) or _NUMPYS.search(text):
                 return True

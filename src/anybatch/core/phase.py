@@ -1,11 +1,8 @@
 """Context flags for lower layers: copying to the host, recomputing a block, running a batch."""
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
-
-_MOVING: ContextVar[bool] = ContextVar("moving to the host", default=False)
-_RECOMPUTING: ContextVar[bool] = ContextVar("recomputing a block", default=False)
-_RUNNING: ContextVar[bool] = ContextVar("running a batch", default=False)
 
 
 class _During:
@@ -21,15 +18,11 @@ class _During:
         self._phase.reset(self._token)
 
 
-moving = partial(_During, _MOVING)
-"""Context: a storage is being copied to the host, so that a meter counts the copy there."""
+def _phase(name: str) -> tuple[Callable[[], _During], Callable[[], bool]]:
+    flag = ContextVar(name, default=False)
+    return partial(_During, flag), flag.get
 
-recomputing = partial(_During, _RECOMPUTING)
-"""Context: a block is being recomputed in backward."""
 
-running = partial(_During, _RUNNING)
-"""Context: a step runs forward and backward of a batch."""
-
-is_moving = _MOVING.get
-is_recomputing = _RECOMPUTING.get
-is_running = _RUNNING.get
+moving, is_moving = _phase("copying a storage to the host, where a meter counts the copy")
+recomputing, is_recomputing = _phase("recomputing a block in backward")
+running, is_running = _phase("running forward and backward of a batch in a step")

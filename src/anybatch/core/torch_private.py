@@ -45,44 +45,27 @@ __all__ = [
 
 # ---- the engine of autograd
 
-_ENGINE: Any = getattr(getattr(torch.autograd, "Variable", None), "_execution_engine", None)
-_run: Any = getattr(_ENGINE, "run_backward", None)
+_run: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
 _is_logged = logging.getLogger("torch.autograd.graph").isEnabledFor
 
 
-def run_backward_publicly(
+def run_backward(
     values: Sequence[Tensor], cotangents: Sequence[Tensor], *, retain_graph: bool = False
 ) -> None:
-    """Call `torch.autograd.backward`; see `run_backward`."""
-    torch.autograd.backward([*values], [*cotangents], retain_graph=retain_graph)
+    """Add the gradients of values to `.grad` of the leaves: `torch.autograd.backward` without its Python.
 
-
-def run_backward_directly(
-    values: Sequence[Tensor], cotangents: Sequence[Tensor], *, retain_graph: bool = False
-) -> None:
-    """Call torch's engine; see `run_backward`."""
-    for value in values:
+    If missing, for subclasses of Tensor, and if torch logs its backward, this is `torch.autograd.backward`:
+    the same numbers, some 10 to 20 us slower. Tuples are fastest.
+    """
+    is_public = not _run or _is_logged(logging.DEBUG)  # the public call logs the name of each node
+    for value in () if is_public else values:
         # Subclasses may define their own backward. Compiled code reads, in the thread of a device, the
         # context that the public call leaves there.
-        if type(value) is not Tensor or not (value.is_cpu or _COMPILER not in sys.modules):
-            return run_backward_publicly(values, cotangents, retain_graph=retain_graph)
-    if _is_logged(logging.DEBUG):  # the public call logs the name of each node
-        return run_backward_publicly(values, cotangents, retain_graph=retain_graph)
-    # keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
-    _run(tuple(values), tuple(cotangents), retain_graph, False, (), True, True)
-
-
-run_backward = run_backward_publicly if _run is None else run_backward_directly
-"""Add the gradients of values to `.grad` of the leaves: `torch.autograd.backward` without its Python.
-
-If torch's engine cannot be called, for subclasses of Tensor, and if torch logs its backward, this is
-`torch.autograd.backward`: the same numbers, some 10 to 20 us slower.
-
-Args:
-    values: tensors with a graph; tuples are fastest.
-    cotangents: the gradient with respect to each value, of its shape and dtype.
-    retain_graph: keep the graph for another backward.
-"""
+        is_public |= type(value) is not Tensor or not (value.is_cpu or _COMPILER not in sys.modules)
+    if is_public:
+        torch.autograd.backward([*values], [*cotangents], retain_graph=retain_graph)
+    else:  # keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+        _run(tuple(values), tuple(cotangents), retain_graph, False, (), True, True)
 
 
 def is_in_backward() -> bool:
@@ -98,9 +81,9 @@ def is_graph_kept() -> bool:
     return _keeps_graph()
 
 
-_keeps_graph: Callable[[], bool] = getattr(
-    getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", lambda: True
-)
+_C: Any = torch._C
+_autograd = _C._autograd
+_keeps_graph: Callable[[], bool] = getattr(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 def saved(node: Any, name: str) -> Any:
@@ -118,8 +101,7 @@ def is_packed(node: Any, name: str) -> bool:
 
 # ---- the profiler
 
-_autograd: Any = getattr(torch._C, "_autograd", None)
-_profiler: Any = getattr(torch._C, "_profiler", None)
+_profiler = _C._profiler
 _PROFILER = sys.modules["torch.autograd.profiler"]
 
 
@@ -189,8 +171,8 @@ def is_compiler_loaded() -> bool:
     return _COMPILER in sys.modules
 
 
-not_compiled: Any = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
-"""Exclude a function from compilation. If missing: `torch.compiler.disable`, which imports the compiler."""
+not_compiled: Any = torch._disable_dynamo
+"""Exclude a function from compilation, without an import of the compiler."""
 
 
 disable_current_modes: Callable[[], AbstractContextManager[object]] = getattr(
@@ -243,44 +225,32 @@ _read_version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a key that is unique among live storages. If missing: the address of its memory."""
-    storage = tensor.untyped_storage()
-    key = getattr(storage, "_cdata", None)
-    return storage.data_ptr() if key is None else key
+    """Return a key that is unique among live storages."""
+    return tensor.untyped_storage()._cdata
 
 
-def _count_holders(tensor: Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def holders(tensor: Tensor) -> int:
+    """Return the reference count of a tensor's storage; above `ALONE` if it is shared, or if missing."""
+    return _count_holders(tensor.untyped_storage()._cdata)
 
 
-def _count_none(tensor: Tensor) -> int:
-    return 1
-
-
-_COUNTS_HOLDERS = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.UntypedStorage, "_cdata")
-
-holders = _count_holders if _COUNTS_HOLDERS else _count_none
-"""Return the reference count of a tensor's storage; above `ALONE` if it is shared.
-
-If missing: always above `ALONE`, so that memory counts as shared.
-"""
-
-ALONE = holders(torch.empty(1)) if _COUNTS_HOLDERS else 0
+_count_holders: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: 1)
+ALONE = holders(torch.empty(1)) if hasattr(torch._C, "_storage_Use_Count") else 0
 
 
 HOOKS_OF_TENSORS = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 def hooks_of_tensor(tensor: Tensor) -> list[Mapping[int, Any]]:
-    """Return hooks on a tensor's gradient, and hooks after its accumulation. If missing: none."""
-    return [getattr(tensor, name, None) or {} for name in HOOKS_OF_TENSORS]
+    """Return hooks on a tensor's gradient, and hooks after its accumulation."""
+    return [getattr(tensor, name) or {} for name in HOOKS_OF_TENSORS]
 
 
-_accumulated = attrgetter("_post_accumulate_grad_hooks") if hasattr(Tensor, HOOKS_OF_TENSORS[1]) else vars
+_accumulated = attrgetter("_post_accumulate_grad_hooks")
 
 
 def hooks_after_accumulation(tensors: Sequence[Tensor]) -> list[Callable[..., Any]]:
-    """Return hooks and optimizers that run after a gradient is accumulated. If missing: none."""
+    """Return hooks and optimizers that run after a gradient is accumulated."""
     if not any(map(_accumulated, tensors)) and "_in_backward_optimizers" not in chain(*map(vars, tensors)):
         return []
     found = [hook for tensor in tensors for hook in hooks_of_tensor(tensor)[1].values()]
@@ -404,24 +374,21 @@ def default_generators(device_module: Any) -> Sequence[torch.Generator]:
 
 def default_store(c10d: Any) -> Any:
     """Return the store of the default process group in `torch.distributed`'s c10d. If missing: None."""
-    read: Any = getattr(c10d, "_get_default_store", lambda: None)
-    return read()
+    return getattr(c10d, "_get_default_store", lambda: None)()
 
 
 def told_to_wrapper(model: nn.Module) -> str:
     """Return the name of an unsupported DistributedDataParallel setting, or "". If missing: ""."""
-    found: dict[str, Any] = {
-        "ignored parameters or buffers": getattr(model, "parameters_to_ignore", None),
-        "a buffer hook": getattr(model, "buffer_hook", None),
-        "mixed_precision": getattr(model, "mixed_precision", None),
-        "hooks of its own": [
-            hook for name in _HOOKS_OF_MODULES for hook in getattr(model, name, {}).values()
-        ],
+    of_hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    attributes = {
+        "ignored parameters or buffers": ["parameters_to_ignore"],
+        "a buffer hook": ["buffer_hook"],
+        "mixed_precision": ["mixed_precision"],
+        "hooks of its own": of_hooks,
     }
-    return next((name for name, one in found.items() if one), "")
-
-
-_HOOKS_OF_MODULES = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return next(
+        (told for told, names in attributes.items() if any(getattr(model, name, None) for name in names)), ""
+    )
 
 
 def communication_hooks(model: nn.Module) -> list[str]:

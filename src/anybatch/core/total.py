@@ -128,12 +128,6 @@ class Fold(Generic[Item, State, Result]):
     `merge` is associative and commutative, and `init()` is its identity. Cut in time or in space, the result
     is the same.
 
-    Args:
-        init: returns the state of no items.
-        add: returns the next state from a state and one item.
-        merge: returns the state of two parts together from their states.
-        finish: returns the result from the state of all items. Only this function divides.
-
     Example:
         >>> rows = Fold(init=int, add=lambda n, item: n + len(item), merge=lambda a, b: a + b, finish=float)
         >>> rows.run(["ab", "c"])
@@ -142,10 +136,10 @@ class Fold(Generic[Item, State, Result]):
         3.0
     """
 
-    init: Callable[[], State]
+    init: Callable[[], State]  # returns the state of no items
     add: Callable[[State, Item], State]
-    merge: Callable[[State, State], State]
-    finish: Callable[[State], Result]
+    merge: Callable[[State, State], State]  # returns the state of two parts together
+    finish: Callable[[State], Result]  # only this function divides
 
     def collect(self, items: Iterable[Item]) -> State:
         """Return the state after these items, not yet finished."""
@@ -157,14 +151,7 @@ class Fold(Generic[Item, State, Result]):
 
 
 def weighted_mean(measure: Callable[[Item], Total]) -> Fold[Item, Total, Number]:
-    """Return the fold of a mean: sums and weights add up, and the division comes once, at the end.
-
-    Args:
-        measure: returns the `Total` of one item, for instance of the outputs and targets of a micro-batch.
-
-    Returns:
-        A fold whose result is the sum of all items divided by their weight; NaN if the weight is 0.
-    """
+    """Return the fold of a mean: sums and weights add up, and the division comes once, at the end."""
     return Fold(
         init=Total.zero,
         add=lambda total, item: total + measure(item),

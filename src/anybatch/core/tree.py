@@ -29,17 +29,12 @@ def flatten(tree: object) -> Nest:
     """Return the tensors of a nested value with their paths.
 
     Containers: tuple and named tuple, list, any mapping (also `BatchEncoding`), dataclass instance. Leaves:
-    tensors and None. Other leaves are refused, because they could not be cut along with rows.
-
-    A mapping that cannot be copied or written to is rebuilt as a plain dict.
-
-    Raises:
-        BatchError: a leaf is neither a tensor nor None; the message names its path.
+    tensors and None; others raise BatchError, because they could not be cut along with rows. A mapping that
+    cannot be copied or written to is rebuilt as a plain dict.
     """
     if type(tree) is tuple and len(tree) == 2 and type(tree[0]) is type(tree[1]) is Tensor:
         return Nest(_PAIR, tree, tuple)  # the usual batch, at a fraction of the time
-    paths: list[str] = []
-    leaves: list[Tensor] = []
+    paths, leaves = list[str](), list[Tensor]()
     build = _visit(tree, "", paths, leaves)
     return Nest(tuple(paths), tuple(leaves), build)
 

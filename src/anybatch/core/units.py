@@ -19,11 +19,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def parse_bytes(text: str | int) -> int:
-    """Parse a number of bytes: "12GB" is 12 x 1000^3, "20 GiB" is 20 x 1024^3, an int is bytes.
-
-    Raises:
-        PlanError: the text is no number of bytes above 0.
-    """
+    """Parse a number of bytes above 0: "12GB" is 12 x 1000^3, "20 GiB" is 20 x 1024^3, an int is bytes."""
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGTP]i?)?B?\s*", str(text), re.IGNORECASE)

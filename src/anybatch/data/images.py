@@ -27,16 +27,8 @@ def read_images(folder: Path, image_size: int | None = None) -> DataSplit:
     """Read `CLASS/*.png` and the like, or `train/CLASS/...` and `test/CLASS/...` (or `val`).
 
     Without a test folder every fifth image of each class is held out. All images are decoded as RGB and held
-    in memory: float32 of shape (rows, 3, size, size), each channel normalized, 12 bytes per pixel.
-
-    Args:
-        folder: the folder of the folders, whose names are the classes.
-        image_size: target size in pixels: the shorter side is scaled, the center is cropped. None for images
-            of one size, unchanged.
-
-    Raises:
-        DataError: there is no class or image, an image cannot be decoded, test classes differ from training
-            classes, sizes differ without `image_size`, or Pillow is missing.
+    in memory: float32 of shape (rows, 3, size, size), each channel normalized, 12 bytes per pixel. With an
+    `image_size` the shorter side is scaled, and the center is cropped; without it all have one size.
     """
     root = folder / TRAIN if (folder / TRAIN).is_dir() else folder
     held = [folder / name for name in TEST if root != folder and (folder / name).is_dir()][:1]
@@ -49,10 +41,9 @@ def read_images(folder: Path, image_size: int | None = None) -> DataSplit:
         if extra := [name for name in others if name not in classes]:
             raise DataError(f"{held[0]}: expected the classes {list(classes)}, got also {extra}; move them")
     else:
-        places = [(place, row) for name in classes for place, row in enumerate(found[name])]
-        is_held = [place % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 for place, _ in places]
-        test = [row for row, out in zip(train, is_held, strict=True) if out]
-        train = [row for row, out in zip(train, is_held, strict=True) if not out]
+        places = [place for name in classes for place in range(1, len(found[name]) + 1)]
+        test = [row for row, place in zip(train, places, strict=True) if place % HELD_OUT_EVERY == 0]
+        train = [row for row, place in zip(train, places, strict=True) if place % HELD_OUT_EVERY]
     if len(classes) < 2 or not test:
         raise DataError(
             f"{folder}: expected folders of two classes or more, with images to test on, got "

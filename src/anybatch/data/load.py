@@ -3,39 +3,24 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from anybatch.core import DataError
 from anybatch.data import cifar10, images, mnist
 from anybatch.data.dataset import DataSplit
 from anybatch.data.digits import read_digits
 
-
-class Format(NamedTuple):
-    """A kind of folder: its name, file name patterns and reader."""
-
-    name: str
-    patterns: tuple[str, ...]
-    read: Callable[[Path], DataSplit]
-
-
-FORMATS = (
-    Format("MNIST in IDX form", tuple(f"{stem}?idx?-ubyte*" for stem in mnist.STEMS), mnist.read_mnist),
-    Format("CIFAR-10 in binary form", (cifar10.TRAIN, cifar10.TEST), cifar10.read_cifar10),
-)
+#: Kinds of folders: patterns of their files' names, and the reader.
+FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], DataSplit]]] = {
+    "MNIST in IDX form": (tuple(f"{stem}?idx?-ubyte*" for stem in mnist.STEMS), mnist.read_mnist),
+    "CIFAR-10 in binary form": ((cifar10.TRAIN, cifar10.TEST), cifar10.read_cifar10),
+}
 
 
 def load(source: str | os.PathLike[str], image_size: int | None = None) -> DataSplit:
-    """Read a data set by its name, or from a folder.
+    """Read a data set by its name, `"digits"`, or from a folder; raise DataError if that is not possible.
 
-    Args:
-        source: `"digits"`, or a folder with MNIST in IDX form (gzipped or not), CIFAR-10 in binary form, or
-            images in one folder for each class.
-        image_size: target size in pixels of images in folders. None to leave them unchanged.
-
-    Raises:
-        DataError: the name or folder does not exist, the folder has no or several known formats, a file is
-            damaged, or an image size was given for another data set.
+    A folder has MNIST in IDX form (gzipped or not), CIFAR-10 in binary form, or images in one folder for each
+    class, which are brought to `image_size` pixels if it is given.
     """
     if source == "digits":
         _refuse_size(source, image_size)
@@ -49,17 +34,18 @@ def load(source: str | os.PathLike[str], image_size: int | None = None) -> DataS
             f"got: {error.strerror or error}; {_looked_for()}"
         ) from None
     found = [
-        format
-        for format in FORMATS
-        if any(Path(name).match(pattern) for name in names for pattern in format.patterns)
+        kind
+        for kind, (patterns, _) in FORMATS.items()
+        if any(Path(name).match(pattern) for name in names for pattern in patterns)
     ]
     if not found and images.has_images(folder):
         return images.read_images(folder, image_size)
     _refuse_size(source, image_size)
     if len(found) != 1:
-        kinds = " and ".join(format.name for format in found) or f"{len(names)} other files"
+        kinds = " and ".join(found) or f"{len(names)} other files"
         raise DataError(f"{folder}: expected files of one data set, got {kinds}; {_looked_for()}")
-    return found[0].read(folder)
+    _, read = FORMATS[found[0]]
+    return read(folder)
 
 
 def _refuse_size(source: object, image_size: int | None) -> None:
@@ -70,5 +56,5 @@ def _refuse_size(source: object, image_size: int | None) -> None:
 
 
 def _looked_for() -> str:
-    kinds = [f"{format.name} ({format.patterns[0]} ...)" for format in FORMATS]
+    kinds = [f"{kind} ({patterns[0]} ...)" for kind, (patterns, _) in FORMATS.items()]
     return f"name a folder with {' or '.join([*kinds, 'images (a folder for each class)'])}"

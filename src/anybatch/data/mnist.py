@@ -21,12 +21,7 @@ MARGIN = 2  # pixels of padding on each side, from 28x28 to the 32x32 of LeNet-5
 
 
 def read_idx(path: Path) -> Tensor:
-    """Return the unsigned bytes of one IDX file as a tensor; its first two bytes show if it is gzipped.
-
-    Raises:
-        DataError: the file cannot be read, is no IDX file of unsigned bytes, is truncated or has extra bytes,
-            or is a damaged gzip file.
-    """
+    """Return the unsigned bytes of one IDX file as a tensor; its first two bytes show if it is gzipped."""
     try:
         with path.open("rb") as raw:
             gzipped = raw.read(2) == b"\x1f\x8b"
@@ -99,12 +94,10 @@ def _parse(file: BufferedIOBase, path: Path) -> Tensor:
     body = _read(file, expected_bytes + 1)
     is_short = len(dims) < 4 * num_dims or len(body) < expected_bytes
     if is_short or len(body) > expected_bytes:
-        found = (
-            f"{len(body)}: the file is truncated" if is_short else "more: the header or the file is damaged"
-        )
+        found = f"{len(body)}: the file is truncated"
         raise DataError(
             f"{path}: expected {expected_bytes} bytes after the header, for shape {shape}, "
-            f"got {found}; fetch it again"
+            f"got {found if is_short else 'more: the header or the file is damaged'}; fetch it again"
         )
     flat = torch.frombuffer(body, dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
     return flat.view(shape)

@@ -37,15 +37,10 @@ class Lines:
 
 
 def read_blocks(source: str, block_size: int) -> Blocks:
-    """Read a text as blocks of characters without overlap; the last tenth is held out.
+    """Read a text in UTF-8 as blocks of characters without overlap; the last tenth is held out.
 
-    Args:
-        source: path of a text in UTF-8, or "python": the sources of two modules of the standard library,
-            0.18 million characters that differ a little between versions of Python.
-        block_size: characters of a block.
-
-    Raises:
-        DataError: the file does not exist, is not UTF-8, or its last tenth is shorter than a block.
+    "python" are the sources of two modules of the standard library: 0.18 million characters that differ a
+    little between versions of Python.
     """
     text = "\n".join(map(_source, MODULES[:2])) if source == PYTHON else _read(Path(source))
     vocabulary = sorted(set(text))
@@ -67,16 +62,10 @@ def _in_blocks(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def read_lines(source: str, *, labelled: bool) -> Lines:
-    """Read a text as lines; every tenth line is held out.
+    """Read a text in UTF-8 as lines; every tenth line is held out.
 
-    Args:
-        source: path of a text in UTF-8, or "python": groups of four lines of eight modules of the standard
-            library, whose names are the labels.
-        labelled: True if lines are `label<TAB>text`. If False, text before a tab is dropped.
-
-    Raises:
-        DataError: the file does not exist, is not UTF-8, has less than ten lines, a line without a tab, or
-            only one label.
+    Lines are `label<TAB>text`; if not `labelled`, text before a tab is dropped. "python" are groups of four
+    lines of eight modules of the standard library, whose names are the labels.
     """
     lines = _python_lines() if source == PYTHON else _read(Path(source)).splitlines()
     rows: list[tuple[str, str]] = []
@@ -97,9 +86,8 @@ def read_lines(source: str, *, labelled: bool) -> Lines:
     classes = sorted({label for label, _ in rows})
     if labelled and len(classes) < 2:
         raise DataError(f"{source}: expected two labels or more, got only {classes[0]!r}; add another")
-    held = [number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 for number in range(len(rows))]
-    train = [row for row, is_held in zip(rows, held, strict=True) if not is_held]
-    test = [row for row, is_held in zip(rows, held, strict=True) if is_held]
+    train = [row for number, row in enumerate(rows, 1) if number % HELD_OUT_EVERY]
+    test = rows[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     return Lines(
         train=[text for _, text in train],
         train_labels=[classes.index(label) for label, _ in train],

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from anybatch.core import format_bytes
-from anybatch.observe.flow_figures import find_marks
-from anybatch.observe.run_log import FIGURES, FlowLog, Numbers, RunLog, evenly, mapping, number, whole
+from anybatch.observe.flow_figures import FIGURES, find_marks
+from anybatch.observe.run_log import FlowLog, Numbers, RunLog, evenly, mapping, number, whole
 
 MOST_POINTS = 500  # points of a curve; with more updates a point has a mean and a range
 MOST_SERIES = 8  # series of a chart
@@ -121,10 +121,8 @@ def _observed(run: RunLog) -> Iterable[Chart]:
 def served(run: RunLog) -> dict[str, int | str]:
     """Return the totals of parameter servers over all updates."""
     columns = {name[7:]: np.nansum(one) for name, one in run.values.items() if name.startswith("counts.")}
-    return {
-        name: format_bytes(total) if name.startswith("bytes") else int(total)
-        for name, total in columns.items()
-    }
+    of_bytes = {name: format_bytes(total) for name, total in columns.items() if name.startswith("bytes")}
+    return {name: int(total) for name, total in columns.items()} | of_bytes
 
 
 def _full(run: RunLog) -> Mapping[str, Numbers]:
@@ -266,9 +264,8 @@ def _coded(low: Numbers, high: Numbers, *, log: bool, more: bool) -> dict[str, A
     positive = high[high > 0]
     positive = np.concatenate([positive, low[low > 0]]) if log else np.array([0.0, max(1.0, *positive, 1.0)])
     scaled = np.log10 if log else np.asarray
-    least, most = (
-        (float(scaled(one)) for one in (positive.min(), positive.max())) if len(positive) else (0, 0)
-    )
+    ends = (positive.min(), positive.max()) if len(positive) else (1.0, 1.0)  # of which the logarithm is 0
+    least, most = (float(scaled(one)) for one in ends)
 
     def code(values: Numbers) -> str:
         with np.errstate(all="ignore"):
@@ -277,6 +274,5 @@ def _coded(low: Numbers, high: Numbers, *, log: bool, more: bool) -> dict[str, A
         codes = np.where(np.isfinite(values), codes, 0).astype("<u2")
         return base64.b64encode(codes.tobytes()).decode()
 
-    return {"log": log, "least": least, "most": most, "high": code(high)} | (
-        {"low": code(low)} if more else {}
-    )
+    found = {"log": log, "least": least, "most": most, "high": code(high)}
+    return found | ({"low": code(low)} if more else {})

@@ -21,7 +21,7 @@ from anybatch.core import (
 )
 from anybatch.losses import LossLike, module_of
 from anybatch.observe.figure import checked
-from anybatch.observe.flow_figures import Figures, Flow
+from anybatch.observe.flow_figures import FIGURES, Figures, Flow
 from anybatch.observe.flow_picture import draw
 from anybatch.observe.measure import Table, norms_of, sizes_of, to_host
 from anybatch.parallel import refuse_sharded, unwrapped
@@ -86,11 +86,7 @@ class GradientFlow(Callback):
         return self._last
 
     def gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Measure the gradients, and copy the weights.
-
-        Args:
-            gradients: gradient of each parameter by name, of its shape and dtype.
-        """
+        """Measure the gradients, and copy the weights."""
         self._seen = None  # an undone attempt may have left one
         if self.updates % self.every == 0:
             self._seen = _FlowReading(self.model, gradients, keeps_weights=self.ratio)
@@ -132,14 +128,11 @@ class GradientFlow(Callback):
         self.history.clear()
 
     def draw(self, path: str | Path, *, title: str = "gradient flow") -> Path:
-        """Draw the last record, and below it all of `history`.
+        """Draw the last record, and below it all of `history`; return the path.
 
         Args:
             path: file of the picture, ending in .png, .svg or .pdf.
             title: title of the picture.
-
-        Returns:
-            The path.
 
         Raises:
             PlanError: nothing was recorded yet, the ending is unknown, or matplotlib is not installed.
@@ -197,7 +190,7 @@ class _FlowReading:
         return Flow(
             layers=tuple(self._layers),
             classes=tuple([self._classes.get(layer, "") for layer in self._layers]),
-            **dict(zip(("mean", "largest", "norm", "zeros", "ratio"), columns, strict=True)),
+            **dict(zip(FIGURES, columns, strict=True)),
         )
 
     def _row(self, names: Iterable[str], sizes: Table, weights: Table, change: Table) -> Figures:

@@ -9,13 +9,13 @@ from typing import Any
 from anybatch.core import html_table
 
 VANISHING, EXPLODING = 1e-3, 70.0
-MARKS = ("vanishing", "exploding", "not finite", "unused")
+FIGURES = ("mean", "largest", "norm", "zeros", "ratio")  # of a layer's gradient
 
 Figures = tuple[float | None, ...]  # one for each layer; None without a gradient
 
 
 def find_marks(norms: Sequence[float | None]) -> tuple[str, ...]:
-    """Return the mark of each layer, one of `MARKS` or "", by the 2-norms of gradients in network order.
+    """Return the mark of each layer, or "", by the 2-norms of gradients in network order.
 
     Each norm is compared with the norm at the end of the network, where backward begins: the median of the
     last three layers whose gradient is finite and not zero. A layer below a thousandth of it, or with a zero
@@ -97,10 +97,8 @@ class Flow:
 
     def record(self) -> dict[str, Any]:
         """Return the figures for a log, with four significant digits."""
-        names = ("mean", "largest", "norm", "zeros", "ratio")
-        return {"layers": self.layers, "classes": self.classes} | {
-            name: [*map(_rounded, getattr(self, name))] for name in names
-        }
+        figures = {name: [*map(_rounded, getattr(self, name))] for name in FIGURES}
+        return {"layers": self.layers, "classes": self.classes, **figures}
 
     def __repr__(self) -> str:
         marked = len(self.marks) - self.marks.count("")
@@ -113,9 +111,7 @@ class Flow:
         named = self.named()
         width = max([len(layer) for layer in named], default=0)
         head = f"{'layer':{width}}  {'mean':>8}  {'largest':>8}  {'norm':>8}  {'zeros':>6}  update/weight"
-        columns = zip(
-            named, self.mean, self.largest, self.norm, self.zeros, self.ratio, self.marks, strict=True
-        )
+        columns = zip(named, *[getattr(self, name) for name in FIGURES], self.marks, strict=True)
         lines = [head]
         for layer, mean, largest, norm, zeros, ratio, mark in columns:
             sizes = "  ".join([f"{_told(value):>8}" for value in (mean, largest, norm)])

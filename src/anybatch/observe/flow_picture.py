@@ -16,16 +16,7 @@ _MOST_LISTED = 3  # layer names in the legend
 
 
 def draw(records: Flow | Sequence[Flow], path: str | Path, *, title: str = "gradient flow") -> Path:
-    """Draw the figures of the last record over the layers, and with several records norms over updates.
-
-    Args:
-        records: the records, oldest first.
-        path: file of the picture, ending in .png, .svg or .pdf.
-        title: title of the picture.
-
-    Raises:
-        PlanError: the ending is unknown, there is no record, or matplotlib is not installed.
-    """
+    """Draw the figures of the last record over the layers, and with several records norms over updates."""
     shown = [records] if isinstance(records, Flow) else [*records]
     if not shown:
         raise PlanError(f"Expected records to draw, got {shown}. Make an update first, or lower `every`.")
@@ -106,10 +97,9 @@ def _shade(panels: Sequence[Any], flow: Flow) -> None:
         label = f"{len(found)} {mark}: {', '.join(found[:_MOST_LISTED])}{more}"
         for index, one in enumerate(flow.marks):
             if one == mark:
+                look = {"color": colour, "alpha": 0.25, "linewidth": 0, "label": label}
                 for panel in panels[:2]:
-                    panel.axvspan(
-                        index - 0.5, index + 0.5, color=colour, alpha=0.25, linewidth=0, label=label
-                    )
+                    panel.axvspan(index - 0.5, index + 0.5, **look)
                 label = ""
 
 

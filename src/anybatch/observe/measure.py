@@ -58,9 +58,8 @@ def _largest(values: Tensor) -> Tensor:
 def to_host(*tables: Mapping[str, Tensor]) -> list[Table]:
     """Return the numbers of small one-axis tensors by name, with one synchronization per device."""
     found: list[dict[str, list[float]]] = [{} for _ in tables]
-    every = [
-        (held, name, one) for held, table in zip(found, tables, strict=True) for name, one in table.items()
-    ]
+    pairs = zip(found, tables, strict=True)
+    every = [(held, name, one) for held, table in pairs for name, one in table.items()]
     for device in dict.fromkeys([one.device for *_, one in every]):
         here = [entry for entry in every if entry[2].device == device]
         numbers = iter(torch.cat([one for *_, one in here]).tolist())

@@ -20,17 +20,7 @@ COLOURS = {
 
 
 def plot(ledger: Ledger, path: str | Path, *, budget: int | None = None, title: str = "") -> Path:
-    """Draw the allocated bytes over one step, stacked by owner, with its phases and the peak.
-
-    Args:
-        ledger: a predicted or measured ledger.
-        path: file of the picture, ending in .png, .svg or .pdf.
-        budget: bytes at which to draw a line.
-        title: title of the picture; by default the source and device of the ledger.
-
-    Raises:
-        PlanError: the ending is unknown, the folder does not exist, or matplotlib is not installed.
-    """
+    """Draw the allocated bytes over one step, stacked by owner, with its phases, the peak and the budget."""
     path = checked(path)
     title = title or f"{ledger.source} memory of one step, {ledger.device}"
     return save(_draw(ledger, budget, title), path)
@@ -47,14 +37,8 @@ def _draw(ledger: Ledger, budget: int | None, title: str) -> Any:
     _phases(axes, ledger)
     totals = [sum(moment.bytes) for moment in moments]
     top = totals.index(max(totals))
-    axes.annotate(
-        f"peak {format_bytes(ledger.peak)}",
-        (top, totals[top]),
-        xytext=(0, 8),
-        textcoords="offset points",
-        ha="center",
-        fontweight="bold",
-    )
+    look = {"textcoords": "offset points", "ha": "center", "fontweight": "bold"}
+    axes.annotate(f"peak {format_bytes(ledger.peak)}", (top, totals[top]), xytext=(0, 8), **look)
     if budget is not None:
         axes.axhline(budget, color="#D55E00", linestyle="--", label=f"budget {format_bytes(budget)}")
     axes.set(title=title, xlabel="moments of the step, in order", ylabel="bytes alive")
@@ -77,12 +61,6 @@ def _phases(axes: Any, ledger: Ledger) -> None:
     for start, stop in zip(starts, [*starts[1:], len(moments)], strict=True):
         axes.axvline(start, color="black", linewidth=0.4, alpha=0.4)
         if stop - start > len(moments) / 25:
-            axes.text(
-                (start + stop) / 2,
-                0.995,
-                moments[start].phase,
-                transform=axes.get_xaxis_transform(),
-                ha="center",
-                va="top",
-                fontsize="small",
-            )
+            look = {"ha": "center", "va": "top", "fontsize": "small"}
+            place = axes.get_xaxis_transform()
+            axes.text((start + stop) / 2, 0.995, moments[start].phase, transform=place, **look)

@@ -70,7 +70,7 @@ class GradientNoise(Callback):
         self._parts: list[_MicroGradient] = []
         self._is_complete = True
         self._whole: dict[str, Tensor] | None = None
-        self._means = 0.0, 0.0, 0.0  # decayed sums of noise, signal and weights
+        self._means: tuple[float, ...] = 0.0, 0.0, 0.0  # decayed sums of noise, signal and weights
 
     @property
     def is_due(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -137,13 +137,8 @@ class GradientNoise(Callback):
         signal = squared - noise / rows
         if not math.isfinite(noise):
             return
-        kept = self.decay
-        old_noise, old_signal, weight = self._means
-        self._means = (
-            kept * old_noise + (1 - kept) * noise,
-            kept * old_signal + (1 - kept) * signal,
-            kept * weight + 1 - kept,
-        )
+        pairs = zip(self._means, (noise, signal, 1.0), strict=True)
+        self._means = tuple([self.decay * old + (1 - self.decay) * new for old, new in pairs])
         estimate = Noise(update=self.updates, rows=rows, noise=noise, signal=signal, scale=self.scale)
         self.history = [*self.history, estimate][-self.limit :]
 
@@ -169,7 +164,5 @@ def _sample(gradients: Mapping[str, Tensor]) -> str:
 
 
 def _squared(gradients: Mapping[str, Tensor]) -> Tensor:
-    norms = [*norms_of(gradients).values()]
-    return (
-        torch.cat([norm.to(norms[0].device) for norm in norms]).square().sum() if norms else torch.zeros(())
-    )
+    norms = [*norms_of(gradients).values()] or [torch.zeros(1)]
+    return torch.cat([norm.to(norms[0].device) for norm in norms]).square().sum()

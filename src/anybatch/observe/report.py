@@ -30,8 +30,9 @@ from anybatch.observe.charts import (
     points,
     served,
 )
+from anybatch.observe.flow_figures import FIGURES
 from anybatch.observe.memory import COLOURS
-from anybatch.observe.run_log import FIGURES, FlowLog, Line, RunLog, mapping, number, read_run, texts, whole
+from anybatch.observe.run_log import FlowLog, Line, RunLog, mapping, number, read_run, texts, whole
 
 MOST_ROWS = 200  # rows of a table
 _FIGURES = {
@@ -46,19 +47,13 @@ _MACHINE = ("time", "model", "parameters", "loss", "optimizer", "precision", "ba
 
 
 def report_page(folder: str | Path, *others: str | Path) -> str:
-    """Return the page of a run as text, or one page that compares several; the same logs give the same page.
+    """Return the page of a run as HTML, or one page that compares several; the same logs give the same page.
 
-    Args:
-        folder: the folder of the run, with `log.jsonl` and perhaps `settings.json`.
-        others: folders of more runs, at most 7. The page then has one curve for each run in each chart, and
-            the results and the options that differ side by side.
-
-    Returns:
-        HTML with script and style inside; its policy forbids all network requests.
+    Several runs, at most 8, have one curve each in every chart, and their results and the options that differ
+    side by side. The page forbids all network requests.
 
     Raises:
-        DataError: a folder or its log does not exist, or the log is empty, no log of anybatch, or of a later
-            version; or there are more than 8 folders.
+        DataError: a folder has no log of this version of anybatch or an earlier one; or there are too many.
     """
     runs = [read_run(one) for one in (folder, *others)]
     if len(runs) > MOST_SERIES:
@@ -185,9 +180,9 @@ def _name(run: RunLog, start: Line) -> str:
 
 def _status(run: RunLog) -> str:
     total = whole(run.starts[-1].get("total_updates")) if run.starts else None
-    if not run.steps:
-        return f"No update was made yet{f' of {total:,}' if total else ''}."
     of = f" of {total:,}" if total else ""
+    if not run.steps:
+        return f"No update was made yet{of}."
     made = f"{run.steps[-1]:,}{of} updates were made."
     if run.stopped is not None:
         early = "" if total and run.steps[-1] >= total else " The run stopped before its end."
@@ -207,9 +202,8 @@ def _totals(run: RunLog) -> dict[str, str]:
     if not run.steps:
         return totals
     rows, at = (run.values.get(name, np.array([])) for name in ("rows", "seconds"))
-    seconds = at[np.isfinite(at)].max(initial=0.0) or np.nansum(
-        [number(one.get("seconds")) for one in run.epochs]
-    )
+    of_epochs = [number(one.get("seconds")) for one in run.epochs]
+    seconds = at[np.isfinite(at)].max(initial=0.0) or np.nansum(of_epochs)
     totals |= {"updates": f"{run.steps[-1]:,}", "rows trained": f"{np.nansum(rows):,.0f}"}
     if seconds > 0:
         totals["training time"] = format_seconds(float(seconds))
@@ -242,10 +236,8 @@ def _averaged(updates: int) -> str:
 
 
 def _updates(drawn: Sequence[Chart], same: Sequence[str], averaged: str, happened: Sequence[RunEvent]) -> str:
-    kinds = [
-        f'<span><i class="event e{index}"></i> {_text(one)}</span>'
-        for index, one in enumerate(dict.fromkeys(event.kind for event in happened))
-    ]
+    names = enumerate(dict.fromkeys(event.kind for event in happened))
+    kinds = [f'<span><i class="event e{index}"></i> {_text(one)}</span>' for index, one in names]
     told = (
         "Drag over a chart to zoom in all of them; double-click to see all again. Keys: left and right move "
         f"the line, + and - zoom, Escape shows all. {averaged}"
@@ -298,10 +290,8 @@ def _flow(flow: FlowLog | None, packed: Mapping[str, Any] | None, layer_charts: 
         f'<option value="{index}">{_text(f"{name} {kind}".strip())}</option>'
         for index, (name, kind) in enumerate(zip(flow.layers, flow.classes, strict=True))
     )
-    figures = "".join(
-        f'<option value="{index}">{_FIGURES[one["name"]]}</option>'
-        for index, one in enumerate(packed["figures"])
-    )
+    names = enumerate(_FIGURES[one["name"]] for one in packed["figures"])
+    figures = "".join(f'<option value="{index}">{name}</option>' for index, name in names)
     more = "A cell shows the largest value of its updates. " if flow.records > 1 else ""
     heat, *one = layer_charts
     return _section(
@@ -366,9 +356,8 @@ def _epochs(run: RunLog) -> str:
 
 def _plans(plans: Sequence[Line]) -> str:
     told = [(plan.get("step"), str(plan.get("text") or "")) for plan in plans[-10:]]
-    return "".join(
-        f"<h3>From update {_text(_value(step))} on</h3>{_pre(text)}" for step, text in told if text
-    )
+    found = [f"<h3>From update {_text(_value(step))} on</h3>{_pre(text)}" for step, text in told if text]
+    return "".join(found)
 
 
 def _machine(start: Line) -> Mapping[str, Any]:
@@ -386,11 +375,9 @@ def _pre(text: str) -> str:
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-    rows = ((name, value) for name, value in values.items() if value is not None)
-    lines = (
-        f'<tr><th scope="row">{_text(name)}</th><td>{_text(_value(one))}</td></tr>' for name, one in rows
-    )
-    inside = "".join(lines)
+    rows = ((name, _value(value)) for name, value in values.items() if value is not None)
+    row = '<tr><th scope="row">{}</th><td>{}</td></tr>'.format
+    inside = "".join(row(_text(name), _text(value)) for name, value in rows)
     return f'<div class="scroll"><table class="pairs">{inside}</table></div>' if inside else ""
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anybatch.core import DataError
+from anybatch.observe.flow_figures import FIGURES
 
 LOG = "log.jsonl"  # in the folder of a run
 SETTINGS = "settings.json"
 FORMATS = (1, 2)  # a start line without a format has format 1
-FIGURES = ("mean", "largest", "norm", "zeros", "ratio")  # of a layer's gradient
 MOST_COLUMNS, MOST_CELLS = 150, 20_000  # limits of a figure's gradient flow over time, all layers together
 _LARGEST = 1e300  # larger differences overflow
 
@@ -58,7 +58,7 @@ def read_run(folder: str | Path) -> RunLog:
     """Read the log of a run, of this version of anybatch or an earlier one.
 
     An incomplete last line, lines of other events and missing fields are no errors: a run may be in progress,
-    or was killed. Unreadable lines are counted in `notes`. The errors are those of `report_page`.
+    or was killed. Unreadable lines are counted in `notes`.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -195,10 +195,8 @@ def _numbers(record: Line) -> Iterator[tuple[str, float]]:
             continue
         if name == "observed":
             for callback, seen in mapping(value).items():
-                if callback != "flow":
-                    yield from (
-                        (f"observed.{callback}.{key}", number(one)) for key, one in mapping(seen).items()
-                    )
+                found = {} if callback == "flow" else mapping(seen)
+                yield from ((f"observed.{callback}.{key}", number(one)) for key, one in found.items())
         elif name == "cut" and isinstance(value, list):
             sizes = [number(one[0]) for one in cast("list[Any]", value) if isinstance(one, list) and one]
             yield "micro_batch", max(sizes, default=math.nan)

@@ -12,19 +12,11 @@ from anybatch.recipes.recipe import Recipe, Training
 LOSS_ROWS = 256  # rows of the table of all pairs held at once
 
 
-class Tower(nn.Sequential):
-    """Two convolutions and a linear layer: half an image to a unit vector in 64 dimensions."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(
-            nn.Conv2d(channels, 32, 5, 2, 2),
-            nn.GELU(),
-            nn.Conv2d(32, 64, 5, 2, 2),
-            nn.GELU(),
-            nn.AdaptiveAvgPool2d((4, 2)),
-            nn.Flatten(),
-            nn.Linear(512, 64),
-        )
+def _tower(channels: int) -> nn.Module:
+    """Return two convolutions and a linear layer: half an image to a vector in 64 dimensions."""
+    first, second = nn.Conv2d(channels, 32, 5, 2, 2), nn.Conv2d(32, 64, 5, 2, 2)
+    last = nn.AdaptiveAvgPool2d((4, 2)), nn.Flatten(), nn.Linear(512, 64)
+    return nn.Sequential(first, nn.GELU(), second, nn.GELU(), *last)
 
 
 class TwoTowers(nn.Module):
@@ -32,7 +24,7 @@ class TwoTowers(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.left, self.right = Tower(channels), Tower(channels)
+        self.left, self.right = _tower(channels), _tower(channels)
         self.log_scale = nn.Parameter(torch.tensor(1 / 0.07).log())  # as in CLIP, section 2.5
 
     def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -33,6 +33,14 @@ class Training:
     options: Options = DEFAULT  # of the step
     collate: Collate | None = None  # builds tensors from samples; None if rows are tensors
     optimizer: Optimizer | None = None  # comes with the model; None for one from the options
+
+    def to(self, device: torch.device, *, rows: bool = False) -> "Training":
+        """Return the training on a device; with `rows` also its training rows, if they are tensors."""
+        loss = self.loss.to(device) if isinstance(self.loss, nn.Module) else self.loss
+        train = self.train
+        if rows and self.collate is None:  # else the collate must move them
+            train = tree.map_leaves(lambda leaf: leaf.to(device), train)
+        return replace(self, model=self.model.to(device), loss=loss, train=train)
 
     def first(self, rows: int) -> Any:
         """Return the first training rows, as a batch for a step."""
@@ -74,16 +82,9 @@ class Recipe:
         return {parameter.name: parameter.default for parameter in parameters}
 
     def prepare(self, data: str | None = None, *, seed: int = 0, **asked: Any) -> Training:
-        """Read the rows and build model and loss. The random state is unchanged.
+        """Read the rows and build model and loss from the options asked for. The random state is unchanged.
 
-        Args:
-            data: name or path of a data set. None for the recipe's default.
-            seed: seed of the initial weights, and of masks.
-            asked: options that differ from their defaults.
-
-        Raises:
-            PlanError: the recipe has no such option, or the value is not supported.
-            DataError: the data set cannot be read, or does not suit the recipe.
+        The seed is that of the initial weights, and of masks.
         """
         if unknown := sorted(asked.keys() - self.options.keys()):
             raise PlanError(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from anybatch.core import all_loaded, loaded, torch_private as private
+from anybatch.core import loaded, torch_private as private
 from anybatch.state import rng
 
 MOST_ITEMS, MOST_OF_BLOCKS = 100_000, 1_000  # items of a container that is followed: longer ones are data
@@ -264,7 +264,8 @@ def _known_caches() -> list[Any]:
 def _caches_of(_: int) -> list["weakref.ref[Any]"]:
     """Search the caches again for each number of modules."""
     own = _PYTHON | {"torch", "anybatch"}
-    scopes = [vars(module) for module in all_loaded() if _top(vars(module).get("__name__")) not in own]
+    modules = [one for one in [*sys.modules.values()] if isinstance(one, ModuleType)]
+    scopes = [vars(module) for module in modules if _top(vars(module).get("__name__")) not in own]
     found = [value for scope in scopes for value in list(scope.values()) if type(value) in (_CACHED, type)]
     kinds = [vars(kind).values() for kind in found if type(kind) is type]
     caches = [one for values in ([*found], *kinds) for one in values if type(one) is _CACHED]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anybatch.core import accelerator, loaded, numpy_random, torch_private as private
+from anybatch.core import accelerator, loaded, torch_private as private
 
 
 class RandomState(NamedTuple):
@@ -50,6 +50,11 @@ def is_same(one: RandomState, other: RandomState, *, of: Sequence[Any] | None = 
     ]
     with private.disable_current_modes():  # real tensors even while a step is traced, and not counted
         return all(_is_equal(a, b) for a, b in pairs)
+
+
+def numpy_random() -> Any:
+    """Return `numpy.random`, or None if NumPy is not loaded."""
+    return getattr(loaded("numpy"), "random", None)
 
 
 def of_process() -> tuple[Any, ...]:

@@ -299,27 +299,6 @@ class LossMonitor(TrainerCallback):
             self._began, self._updates, self._rows = time.perf_counter(), 0, 0
 
 
-class Attempt:
-    """A step whose report is kept if one of its callbacks fails after it."""
-
-    def __init__(self) -> None:
-        self._report: StepReport | None = None
-
-    def note(self, report: StepReport) -> None:
-        """Keep the report; called before the callbacks of the step."""
-        self._report = report
-
-    def of(self, step: Step, batch: Any) -> tuple[StepReport, list[Exception]]:
-        """Return the report of a step on this batch, and what a callback has raised after it."""
-        self._report = None
-        try:
-            return step(batch), []
-        except Exception as error:
-            if self._report is None:
-                raise
-            return self._report, [error]
-
-
 def records(trainer: Any) -> dict[str, dict[str, Any]]:
     """Return what callbacks recorded of the last update, by their names; for logs."""
     named = [one for one in (*trainer.step.callbacks, *trainer.callbacks) if getattr(one, "name", "")]

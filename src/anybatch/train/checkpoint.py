@@ -19,7 +19,7 @@ from torch import Tensor, contiguous_format, equal, float32, nn, save as torch_s
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.core import SHORT_DTYPES, CheckpointError, torch_private as private
+from anybatch.core import SHORT_DTYPES, AnybatchError, CheckpointError, torch_private as private
 from anybatch.precision import Masters
 from anybatch.train.serialize import Packer, digest_of, unpack
 
@@ -60,8 +60,7 @@ def save(
         path: the file; its folder must exist.
         model: module whose state dict is saved.
         loss: a loss that is a module; it may hold trained parameters.
-        optimizers: optimizers, in the order for `restore`.
-        schedulers: schedulers, in the order for `restore`.
+        optimizers, schedulers: in the order for `restore`.
         masters: the float32 master weights (`Step.masters`), saved instead of the 16-bit weights.
         progress: nested numbers, strings, tuples, lists, dicts and tensors of the caller.
         random: the random state, from `anybatch.state.rng.capture_process`.
@@ -84,23 +83,23 @@ def save(
         "random": packer.pack(dict(random or {}), "random"),
     }
     text = json.dumps(document, allow_nan=False)
-    metadata = {
-        "format": "pt",
-        "anybatch": FORMAT,
-        "document": text,
-        "sha256": digest_of(packer.tensors, text),
-    }
-    _write(path, lambda file: save_file(packer.tensors, file, metadata=metadata))
+    metadata = {"format": "pt", "anybatch": FORMAT, "document": text}
+    metadata["sha256"] = digest_of(packer.tensors, text)
+    write(path, lambda file: save_file(packer.tensors, file, metadata=metadata))
 
 
-def _write(path: Path, write: Callable[[Path], object]) -> None:
+def write(
+    path: Path,
+    make: Callable[[Path], object],
+    advice: str = "Choose another place.",
+    kind: type[AnybatchError] = CheckpointError,
+) -> None:
+    """Write a file by `write_whole`; raise an error of this kind, with the advice, if that fails."""
     try:
-        write_whole(path, write)
+        write_whole(path, make)
     except (SafetensorError, OSError, RuntimeError) as error:  # torch.save raises RuntimeError
         reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(
-            f"{path}: expected a file that can be written, got: {reason}. Choose another place."
-        ) from None
+        raise kind(f"{path}: expected a file that can be written, got: {reason}. {advice}") from None
 
 
 def export(state: Mapping[str, Any], path: str | Path) -> None:
@@ -127,9 +126,7 @@ def export(state: Mapping[str, Any], path: str | Path) -> None:
                 f"{path}: expected a state dict of tensors, got {type(value).__name__} for {name!r}. "
                 "Choose a name that ends in .pt."
             )
-    _write(
-        path, lambda file: save_file(plain, file, {"format": "pt"}) if is_safe else torch_save(plain, file)
-    )
+    write(path, lambda file: save_file(plain, file, {"format": "pt"}) if is_safe else torch_save(plain, file))
 
 
 def load(path: str | Path) -> Checkpoint:
@@ -186,8 +183,7 @@ def restore(
         checkpoint: the result of `load`; it is not changed.
         model: model with the same parameters and buffers: names, shapes and dtypes.
         loss: loss module with the same parameters and buffers; None to leave it out.
-        optimizers: optimizers of the same classes and parameter groups; empty to leave them out.
-        schedulers: schedulers of the same classes; empty to leave them out.
+        optimizers, schedulers: of the same classes and parameter groups; empty to leave them out.
         masters: `Step.masters`; they are loaded, and the 16-bit weights are rounded from them.
 
     Raises:
@@ -199,7 +195,7 @@ def restore(
     if optimizers:
         _check_classes(checkpoint, "optimizers", [name for name, *_ in checkpoint.optimizers], optimizers)
         for (_, _, names), optimizer in zip(checkpoint.optimizers, optimizers, strict=True):
-            _check_groups(checkpoint, names, _parameter_names(model, loss, optimizer), optimizer)
+            _check_groups(checkpoint.path, names, _parameter_names(model, loss, optimizer), optimizer)
     if schedulers:
         _check_classes(checkpoint, "schedulers", [name for name, _ in checkpoint.schedulers], schedulers)
     # load_state_dict may still refuse a state; then everything is put back.
@@ -321,25 +317,20 @@ def _check_classes(checkpoint: Checkpoint, what: str, there: list[str], here: It
         )
 
 
-def _check_groups(
-    checkpoint: Checkpoint, there: list[list[str]], here: list[list[str]], optimizer: Optimizer
-) -> None:
+def _check_groups(path: Path, there: list[list[str]], here: list[list[str]], optimizer: Optimizer) -> None:
     if there != here:
         sizes = [[len(group) for group in groups] for groups in (here, there)]
         pairs = zip(chain(*here), chain(*there), strict=False)
         first = next((f": {one} where it has {other}" for one, other in pairs if one != other), "")
         raise CheckpointError(
-            f"{checkpoint.path}: expected {type(optimizer).__name__} with groups of {sizes[0]} parameters, "
+            f"{path}: expected {type(optimizer).__name__} with groups of {sizes[0]} parameters, "
             f"got {sizes[1]}{first}. Make the optimizer from the same parameters in the same order."
         )
 
 
 def _parameter_names(model: nn.Module, loss: nn.Module | None, optimizer: Optimizer) -> list[list[str]]:
     of_loss = () if loss is None else loss.named_parameters(prefix="loss")
-    names = {
-        id(parameter): private.plain_name(name)
-        for name, parameter in chain(of_loss, model.named_parameters())
-    }
-    return [
-        [names.get(id(one), "not the model's") for one in group["params"]] for group in optimizer.param_groups
-    ]
+    named = chain(of_loss, model.named_parameters())
+    names = {id(parameter): private.plain_name(name) for name, parameter in named}
+    groups = [group["params"] for group in optimizer.param_groups]
+    return [[names.get(id(one), "not the model's") for one in group] for group in groups]

@@ -15,7 +15,7 @@ from torch import nn
 from anybatch.core import CheckpointError, DataError
 from anybatch.parallel import shard_files
 from anybatch.train import checkpoint
-from anybatch.train.checkpoint import Checkpoint, load, write_whole
+from anybatch.train.checkpoint import Checkpoint, load, write
 from anybatch.train.share import Share
 
 LAST, BEST = "last.safetensors", "best.safetensors"
@@ -45,20 +45,11 @@ _NUMBERED = re.compile(r"step-(\d+)\.safetensors")
 
 
 def number(folder: Path, step: int, *, keep: int) -> None:
-    """Link the last checkpoint under its step number, then delete all but the newest `keep`.
-
-    Higher numbers, of steps that will be repeated, are deleted too. Raises CheckpointError if the file cannot
-    be written.
-    """
+    """Link the last checkpoint under its step number; delete higher ones and all but the newest `keep`."""
     path = folder / f"step-{step:08}.safetensors"
     for stray in folder.glob(".step-*.tmp"):  # left by a killed process
         shutil.rmtree(stray, ignore_errors=True)
-    try:
-        write_whole(path, lambda file: _link(folder / LAST, file))
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: expected a file that can be written, got: {error.strerror}. Make room."
-        ) from None
+    write(path, lambda file: _link(folder / LAST, file), "Make room.")
     there = numbered(folder)
     kept = [one for one in there if one <= step][:keep]
     for one in there.keys() - {*kept}:
@@ -85,9 +76,6 @@ def write_run(
     """Write a checkpoint; in lockstep a folder of shards, by all ranks, with the other parts in a file.
 
     Folders `step-N` are then in that of the last checkpoint, and in `best` and others beside it.
-
-    Raises:
-        CheckpointError, RankError: a file cannot be written.
     """
     if not share.is_lockstep:
         return checkpoint.save(path, **parts, **rest())
@@ -143,13 +131,8 @@ def is_of(path: Path, out: Path, share: Share) -> bool:
 
 
 def load_newest(path: Path) -> Checkpoint:
-    """Load a checkpoint, or the newest intact one of a folder, with a warning if it is not the last.
-
-    Raises CheckpointError if there is no intact checkpoint.
-    """
-    paths = [path]
-    if path.is_dir():
-        paths = [path / LAST, *numbered(path).values(), path / BEST]
+    """Load a checkpoint, or the newest intact one of a folder, with a warning if it is not the last."""
+    paths = [path / LAST, *numbered(path).values(), path / BEST] if path.is_dir() else [path]
     errors: list[CheckpointError] = []
     for one in paths:
         try:

@@ -28,13 +28,10 @@ def deferred() -> Generator[Interruption]:
     """Defer a first Ctrl-C or SIGTERM until `obey` is called; a second one acts at once.
 
     Outside the main thread, where Python cannot handle signals, this does nothing. An ignored signal (Ctrl-C
-    in a shell's background job) stays ignored. The previous handlers are restored.
+    in a shell's background job) stays ignored.
     """
-    interruption = Interruption()
-    if threading.current_thread() is not threading.main_thread():
-        yield interruption
-        return
-    found = {number: signal.getsignal(number) for number in SIGNALS}
+    interruption, is_main = Interruption(), threading.current_thread() is threading.main_thread()
+    found = {number: signal.getsignal(number) for number in SIGNALS if is_main}
     before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -17,13 +17,8 @@ from anybatch.train.share import Share
 class Rows:
     """All rows of a data set in memory, in logical batches.
 
-    Args:
-        data: any nesting of tensors with rows first; or, if the step has a `collate`, an object with a length
-            that returns a sample for an index (a list, a map-style data set).
-        step: the step that gets the rows; it has the `collate` and the device.
-
-    Raises:
-        BatchError: the data is neither.
+    The data is nested tensors with rows first; or, if the step has a `collate`, an object with a length that
+    returns a sample for an index (a list, a map-style data set).
     """
 
     def __init__(self, data: Any, step: Step) -> None:
@@ -70,19 +65,9 @@ class Rows:
 class Stream:
     """The items of a DataLoader or of another iterable, in logical batches.
 
-    Loading draws from separate random streams, seeded for each epoch: an epoch can be repeated, and loading
-    does not change the model's random numbers.
-
-    Args:
-        data: an iterable that gives the same items after the same seed and `set_epoch`.
-        step: the step that gets the items; it has the `collate` and the device.
-
-    Attributes:
-        count: rows of an epoch; None if unknown before iterating.
-        loaded: number in its epoch of the batch that `digest` is of.
-
-    Raises:
-        BatchError: the data can be iterated only once.
+    The data gives the same items after the same seed and `set_epoch`. Loading draws from separate random
+    streams, seeded for each epoch: an epoch can be repeated, and loading does not change the model's random
+    numbers.
     """
 
     def __init__(self, data: Any, step: Step) -> None:
@@ -95,9 +80,9 @@ class Stream:
         self._gives_batches = step.collate is None or (
             isinstance(data, DataLoader) and cast("Any", data).batch_sampler is not None
         )
-        self.count = self._count()
+        self.count = self._count()  # rows of an epoch; None if unknown before iterating
         self._last: Any = None  # the last batch, for `digest`
-        self.loaded = 0
+        self.loaded = 0  # its number in its epoch
 
     def per_epoch(self, batch_size: int | None) -> int | None:
         """Return the number of batches of an epoch; None if unknown before iterating."""
@@ -119,9 +104,8 @@ class Stream:
     ) -> Generator[Any]:
         """Yield this rank's rows of an epoch's batches; load and drop the first `start` batches.
 
-        A `batch_size` of None means one batch per item. `digest` is that of the last dropped batch. Raises
-        BatchError without a batch, for an unusable item, or if ranks have different rows; CheckpointError if
-        the dropped batches differ from before.
+        A `batch_size` of None means one batch per item. `digest` is that of the last dropped batch: these
+        must be as before, and of all ranks the same.
         """
         count = 0
         for batch in self._repeatable(batch_size, rng.derive_seed(seed, "order", epoch), epoch):

@@ -30,10 +30,9 @@ _TRIVIAL = {"scale": 1.0, "redone": 0, "dropped": 0, "counts": {}}  # values tha
 
 
 class JsonLog(TrainerCallback):
-    """A callback that appends one JSON object per update and per epoch to a file.
+    """A callback that appends one JSON object per update and per epoch to a file, each of them once.
 
-    Each update, numbered by `step` from 1 on, and each epoch occurs once: a resume drops the lines written
-    after its checkpoint. NaN and infinity are written as null.
+    A resume drops the lines written after its checkpoint. NaN and infinity are written as null.
 
     | event | content |
     |---|---|
@@ -132,16 +131,12 @@ def describe(run: Any) -> dict[str, Any]:
     is_command = Path(sys.argv[0]).parts[-2:] == ("anybatch", "__main__.py")
     is_command = is_command or Path(sys.argv[0]).stem == "anybatch"
     loss = function_of(step.loss)
-    try:
-        version = metadata.version("anybatch")
-    except metadata.PackageNotFoundError:
-        version = None  # not installed
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "anybatch": version,
+            "anybatch": version(),
             "device": platform.machine() if device.type == "cpu" else accelerator.name_of(device),
             "cores": os.cpu_count(),
         },
@@ -154,6 +149,14 @@ def describe(run: Any) -> dict[str, Any]:
         "seed": run.seed,
         "batch_size": run.batch_size,
     }
+
+
+def version() -> str | None:
+    """Return the version of anybatch; None if it is not installed."""
+    try:
+        return metadata.version("anybatch")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _device(step: Step) -> torch.device:

@@ -80,11 +80,7 @@ class Metrics(TrainerCallback):
 
 
 def metrics_of(callbacks: Sequence[object]) -> dict[str, Metric]:
-    """Return the metrics of these callbacks by name.
-
-    Raises:
-        PlanError: two have one name, or one that of the loss.
-    """
+    """Return the metrics of these callbacks by name; raise PlanError for a name that is taken."""
     found = dict[str, Metric]()
     for each in bound(callbacks, "metrics"):
         for name, metric in each().items():
@@ -110,9 +106,6 @@ def evaluate(
     Modes and random state are restored. The result does not depend on `micro_batch`. A whole-batch loss is
     evaluated on each batch and averaged over rows. A size of None means the size of a loader's items. Ranks
     take turns at the batches, and all return the same values.
-
-    Raises:
-        LossError: a metric returns no `Total`, or the loss never calls the model, whose outputs metrics need.
     """
     sums: dict[str, Total] = {}
     undivided: set[str] = set()
@@ -127,11 +120,9 @@ def evaluate(
             for name, fold in folds.items():
                 states[name] = fold.add(states[name], _pair(outputs, micro))
             outputs.clear()
-    parts = rows.share.gather("a validation", (sums, undivided, states))
-    for index, (more_sums, more_undivided, more_states) in enumerate(parts):
-        if not index:  # all ranks merge in one order
-            sums, undivided, states = more_sums, more_undivided, more_states
-            continue
+    gathered = rows.share.gather("a validation", (sums, undivided, states))
+    (sums, undivided, states), *others = gathered  # all ranks merge in one order
+    for more_sums, more_undivided, more_states in others:
         undivided |= more_undivided
         sums |= {name: sums.get(name, Total.zero()) + total for name, total in more_sums.items()}
         states = {name: fold.merge(states[name], more_states[name]) for name, fold in folds.items()}
@@ -178,16 +169,13 @@ def _measured(part: Any, terms: Any) -> tuple[dict[str, Total], bool]:
 
 
 class RunningLoss:
-    """The loss over the updates of an epoch: each term is a sum of sums over a sum of weights.
-
-    `counts` has the steps without update and the rows left out. Checkpoints save `totals` and `counts`.
-    """
+    """The loss over the updates of an epoch: each term is a sum of sums over a sum of weights."""
 
     def __init__(
         self, totals: Mapping[str, Sequence[float]] | None = None, *, dropped: int = 0, skipped: int = 0
     ) -> None:
         self._totals = {name: Total(*pair) for name, pair in (totals or {}).items()}
-        self.counts = {"dropped": dropped, "skipped": skipped}
+        self.counts = {"dropped": dropped, "skipped": skipped}  # rows left out, steps without update
 
     @property
     def totals(self) -> dict[str, list[float]]:

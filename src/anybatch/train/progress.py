@@ -1,30 +1,23 @@
 """The progress bar: epochs, loss, throughput and memory."""
 
-from __future__ import annotations
-
 import math
-import random
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from anybatch.core import Callback, EpochReport, RunInfo, StepReport, accelerator, format_bytes, format_count
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from anybatch.state import rng
 
 
 class ProgressBar(Callback):
-    """A bar over all updates, with the peak memory if there is room, and a line for every finished epoch.
+    """A bar over all updates on standard error, and a line for every finished epoch; no bar in a file."""
 
-    The default console is standard error. If it is no terminal, only the lines of epochs are printed.
-    """
-
-    def __init__(self, device: torch.device, console: Console | None = None) -> None:
-        _import_rich()
-        from rich.console import Console
+    def __init__(self, device: torch.device, console: Any = None) -> None:
+        with rng.preserved():  # the import draws random numbers
+            import rich.progress  # noqa: F401  # pyright: ignore[reportUnusedImport]
+            from rich.console import Console
 
         self._device = device
         self._console = Console(stderr=True) if console is None else console
@@ -35,25 +28,16 @@ class ProgressBar(Callback):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._epochs = info.epochs
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            TextColumn("update"),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            transient=True,
+        epoch, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
+        count, left = (
+            (TextColumn("update"), MofNCompleteColumn()),
+            (TimeRemainingColumn(), TextColumn("left")),
         )
-        self._task = self._bar.add_task(
-            self._epoch_after(info.done_epochs),
-            total=info.total_updates,
-            completed=info.done_updates,
-            figures="",
-        )
-        self._done = info.done_updates
+        columns = epoch, BarColumn(bar_width=None), *count, figures, *left
+        is_file = not self._console.is_terminal
+        self._bar = Progress(*columns, console=self._console, disable=is_file, transient=True)
+        self._done, told = info.done_updates, self._epoch_after(info.done_epochs)
+        self._task = self._bar.add_task(told, total=info.total_updates, completed=self._done, figures="")
         self._last, self._rows = time.perf_counter(), 0
         self._bar.start()
 
@@ -75,25 +59,19 @@ class ProgressBar(Callback):
     def epoch(self, trainer: Any, report: EpochReport) -> None:
         """Print the epoch's line above the bar."""
         self._bar.update(self._task, completed=self._done, description=self._epoch_after(report.epoch))
-        self._console.print(str(report), markup=False, highlight=False, soft_wrap=True)
+        self._print(str(report))
 
     def stop(self, trainer: Any) -> None:
         """Remove the bar; print the reason if a callback stopped the training."""
         self._bar.stop()
         if trainer.stopped:
-            self._console.print(f"stopped: {trainer.stopped}", markup=False, highlight=False, soft_wrap=True)
+            self._print(f"stopped: {trainer.stopped}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _epoch_after(self, done: int) -> str:
         return f"epoch {min(done + 1, self._epochs)}/{self._epochs}"
-
-
-def _import_rich() -> None:
-    """Import rich without changing the random state: the import draws random numbers."""
-    state = random.getstate()
-    try:
-        import rich.progress  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    finally:
-        random.setstate(state)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -19,9 +19,7 @@ class Packer:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._keys: dict[
-            tuple[object, ...], str
-        ] = {}  # identity -> key, so that tied tensors are stored once
+        self._keys: dict[tuple[object, ...], str] = {}  # identity -> key
         self._seen: list[Tensor] = []  # references, so that no address is reused
         self._storages: set[int] = set()
 

@@ -1,7 +1,6 @@
 """Ranks of one logical batch: the rows of each, and the points where all ranks meet."""
 
 import io
-import random
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -9,14 +8,7 @@ from typing import Any
 
 import torch
 
-from anybatch.core import (
-    BatchError,
-    RankError,
-    TensorBatch,
-    has_written,
-    numpy_random,
-    tree,
-)
+from anybatch.core import BatchError, RankError, TensorBatch, has_written, tree
 from anybatch.parallel import all_gather_rows, exchange, rank, ranks
 from anybatch.state import rng
 from anybatch.step import Step
@@ -77,11 +69,7 @@ class Share:
     def draw_apart(self, seed: int, step: int) -> None:
         """Seed the random streams of ranks after the first from seed, rank and step."""
         if self.rank:
-            own = rng.derive_seed(seed, "rank", self.rank, step)
-            torch.manual_seed(own)
-            random.seed(own)
-            if (numpy := numpy_random()) is not None:
-                numpy.seed(own % 2**32)
+            rng.seed_process(rng.derive_seed(seed, "rank", self.rank, step))
 
     @contextmanager
     def told(self, interruption: Interruption) -> Generator[None]:
@@ -95,10 +83,7 @@ class Share:
             raise
 
     def can_save(self, error: BaseException, steps: int) -> bool:
-        """Return True if a checkpoint of so many steps can follow an error, which came in no update.
-
-        In lockstep all ranks are told, and must have made as many steps.
-        """
+        """Return True if an error came in no update; in lockstep, if all ranks then have as many steps."""
         at = steps if isinstance(error, Exception) and not has_written(error) else 0
         if not self.is_lockstep:
             return at > 0

@@ -14,6 +14,7 @@ from anybatch.core import (
     EpochReport,
     PlanError,
     RunInfo,
+    StepReport,
     WindowError,
     bound,
     check_callbacks,
@@ -26,7 +27,7 @@ from anybatch.parallel import shard_files
 from anybatch.state import rng
 from anybatch.step import Step, known_keywords
 from anybatch.train import checkpoint
-from anybatch.train.callbacks import EMA, Attempt, load_states, states
+from anybatch.train.callbacks import EMA, load_states, states
 from anybatch.train.folder import BEST, LAST, has_run, is_of, make_folder, number, read_run, write_run
 from anybatch.train.identity import check_config, check_run, identity
 from anybatch.train.interrupt import Interruption, deferred
@@ -132,9 +133,8 @@ class Trainer:
         bars = [ProgressBar(next(step.model.parameters()).device)] if is_shown else []
         there = [one for one in own if getattr(one, "on_every_rank", True) or not self._share.rank]
         self.callbacks: tuple[Any, ...] = (*bars, *there)
-        self._log = (
-            None if self.out is None or self._share.rank else JsonLog(self.out / "log.jsonl", peak_bytes)
-        )
+        log = None if self.out is None or self._share.rank else self.out / "log.jsonl"
+        self._log = None if log is None else JsonLog(log, peak_bytes)
         self._own = self.callbacks if self._log is None else (*self.callbacks, self._log)
         self._everyone = (*step.callbacks, *self._own)
         self.epoch = self.steps = self.updates = 0
@@ -145,7 +145,8 @@ class Trainer:
         self._batch = 0  # batches done in the current epoch
         self._digest = ""  # digest of the last of them, from a checkpoint
         self._fitted = batch_size  # rows of a micro-batch that fitted in every step so far
-        self._loss, self._attempt = RunningLoss(), Attempt()  # of the current epoch; of a step
+        self.epoch_loss = RunningLoss()
+        self._reports: list[StepReport] = []  # that of the last step, noted before callbacks, which may fail
 
     def fit(self, epochs: int) -> list[EpochReport]:
         """Train until `epochs` epochs are done, including those before a resume, or a callback stops it.
@@ -187,7 +188,7 @@ class Trainer:
         self.stopped, self._saved = "", time.monotonic()
         with ExitStack() as stops:
             stops.callback(self.step.attach)
-            self.step.attach(self._own, first=(self._attempt.note,))
+            self.step.attach(self._own, first=(self._reports.append,))
             for callback in self._everyone:
                 for start in bound([callback], "start"):
                     start(self, info)
@@ -260,8 +261,8 @@ class Trainer:
         if self._log is not None:
             self._log.flush()  # a resume from here needs every update in the log
         digest = self.train.digest() if 0 < self._batch == self.train.loaded else ""
-        place = {"batch": self._batch, "digest": digest, "totals": self._loss.totals}
-        progress = _progress(self) | place | {"counts": self._loss.counts}
+        place = {"batch": self._batch, "digest": digest, "totals": self.epoch_loss.totals}
+        progress = _progress(self) | place | {"counts": self.epoch_loss.counts}
         return {"progress": progress, "random": rng.capture_process()}
 
     def resume(self, path: str | Path) -> None:
@@ -287,7 +288,7 @@ class Trainer:
         steps = self.epoch * (self.train.per_epoch(self.batch_size) or 0) + self._batch
         self.steps = then.get("steps", steps)  # missing in old checkpoints, as is the next
         self._digest = then.get("digest", "")
-        self._loss = RunningLoss(then["totals"], **then.get("counts", {}))
+        self.epoch_loss = RunningLoss(then["totals"], **then.get("counts", {}))
         self.step.scale.load(then.get("scale", self.step.scale.state()))
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
             self.step.planning.budget.load(then.get("plans", ()))
@@ -311,9 +312,9 @@ class Trainer:
                 for context in bound(self._everyone, "validation"):
                     contexts.enter_context(context(self))
                 validation = self._evaluate(self.validation)
-        done = _report(self, self._loss, validation, rows, self.seconds - before)
+        done = _report(self, validation, rows, self.seconds - before)
         is_best = self._is_best(validation)
-        self.epoch, self._batch, self._loss = self.epoch + 1, 0, RunningLoss()
+        self.epoch, self._batch, self.epoch_loss = self.epoch + 1, 0, RunningLoss()
         # Before the save: a checkpoint's epochs are in the logs and in the state of callbacks.
         errors = self._tell(self._everyone, "epoch", self, done)
         if is_best:
@@ -336,7 +337,8 @@ class Trainer:
     def _train_rows(self, interruption: Interruption) -> int:
         rows, clock = 0, time.perf_counter()
         for batch in self._batches():
-            report, failed = self._attempt.of(self.step, batch)
+            errors = _made(self.step, batch, self._reports)
+            (report,) = self._reports
             rows += report.rows
             if report.cut:
                 self._fitted = min(self._fitted or max(report.cut), max(report.cut))
@@ -345,8 +347,8 @@ class Trainer:
             self._batch += 1
             self.steps += 1
             self.updates += report.updated
-            self._loss.add(report)
-            errors = failed + self._tell(self._own, "update", report)
+            self.epoch_loss.add(report)
+            errors += self._tell(self._own, "update", report)
             stop = interruption.signal  # read once: a later signal waits for the next update
             is_due = bool(stop or errors or self.stopped or self._is_time_to_save())
             if self._share.agrees(f"batch {self.steps}", is_due):
@@ -365,12 +367,10 @@ class Trainer:
             batch_size=self.batch_size, seed=self.seed, epoch=self.epoch, start=self._batch, digest=digest
         )
         with closing(left):
-            while True:
-                self._share.draw_apart(self.seed, self.steps)
-                batch = next(left, _END)
-                if batch is _END:
-                    return
+            self._share.draw_apart(self.seed, self.steps)  # before each batch is loaded
+            for batch in left:
                 yield batch
+                self._share.draw_apart(self.seed, self.steps)
 
     def _is_time_to_save(self) -> bool:
         is_late = self.save_minutes and time.monotonic() - self._saved >= 60 * self.save_minutes
@@ -413,12 +413,20 @@ class Trainer:
                     number(self.out, self.steps, keep=self.keep)
 
 
-_END: Any = object()  # marks the end of an epoch's batches
+def _made(step: Step, batch: Any, reports: list[StepReport]) -> list[Exception]:
+    """Make a step, which notes its report; return what a callback has raised after that."""
+    reports.clear()
+    try:
+        step(batch)
+    except Exception as error:
+        if not reports:
+            raise
+        return [error]
+    return []
 
 
-def _report(
-    trainer: Trainer, running: RunningLoss, validation: Mapping[str, float], rows: int, seconds: float
-) -> EpochReport:
+def _report(trainer: Trainer, validation: Mapping[str, float], rows: int, seconds: float) -> EpochReport:
+    running = trainer.epoch_loss
     return EpochReport(
         epoch=trainer.epoch + 1,
         updates=trainer.updates,
@@ -432,15 +440,10 @@ def _report(
 
 
 def _progress(trainer: Trainer) -> dict[str, Any]:
-    return {
-        "epoch": trainer.epoch,
-        "steps": trainer.steps,
-        "updates": trainer.updates,
-        "seconds": trainer.seconds,
-        "best": trainer.best,
+    names = "epoch", "steps", "updates", "seconds", "best", "config"
+    return {name: getattr(trainer, name) for name in names} | {
         "scale": trainer.step.scale.state(),
         "run": identity(trainer),
-        "config": trainer.config,
         "plans": [] if trainer.step.planning.budget is None else trainer.step.planning.budget.state(),
         "callbacks": states([*trainer.callbacks, *trainer.step.callbacks]),
     }
