@@ -7,7 +7,15 @@ optimizer and the random state are as they were before it, unless the error says
 
 
 class AnybatchError(Exception):
-    """Base class of all errors of anybatch."""
+    """Base class of all errors of anybatch.
+
+    Example:
+        >>> try:
+        ...     check_whole("epochs", 0, least=1)
+        ... except AnybatchError as error:
+        ...     print(error)
+        Expected epochs to be a whole number of at least 1, got 0. Pass an int.
+    """
 
 
 class BatchError(AnybatchError, ValueError):

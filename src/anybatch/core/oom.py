@@ -64,10 +64,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def released(error: BaseException) -> str:
-    """Return the first line of an error's message, and drop its traceback and causes.
-
-    A traceback keeps the variables of all its frames alive, and so the activations.
-    """
+    """Return the first line of an error's message; drop its traceback and causes, which hold activations."""
     lines = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
     traceback.clear_frames(error.__traceback__)

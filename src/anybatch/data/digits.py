@@ -17,9 +17,8 @@ TOP_LEVEL = 16  # pixels are ink counts of 4x4 blocks: 0 to 16
 def read_digits() -> DataSplit:
     """Read the 1797 digits of scikit-learn; every fourth digit of each class is held out.
 
-    The split is not random: within each class the 4th, 8th, 12th ... row is held out, so it is stratified and
-    the same on every machine. 1352 rows remain. Inputs are float32 of shape (rows, 1, 32, 32), interpolated
-    bilinearly and normalized; targets are int64, 0 to 9.
+    The split is stratified and the same on every machine. 1352 rows remain. Inputs are float32 of shape
+    (rows, 1, 32, 32), interpolated bilinearly and normalized; targets are int64, 0 to 9.
 
     Source: Alpaydin and Kaynak, "Optical recognition of handwritten digits", UCI, 1998 (its test set).
     """

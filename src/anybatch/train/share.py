@@ -57,10 +57,7 @@ class Share:
         return self.is_lockstep or batch % self.ranks == self.rank
 
     def turns(self, parts: Sequence[Any]) -> list[tuple[Any, bool]]:
-        """Return the micro-batches of a batch to evaluate here; False for one that only keeps step.
-
-        In lockstep ranks take turns at the micro-batches, and all run equally many.
-        """
+        """Return the micro-batches to evaluate here; False for one that only keeps step with other ranks."""
         if not self.is_lockstep:
             return [(one, True) for one in parts]
         mine = range(self.rank, len(parts) + self.rank, self.ranks)
