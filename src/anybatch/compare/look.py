@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.compare.choose_rows import ROWS, choose_rows, numbered_anew
 from anybatch.compare.covers import Covers, Doubt
-from anybatch.compare.outcome import Difference, Looked, Split, differ, outcome_of
+from anybatch.compare.outcome import Difference, Looked, Split, differ, distance, outcome_of
 from anybatch.core import (
     Batch,
     LossError,
@@ -37,6 +37,7 @@ LEAST = 3  # the fewest rows with an uneven split
 _SHARE = 8  # rows that are read before the first cut: at most one of so many
 _LONGEST = 160  # characters of an error that are shown within another
 _FARTHER = 2.0**4  # between two provisional divisors
+_NEAR = 8  # times the effect of one rounding of all weights
 _AGAIN = 4  # repetitions before a refusal: hidden random numbers may be equal by chance
 
 
@@ -311,7 +312,20 @@ class _FewRows(NamedTuple):
             few = _only(self.task, self.few, half)
             found = self.part(few, Split(tuple(cut_sizes(few.rows, most))))
             alone += [found] if isinstance(found, Looked) else []
-        return differ(whole, parts, *alone)
+        found = differ(whole, parts, *alone)
+        if found and found.is_small and self._is_of_rounding(whole, parts):
+            return None
+        return found
+
+    def _is_of_rounding(self, whole: Looked, parts: Looked) -> bool:
+        """Return True if weights one rounding away differ as much: activations lie at a kink."""
+        weights = [p for p in self.task.network.parameters if p.dtype == torch.float32 and p.numel()]
+        near = self._replace(disturbed=weights).run(whole.cut)
+        if not isinstance(near, Looked):
+            return False
+        rounding, found = distance(whole, near), distance(whole, parts)
+        loss = _NEAR * (rounding.loss + torch.finfo(torch.float32).eps)
+        return found.gradient <= _NEAR * rounding.gradient and found.loss <= loss
 
     def _refuse(self, found: Difference, whole: Looked, parts: Looked) -> None:
         rows = f"got {found.words} for {self.few.rows} rows"

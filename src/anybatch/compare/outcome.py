@@ -279,11 +279,11 @@ class _Watched(Replayed):
                 self._copies[place] = _memory_of(self._places[place][1]).clone()
 
     def disturb(self, tensors: Sequence[Tensor]) -> None:
-        """Give tensors other values until `put_back`."""
+        """Give tensors other values until `put_back`: trained ones the nearest."""
         for one in tensors:
             self._keep(_place_of(one))
             with torch.no_grad():
-                one.copy_(1.5 * one.roll(1))
+                one.copy_(one.nextafter(one.roll(1)) if one.requires_grad else 1.5 * one.roll(1))
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._has_drawn = True

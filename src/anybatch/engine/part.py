@@ -54,7 +54,7 @@ NOTHING_TRIED = Tried()
 
 
 class Ways:
-    """The choices that are the same for every micro-batch of a plan; made once for a plan and a task.
+    """The choices that are the same for every micro-batch of an `add`.
 
     Args:
         plan: how rows are cut, and in which dtypes.
@@ -64,7 +64,7 @@ class Ways:
     """
 
     def __init__(self, plan: Plan, task: Task, *, is_whole: bool, is_dry: bool) -> None:
-        self.plan, self.is_whole = plan, is_whole  # not the task, which holds this: a circle is freed late
+        self.plan, self.is_whole = plan, is_whole
         # If the batch is not cut, the loss is torch's own, bit-identical. The total weight of a window, or of
         # several ranks, is unknown before its end.
         is_open = not is_whole or task.strategy.is_many or bool(task.guess)
@@ -85,20 +85,6 @@ class Ways:
             self.can_add_in_place = all(
                 accumulation_dtype(p.dtype, chosen) == p.dtype for p in task.network.parameters
             )
-
-    @staticmethod
-    def of(plan: Plan, task: Task, *, is_whole: bool, is_dry: bool) -> "Ways":
-        """Return the ways of a plan, made once."""
-        key = id(plan), is_whole, is_dry
-        known = task.made.get(key)
-        if known is None or known.plan is not plan:
-            if len(task.made) > _MOST_WAYS:
-                task.made.clear()
-            known = task.made[key] = Ways(plan, task, is_whole=is_whole, is_dry=is_dry)
-        return known
-
-
-_MOST_WAYS = 32
 
 
 class Part:

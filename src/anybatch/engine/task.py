@@ -136,7 +136,6 @@ class Task:
     reader: Reader | None = None
     # of a comparison: divide at the end, from a provisional divisor times this; 0 in a step
     guess: float = 0.0
-    made: dict[Any, Any] = field(init=False, default_factory=dict[Any, Any])  # for a plan: `Ways`
 
     def aside(self) -> "Task":
         """Return the same, for steps that do not count."""

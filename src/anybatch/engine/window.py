@@ -103,7 +103,7 @@ class Window:
         task, wanted, is_whole = self._task, plan, self._is_whole
         while True:
             before = self._before if is_whole else snapshot(task, batch)
-            ways = Ways.of(plan, task, is_whole=is_whole, is_dry=is_dry)
+            ways = Ways(plan, task, is_whole=is_whole, is_dry=is_dry)
             part = Part(task, ways, batch, None if is_whole else self._sums, share=self._share, tried=tried)
             part.reader = self.reader or part.reader
             try:
@@ -394,7 +394,7 @@ def fold(part: Part, before: Snapshot) -> None:
 def accompany(sums: Sums) -> None:
     """Take part in an `add` of other ranks to a window, with micro-batches of weight 0."""
     task, plan = sums.task, sums.plan
-    ways = Ways.of(plan, task, is_whole=False, is_dry=False)
+    ways = Ways(plan, task, is_whole=False, is_dry=False)
     with task.loss.along(OpenBatch(), (), task.model, lambda: None) as share:
         part = Part(task, ways, NoRows(), sums, share=share, tried=NOTHING_TRIED)
         try:
