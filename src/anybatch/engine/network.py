@@ -57,7 +57,7 @@ class Network:
         modules = list(dict.fromkeys([*inner, *module_of(loss).modules()]))
         inside, parameters = _parameters_of(modules), [p for p in held if p.requires_grad]
         # Backward reaches those in closures of the loss, as a GAN's other network: their `.grad` is kept.
-        beside, trained = _parameters_of(Reachable([loss]).modules), frozenset(parameters)
+        beside, trained = _parameters_of(Reachable([loss], has_classes=False).modules), frozenset(parameters)
         return Network(
             modules=modules,
             inner=inner,

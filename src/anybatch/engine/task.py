@@ -186,7 +186,7 @@ def check_parts(
     optimizers = check_optimizers(optimizer, known)
     strange = [p for p in owned(optimizers) if p not in known]
     if strange:  # but those in closures of the loss are trained
-        reached = {id(one) for one in Reachable([model, loss]).values}
+        reached = {id(one) for one in Reachable([model, loss], has_classes=False).values}
         strange = [p for p in strange if id(p) not in reached]
     if strange:
         warnings.warn(

@@ -205,7 +205,7 @@ class OutsideValues:
     """Globals, closure variables and foreign attributes that model and loss read; workers have copies."""
 
     def __init__(self, task: Task) -> None:
-        found = Reachable([task.loss, task.model])
+        found = Reachable([task.loss, task.model], has_classes=False)  # other methods may count steps
         named = set[str]().union(*[names for _, names in found.scopes])
         groups = [group for one in task.optimizers for group in one.param_groups]  # sent to workers
         own = {id(one) for one in (*map(vars, task.network.modules), *groups)}

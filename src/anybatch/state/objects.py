@@ -102,7 +102,7 @@ class Reachable:
         caches: functions under `functools.lru_cache`.
     """
 
-    def __init__(self, roots: Iterable[object], *, is_block: bool = False) -> None:
+    def __init__(self, roots: Iterable[object], *, is_block: bool = False, has_classes: bool = True) -> None:
         self.modules: list[nn.Module] = []
         self.generators: list[Any] = []
         self.containers: list[Any] = []
@@ -111,6 +111,7 @@ class Reachable:
         self.scopes: list[tuple[dict[str, Any], set[str]]] = []
         self.kinds: dict[type, None] = {}
         self.caches: list[Any] = []
+        self._has_classes = has_classes and not is_block  # those of modules are read in any case
         self._is_block, self._most = is_block, MOST_OF_BLOCKS if is_block else MOST_ITEMS
         self._open: list[Any] = []
         self._seen: dict[int, object] = {}  # keeps the object, so that its id stays unique
@@ -139,7 +140,7 @@ class Reachable:
     def _visit(self, value: Any) -> None:
         kind, numpy = type(value), loaded("numpy")  # `isinstance` would run a proxy's own code
         if issubclass(kind, type | ModuleType):
-            self._push(self._own(value) if issubclass(kind, type) else ())
+            self._push(self._own(value) if issubclass(kind, type) and self._has_classes else ())
             return
         if issubclass(kind, Tensor):
             self._tensor(value)
@@ -198,7 +199,7 @@ class Reachable:
                 return
         elif kind.__module__.startswith("torch._") or _top(kind.__module__) in closed:
             return
-        self._push(self._own(kind))
+        self._push(self._own(kind) if self._has_classes or issubclass(kind, nn.Module) else ())
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict:
             # Hooks of an update never run in a trial.
