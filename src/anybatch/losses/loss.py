@@ -1,5 +1,6 @@
 """The interface of a loss: sums of micro-batches, their weights, and the divisors of the batch."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -26,7 +27,7 @@ class EvaluateAgain(Exception):  # noqa: N818
     """
 
 
-class Loss:
+class Loss(ABC):
     """A loss whose whole-batch value is, term by term, a ratio of sums.
 
     This base class has one term and is the same for all rows, cut or not.
@@ -40,13 +41,13 @@ class Loss:
     is_plain = True  # True if `along` returns the same loss for all rows and need not be called
     coefficients: Mapping[str, float] = MappingProxyType({})  # of named terms; 1 for names that are missing
 
+    @abstractmethod
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model on a micro-batch and sum its losses.
 
         Raises:
             EvaluateAgain: undo the micro-batch and call `evaluate` once more.
         """
-        raise NotImplementedError
 
     def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
         """Return the divisor of each term of this batch; None if the first forward does not determine it."""
