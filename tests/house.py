@@ -172,8 +172,15 @@ def dotted(node: ast.expr) -> str:
 
 
 def ours(path: str, tree: ast.Module) -> set[str]:
-    """Dotted names below `anybatch` that a file imports, without that prefix."""
-    return {name.removeprefix("anybatch.") for name in imports(path, tree) if name.startswith("anybatch.")}
+    """Dotted names below `anybatch` that a file uses, without that prefix: `core.Batch`, however imported."""
+    names = {name.removeprefix("anybatch.") for name in imports(path, tree) if name.startswith("anybatch.")}
+    packages = names & set(FLOOR)  # `from anybatch import core`: what is used of it counts
+    used = {
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in packages
+    }
+    return (names - {one.split(".")[0] for one in used}) | used
 
 
 def face(house: House, package: str) -> set[str]:

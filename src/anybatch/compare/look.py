@@ -13,21 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from anybatch import core
 from anybatch.compare.choose_rows import ROWS, choose_rows, numbered_anew
 from anybatch.compare.covers import Covers, Doubt
 from anybatch.compare.outcome import Difference, Looked, Split, differ, distance, outcome_of
-from anybatch.core import (
-    Batch,
-    LossError,
-    OutOfMemoryError,
-    SampleBatch,
-    TrimmedBatch,
-    cut_sizes,
-    ran_out_of_memory,
-    released,
-    torch_private as private,
-    tree,
-)
+from anybatch.core import torch_private as private, tree
 from anybatch.engine import Plan, Restart, Task, Window, context
 from anybatch.losses import Additive, ModelTerms, Terms, WholeBatch, function_of
 from anybatch.memory import find_device, parse_memory
@@ -43,7 +33,7 @@ _AGAIN = 4  # repetitions before a refusal: hidden random numbers may be equal b
 
 def refuse_what_depends_on_the_cut(
     task: Task,
-    batch: Batch,
+    batch: core.Batch,
     plan: Plan,
     most: int,
     covers: Covers,
@@ -67,19 +57,19 @@ def refuse_what_depends_on_the_cut(
     rows = min(batch.rows, ROWS)
     if rows < 2 or any(map(is_lazy, task.network.everyone)):  # the first forward initialises lazy parameters
         return Doubt("the first rows were too few, or parameters lazy")
-    smallest = min(rows // 2, *(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most)))
+    smallest = min(rows // 2, *(plan.sizes if plan.is_cut else core.cut_sizes(batch.rows, most)))
     smallest = smallest if covers.has_held else min(smallest, 2)  # more parts show a small fault better
     least = min(2, smallest) if rows > LEAST else 1
     most = min(rows, max(2, most))
     # A loss over all rows may pair rows by their places.
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt = Doubt("memory ran out in a few rows")
-    with suppress(OutOfMemoryError), _few_rows(task, batch, rows, covers) as (few, noted):
+    with suppress(core.OutOfMemoryError), _few_rows(task, batch, rows, covers) as (few, noted):
         largest = rows if _fits(task, few, plan, most, noted) else most
         tries = dict.fromkeys([(largest, least), (most, least), (most, 2), (2, least), (2, 1)])
         bare = dict.fromkeys([replace(plan, blocks=()), plan])  # memory may need the blocks
         for kept, (size, small) in product(bare, tries):
-            with suppress(OutOfMemoryError):
+            with suppress(core.OutOfMemoryError):
                 cuts = _cuts(few.rows, size, small, max(small, smallest), is_mixed=is_mixed)
                 cuts = islice(cuts, 0, None, 2) if covers.has_held else cuts
                 guess = _guess(task, plan) if is_late or _divides_last(task, plan) else 0.0
@@ -90,7 +80,7 @@ def refuse_what_depends_on_the_cut(
     return doubt
 
 
-def _fits(task: Task, few: Batch, plan: Plan, most: int, noted: ObjectState) -> bool:
+def _fits(task: Task, few: core.Batch, plan: Plan, most: int, noted: ObjectState) -> bool:
     """Return False if all rows as one part may not fit into the memory of the host, which ends a process."""
     if few.rows <= most or task.network.kinds - {"cpu"}:
         return True
@@ -113,7 +103,7 @@ def _guess(task: Task, plan: Plan) -> float:
 
 
 def read_rows(
-    task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool], covers: Covers | None
+    task: Task, batch: core.Batch, plan: Plan, fits: Callable[[int], bool], covers: Covers | None
 ) -> Doubt | None:
     """Show micro-batches of a few rows to the reader of a task; compare loss and gradient of two splits.
 
@@ -134,7 +124,7 @@ def read_rows(
             size *= 4
         return None
     doubt: Doubt | None = Doubt("memory ran out in a few rows")
-    with suppress(OutOfMemoryError), _few_rows(task, batch, rows, covers) as (few, noted):
+    with suppress(core.OutOfMemoryError), _few_rows(task, batch, rows, covers) as (few, noted):
         cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
         if covers is not None:
             guess = _guess(task, plan) if _divides_last(task, plan) else 0.0
@@ -150,13 +140,13 @@ def read_rows(
     return doubt
 
 
-def run_parts(task: Task, batch: Batch, plan: Plan, sizes: tuple[int, ...]) -> None:
+def run_parts(task: Task, batch: core.Batch, plan: Plan, sizes: tuple[int, ...]) -> None:
     """Run micro-batches of these sizes, of a few rows of the batch, and put all back; errors are left out."""
-    with suppress(OutOfMemoryError), _few_rows(task, batch, sum(sizes)) as (few, noted):
+    with suppress(core.OutOfMemoryError), _few_rows(task, batch, sum(sizes)) as (few, noted):
         outcome_of(task, few, plan, Split(sizes), reached=tensors_of(noted), is_watched=False)
 
 
-def rehearse(task: Task, batch: Batch, plan: Plan, sizes: tuple[int, ...]) -> None:
+def rehearse(task: Task, batch: core.Batch, plan: Plan, sizes: tuple[int, ...]) -> None:
     """Run micro-batches of these sizes together with all ranks, and put back what they change.
 
     The next `open` tells ranks that take it for a part of their step to begin again.
@@ -187,8 +177,8 @@ def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> I
 
 @contextmanager
 def _few_rows(
-    task: Task, batch: Batch, rows: int, covers: Covers | None = None
-) -> Generator[tuple[Batch, ObjectState]]:
+    task: Task, batch: core.Batch, rows: int, covers: Covers | None = None
+) -> Generator[tuple[core.Batch, ObjectState]]:
     """Yield a few rows, and what model and loss reach."""
     with rng.preserved():  # `collate` may draw
         try:
@@ -197,23 +187,23 @@ def _few_rows(
             if covers is not None:
                 covers.add(noted.found)
         except Exception as error:
-            if not ran_out_of_memory(error):
+            if not core.ran_out_of_memory(error):
                 raise
-            raise OutOfMemoryError(released(error)) from None  # to look at rows takes memory, too
+            raise core.OutOfMemoryError(core.released(error)) from None  # to look at rows takes memory, too
         try:
             yield few, noted
         finally:
             noted.put_back()
 
 
-def _only(task: Task, batch: Batch, rows: Sequence[int]) -> Batch:
+def _only(task: Task, batch: core.Batch, rows: Sequence[int]) -> core.Batch:
     few = batch.only(rows)
     return numbered_anew(few, batch) if isinstance(task.loss, WholeBatch) else few
 
 
-def reached_by(task: Task, batch: Batch) -> ObjectState:
+def reached_by(task: Task, batch: core.Batch) -> ObjectState:
     """Note all that a run reaches, but for the task's parameters and buffers, which a step puts back."""
-    collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
+    collate = (batch.collate,) if isinstance(batch, core.SampleBatch) else ()
     known = [
         *task.network.everyone,
         *chain.from_iterable(m.buffers(recurse=False) for m in task.network.modules),
@@ -228,7 +218,7 @@ def tensors_of(noted: ObjectState) -> list[Tensor]:
 
 class _FewRows(NamedTuple):
     task: Task
-    few: Batch
+    few: core.Batch
     plan: Plan
     kept: Plan  # of the first cut
     guess: float  # the factor of the provisional divisor of the other cuts; 0 if they divide early
@@ -243,16 +233,16 @@ class _FewRows(NamedTuple):
         kept = {"reached": tensors_of(self.noted), "disturbed": self.disturbed}
         return outcome_of(task, few, plan, cut, is_watched=is_watched, like=self.draws, **kept)
 
-    def part(self, few: Batch, cut: Split) -> Looked | Exception:
+    def part(self, few: core.Batch, cut: Split) -> Looked | Exception:
         return outcome_of(self.task, few, self.plan, cut, reached=tensors_of(self.noted))
 
     def compare(self, most: int, cuts: Iterable[Split]) -> Doubt | None:
         others = iter(cuts)
         is_own = isinstance(self.task.loss, ModelTerms)
         whole = self.run(first := next(others))
-        if isinstance(whole, LossError) and is_own:  # parts of other sizes may show that it is sound
+        if isinstance(whole, core.LossError) and is_own:  # parts of other sizes may show that it is sound
             whole = self.run(first := next(others))
-            if isinstance(whole, LossError):
+            if isinstance(whole, core.LossError):
                 raise whole
         if isinstance(whole, Exception):
             return self._failed(first, whole)
@@ -272,7 +262,7 @@ class _FewRows(NamedTuple):
             parts = self.run(cut, is_first=False, is_watched=not whole.is_quiet)
             if isinstance(parts, Exception):
                 self._refuse_failed_trim(parts, cut, whole)
-                if isinstance(parts, LossError) and is_own:  # the loss has another form in parts
+                if isinstance(parts, core.LossError) and is_own:  # the loss has another form in parts
                     raise parts
                 doubt = doubt if is_small else self._failed(cut, parts)
                 continue
@@ -310,7 +300,7 @@ class _FewRows(NamedTuple):
         middle, alone = self.few.rows // 2, list[Looked]()
         for half in (range(middle), range(middle, self.few.rows)):
             few = _only(self.task, self.few, half)
-            found = self.part(few, Split(tuple(cut_sizes(few.rows, most))))
+            found = self.part(few, Split(tuple(core.cut_sizes(few.rows, most))))
             alone += [found] if isinstance(found, Looked) else []
         found = differ(whole, parts, *alone)
         if found and found.is_small and self._is_of_rounding(whole, parts):
@@ -329,9 +319,9 @@ class _FewRows(NamedTuple):
 
     def _refuse(self, found: Difference, whole: Looked, parts: Looked) -> None:
         rows = f"got {found.words} for {self.few.rows} rows"
-        kept = self.run(parts.cut) if isinstance(self.few, TrimmedBatch) else None
+        kept = self.run(parts.cut) if isinstance(self.few, core.TrimmedBatch) else None
         if isinstance(kept, Looked) and not differ(whole, kept):
-            raise LossError(
+            raise core.LossError(
                 f"Expected the same loss and gradient from {self._name} with less padding, {rows} padded and "
                 f"trimmed. {self._trimmed(parts.cut, whole)}"
             )
@@ -340,7 +330,7 @@ class _FewRows(NamedTuple):
         if isinstance(same, Looked) and differ(whole, same):
             likely = "A backward is not linear (it clamps, rounds or normalises, as the same cut differs too "
             likely += "with another divisor or recomputation), "
-        if isinstance(self.few, SampleBatch):
+        if isinstance(self.few, core.SampleBatch):
             likely += "padded places of `collate` count, "
         if hooked := [name for p, name in self.task.names().items() if private.hooks_of_tensor(p)[0]]:
             likely += f"a hook on {hooked[0]!r} changes the gradient of each micro-batch, "
@@ -356,25 +346,25 @@ class _FewRows(NamedTuple):
         advice = "ab.check(model, loss, batch) names the place"
         if self.disturbed:
             advice = "Move it once per update, after the step"
-        raise LossError(
+        raise core.LossError(
             f"Expected the same loss and gradient from {self._name} for every split, {rows} as {whole.cut} "
             f"and as {parts.cut}. {likely} {advice}; Options(check=False) skips this."
         )
 
     def _refuse_failed_trim(self, error: Exception, cut: Split, whole: Looked) -> None:
         """Raise LossError if a model fails on shorter rows, and not on the padded ones."""
-        if isinstance(self.few, TrimmedBatch) and isinstance(self.run(cut), Looked):
-            raise LossError(
+        if isinstance(self.few, core.TrimmedBatch) and isinstance(self.run(cut), Looked):
+            raise core.LossError(
                 f"Expected {self._name} to take rows without their padding, got {_said(error)}. "
                 f"{self._trimmed(cut, whole)}"
             ) from error
 
     def _trimmed(self, cut: Split, whole: Looked) -> str:
         """Name the trimmed columns, and those that cure the difference if left whole; say what to do."""
-        assert isinstance(self.few, TrimmedBatch)  # noqa: S101 - others are not trimmed
+        assert isinstance(self.few, core.TrimmedBatch)  # noqa: S101 - others are not trimmed
         cured: list[str] = []
         for column in dict.fromkeys(map(tree.column, self.few.trimmed)):
-            with suppress(OutOfMemoryError):
+            with suppress(core.OutOfMemoryError):
                 found = self.part(self.few.keeping(column), cut)
                 cured += [column] if isinstance(found, Looked) and not differ(whole, found) else []
         trimmed = 'order="length" trimmed ' + ", ".join([f"batch{path}" for path in self.few.trimmed])
@@ -407,7 +397,7 @@ class _FewRows(NamedTuple):
             values = [each.terms.get(name, 0.0) for each in (*reports, parts.report)]
             if all(_is_equal(whole.report.terms.get(name, 0.0), value) for value in values):
                 continue  # a penalty, the same for all rows
-            raise LossError(
+            raise core.LossError(
                 f"Expected weights of {name!r} from {self._name} that add up, got {weights[name]:g} for "
                 f"{self.few.rows} rows as {whole.cut} and {found[name]:g} as {parts.cut}. Let Total's weight "
                 "be that of its rows: their number, or that of valid tokens; for a plain sum, rows / rows of "
@@ -457,7 +447,7 @@ def _cuts(rows: int, most: int, least: int, smallest: int, *, is_mixed: bool) ->
     """Yield the reference, then another number of unequal parts, then smallest parts in another order."""
     count = -(-rows // most)
     more = count + 1 if (count + 1) * least <= rows else max(1, count - 1)
-    plain = cut_sizes(rows, most)
+    plain = core.cut_sizes(rows, most)
     if plain[-1] < least:  # no single row unless the plan has one
         plain[-2:] = [plain[-2] - 1, plain[-1] + 1]
     yield Split(tuple(plain))

@@ -12,15 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from anybatch import core
 from anybatch.compare.tolerance import limit_of, shortest_of
-from anybatch.core import (
-    Batch,
-    Callbacks,
-    Micro,
-    MicroBatchDone,
-    OutOfMemoryError,
-    torch_private as private,
-)
+from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task, carry_out
 from anybatch.losses import ModelTerms
 from anybatch.precision import LossScale, Precision
@@ -45,7 +39,7 @@ class Outcome:
     def __init__(
         self,
         task: Task,
-        batch: Batch,
+        batch: core.Batch,
         plan: Plan,
         sizes: tuple[int, ...],
         draws: SeenDraws,
@@ -62,7 +56,7 @@ class Outcome:
             loss=ModelTerms(task.loss.call) if isinstance(task.loss, ModelTerms) else task.loss,
             effects=effects,
             scale=LossScale(Precision()),  # a dry run neither looks for overflow nor divides by a scale
-            callbacks=Callbacks.of([self]),
+            callbacks=core.Callbacks.of([self]),
             optimizers=task.optimizers if has_graph else (),
             schedulers=(),
             before_cut=_allowed,
@@ -72,7 +66,7 @@ class Outcome:
         with torch.set_grad_enabled(has_graph):
             self.report = carry_out(plan, task, batch, is_dry=is_dry)
         if self.report.too_large:  # and so it was cut otherwise
-            raise OutOfMemoryError(f"Expected {max(sizes)} rows to fit, got none left. Take fewer.")
+            raise core.OutOfMemoryError(f"Expected {max(sizes)} rows to fit, got none left. Take fewer.")
         self.effects = effects
         self.dtypes = draws.dtypes | {p.dtype for p in task.network.parameters}
         coefficients = task.loss.coefficients
@@ -160,14 +154,14 @@ class WatchedBatch:
     """Rows of a batch, which tell when a micro-batch begins and which rows of `part` it has."""
 
     def __init__(
-        self, inner: Batch, part: RowPart, draws: SeenDraws, begin: Callable[[RowPart], None]
+        self, inner: core.Batch, part: RowPart, draws: SeenDraws, begin: Callable[[RowPart], None]
     ) -> None:
         self._inner, self._part, self._draws, self._begin = inner, part, draws, begin
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
+    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[core.Micro]:
         """Yield the rows of each part."""
         micros = self._inner.micro_batches(parts)
         for index in parts:
@@ -185,7 +179,7 @@ class Looked(Outcome):
     def __init__(
         self,
         task: Task,
-        few: Batch,
+        few: core.Batch,
         plan: Plan,
         cut: Split,
         like: Replayed | None,
@@ -223,7 +217,7 @@ class Looked(Outcome):
         self.is_random = self.seen.has_missed() or self.effects.draws_process
         self.is_random |= self.effects.draws and not self.seen.total
 
-    def micro_batch(self, event: MicroBatchDone) -> None:
+    def micro_batch(self, event: core.MicroBatchDone) -> None:
         """Stop watching: a forward that draws or writes does so in the first micro-batch."""
         if self.seen.is_quiet:
             self._watch.close()
@@ -399,12 +393,12 @@ def _short_of_devices(task: Task, plan: Plan) -> set[torch.dtype]:
     return {torch.float16} if is_short else set()
 
 
-def _allowed(task: Task, batch: Batch, plan: Plan, rows: int) -> None:
+def _allowed(task: Task, batch: core.Batch, plan: Plan, rows: int) -> None:
     """Allow any cut of a trial run."""
 
 
 def outcome_of(
-    task: Task, few: Batch, plan: Plan, cut: Split, *, like: Replayed | None = None, **options: Any
+    task: Task, few: core.Batch, plan: Plan, cut: Split, *, like: Replayed | None = None, **options: Any
 ) -> "Looked | Exception":
     """Return the outcome of a split, or its error: a model may refuse a part that no step sends.
 
@@ -413,7 +407,7 @@ def outcome_of(
     """
     try:
         return Looked(task, few, plan, cut, like, **options)
-    except OutOfMemoryError:
+    except core.OutOfMemoryError:
         raise
     except Exception as error:
         return error

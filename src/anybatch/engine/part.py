@@ -10,25 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import (
-    AnybatchError,
-    Batch,
-    BatchError,
-    Cut,
-    Functions,
-    LossError,
-    Micro,
-    NonFinite,
-    OpenBatch,
-    OutOfMemoryError,
-    all_finite,
-    call,
-    local,
-    ran_out_of_memory,
-    released,
-    torch_private as private,
-    tree,
-)
+from anybatch import core
+from anybatch.core import torch_private as private, tree
 from anybatch.engine.division import UNDECIDED, Division
 from anybatch.engine.gradients import Apart, InPlace, accumulation_dtype
 from anybatch.engine.plan import Plan
@@ -110,7 +93,7 @@ class Part:
         self,
         task: Task,
         ways: Ways,
-        batch: Batch,
+        batch: core.Batch,
         window: Sums | None,
         *,
         share: Share | None,
@@ -127,10 +110,10 @@ class Part:
         self._share = share
         self._cut, self._done = ways.plan.parts, 0
         self.scale_before: dict[str, float] | None = None
-        self._micro: Micro | None = None
+        self._micro: core.Micro | None = None
         self._is_told = False  # callbacks are told of the last micro-batch that is done
         if task.callbacks.begin:
-            call(task.callbacks.begin, self.count)
+            core.call(task.callbacks.begin, self.count)
 
     @property
     def count(self) -> int:
@@ -168,7 +151,7 @@ class Part:
             self._share = passes.enter_context(along)
         reader.first_done()
 
-    def micro_batches(self, before: Snapshot) -> Iterator[Micro]:
+    def micro_batches(self, before: Snapshot) -> Iterator[core.Micro]:
         """Yield the micro-batches that are left; note first what making one may change."""
         left, self._micro = self.left, None
         micro_batches = self.batch.micro_batches(left)
@@ -180,7 +163,7 @@ class Part:
             yield micro
             del micro  # before the next one is made
 
-    def _begin(self, micro: Micro) -> None:
+    def _begin(self, micro: core.Micro) -> None:
         self._micro = micro
         if self.sums.scale_before["value"] != 1.0:
             self.task.scale.begin(self.tried.scale_limit)
@@ -208,10 +191,10 @@ class Part:
 
     def cut_smaller(self, most: int) -> None:
         """Cut the rows that are left into micro-batches of at most so many rows."""
-        left = Cut(tuple(self.left))
+        left = core.Cut(tuple(self.left))
         # Parts that were cut by tokens differ in rows, but all need as much memory.
         rest = left.halved() if self.batch.order else left.after(0, most=most)
-        self._cut = Cut((*self._cut.parts[: self._done], *rest.parts))
+        self._cut = core.Cut((*self._cut.parts[: self._done], *rest.parts))
 
     def sizes(self) -> list[int]:
         """Return the rows of all micro-batches, done and left."""
@@ -239,7 +222,7 @@ class Part:
         """Return a note for an error if the rows, the model and the loss are on several devices; else ""."""
         network, rows = self.task.network, getattr(self.batch, "leaves", ())
         if self._micro is not None:
-            with suppress(BatchError):  # `collate` may return other objects
+            with suppress(core.BatchError):  # `collate` may return other objects
                 rows = tree.flatten(self._micro.rows).leaves
         buffers = [one for each in network.modules for one in private.buffers_of(each).values()]
         found = {"rows": rows, "parameters": network.everyone, "buffers": buffers}
@@ -261,7 +244,7 @@ class Part:
             return self.ways.loss
         return self._share(self.offset + index[0], self.offset + index[-1] + 1)
 
-    def evaluate(self, micro: Micro) -> Evaluated:
+    def evaluate(self, micro: core.Micro) -> Evaluated:
         """Run the model and the loss on the rows of a micro-batch."""
         ways, task, loss = self.ways, self.sums.task, self.loss_of(micro.indices)
         if ways.computing is None:
@@ -274,7 +257,7 @@ class Part:
             self._open(terms, len(micro.indices))
             known = self.sums.division.coefficients
         if terms.sums.keys() != known.keys():
-            raise LossError(
+            raise core.LossError(
                 f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "
                 f"{sorted(known)}. Return ab.Total.zero() for a term that has nothing to add."
             )
@@ -287,11 +270,11 @@ class Part:
         ways, sums = self.ways, self.sums
         division = sums.division
         if division is UNDECIDED:
-            known = OpenBatch() if ways.is_late else self.batch
+            known = core.OpenBatch() if ways.is_late else self.batch
             guess = 0.0 if ways.adds_over_ranks else self.task.guess or 1.0
             division = Division.decide(ways.loss, known, terms, rows, guess=guess)
             if ways.adds_over_ranks and division.divisors is None and len(terms.sums) > 1:
-                raise LossError(
+                raise core.LossError(
                     f"Expected a loss of one term with SyncBatchNorm or shards, got {[*terms.sums]}, each of "
                     "which needs a backward of its own. Return one Total."
                 )
@@ -312,14 +295,14 @@ class Part:
             gradients = InPlace(task.network.parameters, banks[0])
         sums.gradients, sums.division = gradients, division  # last: weights take memory, which may run out
 
-    def _tell(self, due: Functions, held: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> None:
+    def _tell(self, due: core.Functions, held: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> None:
         names, shown = self.task.names(), dict[str, list[Tensor]]()
         for bank in held.values():
             for parameter, gradient in bank.items():
                 shown.setdefault(names[parameter], []).append(gradient)
         if self._micro is not None:
             micro = self._micro._replace(indices=self.batch.callers(self._micro.indices))
-            call(due, micro, shown, self.task.scale.value)
+            core.call(due, micro, shown, self.task.scale.value)
 
     def backward(self, terms: Evaluated) -> None:
         """Accumulate the gradient of a micro-batch, and count its sums and weights.
@@ -335,10 +318,10 @@ class Part:
         for name, one in values.items():
             if one.requires_grad and division.coefficients[name]:
                 flowing[name] = one
-        if self.is_guarded and len(flowing) < len(values) and not all_finite(list(values.values())):
-            raise NonFinite("loss")
+        if self.is_guarded and len(flowing) < len(values) and not core.all_finite(list(values.values())):
+            raise core.NonFinite("loss")
         if self.ways.adds_over_ranks and len(flowing) < len(values):
-            raise LossError(
+            raise core.LossError(
                 "Expected terms of the loss that depend on parameters on every rank with SyncBatchNorm or "
                 f"shards, got {len(flowing)} of {len(values)}: others wait in backward. Give every rank rows "
                 "that count."
@@ -347,8 +330,10 @@ class Part:
             sums.has_flowed = True
             try:
                 self._flow(flowing)
-            except NonFinite:  # the sums were looked at with the gradients
-                raise NonFinite("gradient" if all_finite(list(values.values())) else "loss") from None
+            except core.NonFinite:  # the sums were looked at with the gradients
+                raise core.NonFinite(
+                    "gradient" if core.all_finite(list(values.values())) else "loss"
+                ) from None
             finally:
                 for parameter in task.network.reached:  # not ours, and they may share memory with ours
                     parameter.grad = None
@@ -371,11 +356,11 @@ class Part:
             with rng.preserved():
                 self._run_along(rows)
         except Exception as error:
-            if isinstance(error, AnybatchError) or not ran_out_of_memory(error):
+            if isinstance(error, core.AnybatchError) or not core.ran_out_of_memory(error):
                 raise
-            raise OutOfMemoryError(
+            raise core.OutOfMemoryError(
                 "Expected a micro-batch of weight 0 to fit into memory, as other ranks have more, got none "
-                f"left ({released(error)}). No update was made. Free memory, or make rows smaller."
+                f"left ({core.released(error)}). No update was made. Free memory, or make rows smaller."
             ) from None
         before.put_modules_back()
 
@@ -384,7 +369,7 @@ class Part:
         self._micro = None
         if sums.gradients is not None:
             sums.gradients.begin()
-        terms = self.evaluate(Micro(rows=rows, indices=range(sums.total, sums.total + 1))).sums
+        terms = self.evaluate(core.Micro(rows=rows, indices=range(sums.total, sums.total + 1))).sums
         division = sums.division
         flowing = {n: one for n, one in terms.items() if one.requires_grad and division.coefficients[n]}
         self._flow(flowing, {name: torch.zeros_like(one) for name, one in flowing.items()})
@@ -415,5 +400,5 @@ def _nbytes(part: Part, gradients: InPlace | Apart) -> int:
     """Return the bytes of gradient sums."""
     held = [one for bank in gradients.banks.values() for one in bank.values()]
     if part.ways.is_lockstep:  # FSDP itself may hold them, as before a sum over copies
-        held = [local(one) for one in part.task.network.parameters]
+        held = [core.local(one) for one in part.task.network.parameters]
     return sum(one.untyped_storage().nbytes() for one in held if one.layout is torch.strided)

@@ -4,23 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from anybatch import core
 from anybatch.batchnorm import names_of_batch_norms
-from anybatch.core import (
-    AnybatchError,
-    Cut,
-    LossError,
-    MicroBatchRedone,
-    NonFinite,
-    NonFiniteLossError,
-    OutOfMemoryError,
-    PlanError,
-    call,
-    cut_sizes,
-    free_caches,
-    note,
-    ran_out_of_memory,
-    released,
-)
 from anybatch.engine.part import NO_READER, Part, Tried
 from anybatch.engine.sums import Redone
 from anybatch.losses import EvaluateAgain
@@ -47,7 +32,7 @@ class Restart(Exception):  # noqa: N818
         )
 
 
-class NotUndoneError(NonFiniteLossError):
+class NotUndoneError(core.NonFiniteLossError):
     """An error for values that are not finite, and a forward that cannot be undone: it is never skipped."""
 
 
@@ -65,24 +50,24 @@ def recover(error: Exception, part: Part, before: Snapshot) -> None:
     """
     (part.reader or NO_READER).close()
     if isinstance(error, EvaluateAgain):
-        if not _undo(part, before, "to be evaluated again", LossError) or part.ways.is_lockstep:
+        if not _undo(part, before, "to be evaluated again", core.LossError) or part.ways.is_lockstep:
             raise Restart(part, part.sizes())
-    elif isinstance(error, NonFinite):
+    elif isinstance(error, core.NonFinite):
         _recover_from_overflow(error.where, part, before)
-    elif not isinstance(error, AnybatchError) and ran_out_of_memory(error):
-        said = released(error)
-        free_caches()  # before anything is put back, which takes memory
+    elif not isinstance(error, core.AnybatchError) and core.ran_out_of_memory(error):
+        said = core.released(error)
+        core.free_caches()  # before anything is put back, which takes memory
         _recover_memory(said, part, before)
     else:
         place = part.place()
         if str(error).startswith(_ALONE) and " leaves one row" in place:
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected two rows or more in a micro-batch, as BatchNorm needs, got one: {place}. No "
                 "update was made. Take another micro_batch, or leave the row out."
             ) from error
-        note(error, f"This error was raised in {place}.")
+        core.note(error, f"This error was raised in {place}.")
         if isinstance(error, RuntimeError) and (told := part.devices()):
-            note(error, told)
+            core.note(error, told)
         try:
             raise error
         finally:
@@ -93,13 +78,13 @@ def _recover_memory(said: str, part: Part, before: Snapshot) -> None:
     task, batch, left = part.task, part.batch, part.left
     is_first_pass = not part.is_open
     rows = max(map(len, left)) if is_first_pass else len(left[0])
-    is_complete = _undo(part, before, said, OutOfMemoryError)
-    call(task.callbacks.redone, MicroBatchRedone(index=part.count, rows=rows, reason=said))
+    is_complete = _undo(part, before, said, core.OutOfMemoryError)
+    core.call(task.callbacks.redone, core.MicroBatchRedone(index=part.count, rows=rows, reason=said))
     reason = why_not_cut(part, rows)
     part.sums.redone.append(Redone(rows, may_be_cut=not reason))
     first = -1 if is_first_pass else left[0][0]
     if reason and first in part.tried.last:
-        raise OutOfMemoryError(
+        raise core.OutOfMemoryError(
             f"Expected a micro-batch of {rows} rows to fit into memory, got none left ({said}). It was tried "
             f"again with caches freed, and {reason}. No update was made. Free memory, make rows or the model "
             "smaller, recompute, or offload: ab.plan tells what takes the memory."
@@ -113,8 +98,8 @@ def _recover_memory(said: str, part: Part, before: Snapshot) -> None:
     half = -(-rows // 2)
     is_whole_loss = part.ways.is_whole and not part.ways.plan.is_cut  # another form of the loss than a part's
     if must_restart or is_whole_loss or part.loss_of(left[0]).tied:
-        halves = Cut.of_sizes(part.sizes()).halved().sizes  # parts of as many tokens
-        raise Restart(part, halves if batch.order else cut_sizes(batch.rows, half))
+        halves = core.Cut.of_sizes(part.sizes()).halved().sizes  # parts of as many tokens
+        raise Restart(part, halves if batch.order else core.cut_sizes(batch.rows, half))
     part.cut_smaller(half)
 
 
@@ -127,7 +112,7 @@ def _recover_from_overflow(where: str, part: Part, before: Snapshot) -> None:
     rows = part.left[0]
     part.scale_before = part.scale_before or scale.state()
     if where == "gradient" and scale.give_way():
-        call(task.callbacks.redone, MicroBatchRedone(index=part.count, rows=len(rows), reason=said))
+        core.call(task.callbacks.redone, core.MicroBatchRedone(index=part.count, rows=len(rows), reason=said))
         part.sums.redone.append(Redone(len(rows), may_be_cut=False))
         if part.has_accepted or not is_complete:
             raise Restart(part, part.sizes(), scale=scale.value)
@@ -142,7 +127,7 @@ def _recover_from_overflow(where: str, part: Part, before: Snapshot) -> None:
         part.leave_out()
         return
     meet = ", and rows that meet in the loss cannot be left out" if plan.non_finite == "drop" else ""
-    failed = NonFiniteLossError(
+    failed = core.NonFiniteLossError(
         f"Expected a finite {where}, got NaN or infinity in micro-batch {part.count} "
         f"({part.rows_in_words(rows)} of the batch) at a loss scale of {at:g}{meet}. No update was made. "
         "Look for bad data in these rows, a division by zero (a mean over no valid target), or "
@@ -155,7 +140,7 @@ def _recover_from_overflow(where: str, part: Part, before: Snapshot) -> None:
         del failed  # as in `recover`
 
 
-def _undo(part: Part, before: Snapshot, said: str, kind: type[AnybatchError]) -> bool:
+def _undo(part: Part, before: Snapshot, said: str, kind: type[core.AnybatchError]) -> bool:
     """Undo the current micro-batch; return True if everything is as before it.
 
     Raises:
@@ -195,7 +180,7 @@ def why_not_cut(part: Part, rows: int) -> str:
     if part.ways.is_whole and not plan.is_cut:
         try:
             task.before_cut(task, part.batch, plan, -(-rows // 2))
-        except (PlanError, LossError) as error:
+        except (core.PlanError, core.LossError) as error:
             return f"the batch must not be cut: {error}"
     return ""
 
@@ -218,4 +203,4 @@ def restart_after_end(part: Part, *, is_memory: bool) -> Restart | None:
         return None
     part.tried = part.tried._replace(last=part.tried.last | {_AT_END})
     sums.redone.append(Redone(rows, may_be_cut=True))
-    return Restart(part, Cut.of_sizes(sums.rows).halved().sizes)
+    return Restart(part, core.Cut.of_sizes(sums.rows).halved().sizes)

@@ -16,23 +16,9 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from anybatch import core
 from anybatch.batchnorm import BatchNorm, frozen_batch_norms
-from anybatch.core import (
-    Batch,
-    BatchError,
-    Callbacks,
-    Collate,
-    Micro,
-    NoRows,
-    OptimizerError,
-    PlanError,
-    SampleBatch,
-    StepReport,
-    TensorBatch,
-    kind_of,
-    torch_private as private,
-    tree,
-)
+from anybatch.core import torch_private as private, tree
 from anybatch.engine.gradients import is_own_hook
 from anybatch.engine.network import Network
 from anybatch.engine.plan import Plan
@@ -43,7 +29,7 @@ from anybatch.precision import LossScale, Masters, Precision, Working
 from anybatch.recompute import apply_policies
 from anybatch.state import Effects, Reachable
 
-BeforeCut = Callable[["Task", Batch, Plan, int], None]
+BeforeCut = Callable[["Task", core.Batch, Plan, int], None]
 
 
 class Reader:
@@ -58,7 +44,7 @@ class Reader:
     def first_done(self) -> None:
         """Note that it is, if it was; what is left of it stays until the step ends."""
 
-    def begin(self, micro: Micro, held: int) -> None:
+    def begin(self, micro: core.Micro, held: int) -> None:
         """Note that a micro-batch begins; the gradient sums hold `held` bytes."""
 
     def forward_done(self) -> None:
@@ -91,7 +77,7 @@ class Progress:
         """Forget what the last update found out."""
         self.unchecked = ""  # why a few rows could not show that the cut does not matter
         # Called before the update with the report of what was added up; it raises where none is to be made.
-        self.judge: Callable[[StepReport], None] | None = None
+        self.judge: Callable[[core.StepReport], None] | None = None
 
     def note(self, schedulers: Sequence[LRScheduler]) -> None:
         """Note that the schedulers were stepped."""
@@ -132,14 +118,14 @@ class Task:
     scale: LossScale = field(default_factory=lambda: LossScale(Precision()))
     strategy: Strategy = field(default_factory=Strategy)
     progress: Progress = field(default_factory=Progress)  # what the step counts
-    callbacks: Callbacks = field(default_factory=Callbacks)
+    callbacks: core.Callbacks = field(default_factory=core.Callbacks)
     reader: Reader | None = None
     # of a comparison: divide at the end, from a provisional divisor times this; 0 in a step
     guess: float = 0.0
 
     def aside(self) -> "Task":
         """Return the same, for steps that do not count."""
-        changes: dict[str, Any] = {"progress": Progress(), "schedulers": (), "callbacks": Callbacks()}
+        changes: dict[str, Any] = {"progress": Progress(), "schedulers": (), "callbacks": core.Callbacks()}
         return replace(self, scale=self.scale.copy(), **changes).alone()
 
     def alone(self) -> "Task":
@@ -173,13 +159,14 @@ def check_parts(
         PlanError, LossError, OptimizerError: what is wrong with them.
     """
     if not isinstance(model, nn.Module):
-        raise PlanError(
-            f"Expected the model to be a torch.nn.Module, got {kind_of(model)}. Call a class to make one; "
-            "wrap a function in a module."
+        raise core.PlanError(
+            f"Expected the model to be a torch.nn.Module, got {core.kind_of(model)}. Call a class to make "
+            "one; wrap a function in a module."
         )
     if isinstance(loss, nn.Module) and summed_loss(model) is not None:
-        raise PlanError(
-            f"Expected the model, then the loss, got {kind_of(model)} and {kind_of(loss)}. Swap them."
+        raise core.PlanError(
+            f"Expected the model, then the loss, got {core.kind_of(model)} and {core.kind_of(loss)}. Swap "
+            "them."
         )
     check_loss(loss)
     known = {*model.parameters(), *module_of(loss).parameters()}
@@ -209,7 +196,7 @@ def gather(
     working: Working,
     strategy: Strategy,
     progress: Progress,
-    callbacks: Callbacks,
+    callbacks: core.Callbacks,
     held: Sequence[nn.Parameter] = (),
 ) -> Task:
     """Read all parts of a step: callers unfreeze layers and change settings between steps.
@@ -222,7 +209,7 @@ def gather(
     held = held or owned(optimizers)
     trainable = [p for p in held if p.requires_grad]
     if not trainable:
-        raise OptimizerError(
+        raise core.OptimizerError(
             f"Expected at least one trainable parameter in the optimizer, got {len(held)} that are all "
             "frozen. Set requires_grad=True on what is to be trained."
         )
@@ -254,7 +241,7 @@ def refuse_hooks(task: Task) -> None:
     found = private.hooks_after_accumulation([*task.network.parameters, *task.network.reached])
     if strange := [one for one in found if not is_own_hook(one)]:
         name = getattr(strange[0], "__qualname__", type(strange[0]).__name__)
-        raise OptimizerError(
+        raise core.OptimizerError(
             f"Expected parameters without hooks that run after their gradient is accumulated, got {name}: it "
             "would run in every micro-batch, on a part of the gradient, and cannot be undone. Remove it with "
             "handle.remove(), and let the Step alone call the optimizer."
@@ -327,19 +314,19 @@ _training = attrgetter("training")
 _wants = attrgetter("requires_grad")
 
 
-def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = False) -> Batch:
+def admit(batch: Any, task: Task, collate: core.Collate | None, *, anywhere: bool = False) -> core.Batch:
     """Check a batch, before anything is touched; `anywhere` where only its shapes matter, not its device.
 
     Raises:
         BatchError: it cannot be cut, or is not where the model is.
     """
     if task.strategy.is_many and _is_empty(batch):
-        return NoRows()
+        return core.NoRows()
     if collate is not None:
-        return SampleBatch(batch, collate)
-    logical = TensorBatch(batch)
+        return core.SampleBatch(batch, collate)
+    logical = core.TensorBatch(batch)
     if 1 < logical.rows <= len(logical.leaves) and _holds_samples(batch, logical.rows):
-        raise BatchError(
+        raise core.BatchError(
             f"Expected tensors with the rows of the batch in front, got a list of {logical.rows} dicts for "
             f"{logical.rows} rows, as if each were a sample. Pass collate= and a list of samples; if they "
             "are no samples, a dict in place of the list."
@@ -358,7 +345,7 @@ def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = F
                     'To plan, name the device to plan for, as in device="cpu" or --device cpu; to run the '
                     "model, give it real weights, as in model.to_empty(device=...)."
                 )
-            raise BatchError(
+            raise core.BatchError(
                 f"Expected the batch on the model's device {_names(known)}, got {_names(strange)}. {advice}"
             )
     return logical

@@ -13,16 +13,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from anybatch.core import (
-    OptimizerError,
-    OutOfMemoryError,
-    free_caches,
-    kind_of,
-    local,
-    ran_out_of_memory,
-    released,
-    torch_private as private,
-)
+from anybatch import core
+from anybatch.core import torch_private as private
 from anybatch.integrations import unprepared
 
 _KIND = attrgetter("device", "dtype")
@@ -48,7 +40,7 @@ def clip(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     The arithmetic is that of `torch.nn.utils.clip_grad_norm_`, in the accumulator's dtype.
     """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for value in map(local, gradients):
+    for value in map(core.local, gradients):
         value.mul_(factor.to(value.device))
 
 
@@ -85,16 +77,16 @@ def step_optimizers(
                     optimizer.step()
         except BaseException as error:
             torn = noted.torn() or (_TORN if index else "")
-            if not ran_out_of_memory(error):
+            if not core.ran_out_of_memory(error):
                 if torn:
                     error.add_note(torn)
                     raise TornUpdateError(error) from None
                 raise
-            said = released(error)
+            said = core.released(error)
         else:
             continue
-        free_caches()
-        failed = OutOfMemoryError(
+        core.free_caches()
+        failed = core.OutOfMemoryError(
             f"Expected the update by {type(optimizer).__name__} to fit into memory, got none left ({said}). "
             f"{torn or 'No update was made.'} Take an optimizer with a smaller state, train fewer "
             "parameters, or free memory."
@@ -207,7 +199,7 @@ def check_optimizers(optimizer: object, known: Iterable[nn.Parameter]) -> tuple[
     """
     optimizers = () if optimizer is None else tuple(map(unprepared, _as_tuple(optimizer)))
     if not optimizers:
-        raise OptimizerError(
+        raise core.OptimizerError(
             f"Expected an optimizer, got {optimizer!r}. {_EXAMPLE} A loop that makes its updates "
             "itself takes ab.BatchLoss."
         )
@@ -215,21 +207,21 @@ def check_optimizers(optimizer: object, known: Iterable[nn.Parameter]) -> tuple[
     owners: dict[nn.Parameter, int] = {}
     for index, one in enumerate(optimizers):
         if isinstance(one, LBFGS):
-            raise OptimizerError(
+            raise core.OptimizerError(
                 f"Expected an optimizer that makes one update from one gradient, got {type(one).__name__}. "
                 "It asks for the loss again and again within one update; use another one."
             )
         if not isinstance(one, Optimizer):
-            raise OptimizerError(f"Expected a torch optimizer, got {kind_of(one)}. {_EXAMPLE}")
+            raise core.OptimizerError(f"Expected a torch optimizer, got {core.kind_of(one)}. {_EXAMPLE}")
         parameters = owned([one])
         if ours.isdisjoint(parameters):
-            raise OptimizerError(
+            raise core.OptimizerError(
                 f"Expected optimizer {index} to hold parameters of the model, got {len(parameters)} that are "
                 "none of its. Make it from model.parameters(), after the model was moved or wrapped."
             )
         shared = [p for p in parameters if owners.setdefault(p, index) != index]
         if shared:
-            raise OptimizerError(
+            raise core.OptimizerError(
                 f"Expected every parameter in one optimizer, got {len(shared)} in optimizers "
                 f"{owners[shared[0]]} and {index}. Each update would be made twice; give it to one of them."
             )
@@ -250,11 +242,11 @@ def check_schedulers(scheduler: object, optimizers: Sequence[Optimizer]) -> tupl
             )
             if isinstance(one, ReduceLROnPlateau):
                 advice = "It waits for a metric: leave it out, and step it yourself after validation."
-            raise OptimizerError(
-                f"Expected a scheduler that steps once per update, got {kind_of(one)}. {advice}"
+            raise core.OptimizerError(
+                f"Expected a scheduler that steps once per update, got {core.kind_of(one)}. {advice}"
             )
         if not any(one.optimizer is optimizer for optimizer in optimizers):
-            raise OptimizerError(
+            raise core.OptimizerError(
                 f"Expected {type(one).__name__} to schedule an optimizer of this step, got one for another. "
                 "Make it from the same optimizer."
             )

@@ -8,28 +8,7 @@ from typing import NamedTuple, TypeGuard
 
 from torch import Tensor
 
-from anybatch.core import (
-    AnybatchError,
-    Batch,
-    LossError,
-    MicroBatchDone,
-    NonFinite,
-    NonFiniteLossError,
-    NoRows,
-    OpenBatch,
-    OutOfMemoryError,
-    StepReport,
-    WindowError,
-    all_finite,
-    call,
-    free_caches,
-    is_final,
-    mark_written,
-    note_update,
-    ran_out_of_memory,
-    released,
-    whole,
-)
+from anybatch import core
 from anybatch.engine.gradients import Gradient, clear
 from anybatch.engine.part import NO_READER, NOTHING_TRIED, Part, Tried, Ways
 from anybatch.engine.plan import Plan
@@ -82,19 +61,19 @@ class Window:
         "reader",
     )
 
-    def __init__(self, task: Task, settings: Plan, batch: Batch | None = None) -> None:
+    def __init__(self, task: Task, settings: Plan, batch: core.Batch | None = None) -> None:
         self._task, self._settings, self._is_whole = task, settings, batch is not None
-        self._before: Snapshot = snapshot(task, OpenBatch() if batch is None else batch)
+        self._before: Snapshot = snapshot(task, core.OpenBatch() if batch is None else batch)
         self._sums = Sums(settings, task, batch)
         self._phase, self._rows, self._has_written = "open", 0, False
         self._share: Share | None = None  # returns the loss of some rows; of a window
         self.reader: Reader | None = None  # of the cost of an `add`
-        self._skipped: NonFiniteLossError | None = None
+        self._skipped: core.NonFiniteLossError | None = None
 
     # ---- forward and backward
 
     def add_rows(
-        self, plan: Plan, batch: Batch, tried: Tried = NOTHING_TRIED, *, is_dry: bool = False
+        self, plan: Plan, batch: core.Batch, tried: Tried = NOTHING_TRIED, *, is_dry: bool = False
     ) -> Part:
         """Run forward and backward of all rows; if this fails, all is as before it.
 
@@ -126,9 +105,11 @@ class Window:
                     return part
                 if not is_whole:
                     put_back(before, part.sums, error)
-                is_of_cut = isinstance(error, LossError) and not isinstance(error, NonFiniteLossError)
+                is_of_cut = isinstance(error, core.LossError) and not isinstance(
+                    error, core.NonFiniteLossError
+                )
                 if is_of_cut and plan.is_cut != wanted.is_cut:
-                    raise OutOfMemoryError(
+                    raise core.OutOfMemoryError(
                         f"Expected {batch.rows} rows to fit into memory uncut, got none left, and the loss "
                         f"does not allow a cut: {error}"
                     ) from error
@@ -136,7 +117,7 @@ class Window:
             finally:
                 part.close()
 
-    def add_all(self, plan: Plan, batch: Batch, tried: Tried, *, is_dry: bool) -> Part:
+    def add_all(self, plan: Plan, batch: core.Batch, tried: Tried, *, is_dry: bool) -> Part:
         """Run all rows of a step; their sums become the window's, without a copy."""
         part = self.add_rows(plan, batch, tried, is_dry=is_dry)
         self._sums, self._rows = part.sums, batch.rows
@@ -150,18 +131,18 @@ class Window:
         """
         if self._phase != "open":  # an optimizer has written
             return None
-        failed: AnybatchError | None = NonFiniteLossError(
+        failed: core.AnybatchError | None = core.NonFiniteLossError(
             f"Expected a finite sum of gradients, got NaN or infinity from {self._rows} rows, though "
             "that of each micro-batch is finite. No update was made. Accumulate in a wider dtype, or make "
             "the loss smaller."
         )
-        if not isinstance(error, NonFinite):
+        if not isinstance(error, core.NonFinite):
             failed = no_room_for_update(error, self._sums)
         again = error if isinstance(error, Restart) else None  # of another rank
         if failed is None and again is None:
             return None
         put_back(self._before, self._sums)
-        again = again or restart_after_end(part, is_memory=isinstance(failed, OutOfMemoryError))
+        again = again or restart_after_end(part, is_memory=isinstance(failed, core.OutOfMemoryError))
         if again is None:
             raise failed or error from None
         self._before = snapshot(self._task, part.batch)
@@ -192,10 +173,10 @@ class Window:
         if not any(known.values()):
             return Finished({}, known, math.nan, size)
         if not math.isfinite(norm):
-            if task.strategy.is_lockstep or not all_finite(values):  # ranks see other shards
-                raise NonFinite("gradient")
+            if task.strategy.is_lockstep or not core.all_finite(values):  # ranks see other shards
+                raise core.NonFinite("gradient")
             if is_ours and not math.isinf(sums.plan.clip_norm):
-                raise NonFiniteLossError(
+                raise core.NonFiniteLossError(
                     f"Expected a gradient whose norm can be clipped, got a norm of {norm}. No update was "
                     "made. Make the loss smaller, or accumulate in a wider dtype."
                 )
@@ -203,7 +184,7 @@ class Window:
             task.progress.judge(report_of(sums, known, norm, updated=False))
         return Finished(gradient, known, norm, size)
 
-    def show(self) -> StepReport:
+    def show(self) -> core.StepReport:
         """End a dry run: only callbacks see the gradient."""
         task, sums = self._task, self._sums
         weights = task.strategy.close(sums)
@@ -211,7 +192,7 @@ class Window:
         known, _ = sums.read(weights, is_dry=True)
         return report_of(sums, known, math.nan, updated=False)
 
-    def hand_over(self, take: Callable[[Gradient], object]) -> StepReport:
+    def hand_over(self, take: Callable[[Gradient], object]) -> core.StepReport:
         """End before the update: hand the unscaled gradient to `take`; gradients found stay the caller's."""
         ended = self.end(is_ours=False)
         if any(ended.weights.values()):
@@ -221,14 +202,14 @@ class Window:
         take(ended.gradient)
         return report
 
-    def give_sums(self, take: Callable[[Sums], object]) -> StepReport:
+    def give_sums(self, take: Callable[[Sums], object]) -> core.StepReport:
         """End before the division: the sums are handed to `take`, undivided, for a server that divides."""
         take(self._sums)
         return report_of(self._sums, {}, math.nan, updated=False)
 
     # ---- the update
 
-    def write(self) -> StepReport:
+    def write(self) -> core.StepReport:
         """End, clip, and step optimizers and schedulers. The gradients stay in `.grad` until `discard`."""
         gradient, weights, norm, size = self.end()
         task, sums, plan = self._task, self._sums, self._sums.plan
@@ -254,26 +235,26 @@ class Window:
             finally:
                 task.progress.note(task.schedulers)
             if task.callbacks.parameters:
-                call(task.callbacks.parameters, {name: one for one, name in task.names().items()})
+                core.call(task.callbacks.parameters, {name: one for one, name in task.names().items()})
         except TornUpdateError as torn:  # nothing can be put back
             self._phase, self._has_written = "updated", True
-            mark_written(torn.error)
+            core.mark_written(torn.error)
             raise torn.error from None
         except BaseException as error:
             if self._has_written:
-                note_update(error, task.progress.updates)
+                core.note_update(error, task.progress.updates)
             raise
         return report
 
-    def finish(self, end: Callable[["Window"], StepReport]) -> StepReport:
+    def finish(self, end: Callable[["Window"], core.StepReport]) -> core.StepReport:
         """End in this way, unless something was not finite and such an update is to be skipped."""
         try:
             if self._skipped is None:
                 return end(self)
-        except (NonFinite, NonFiniteLossError) as error:
-            if self._settings.non_finite != "skip" or self._phase != "open" or is_final(error):
+        except (core.NonFinite, core.NonFiniteLossError) as error:
+            if self._settings.non_finite != "skip" or self._phase != "open" or core.is_final(error):
                 raise
-            found = error if isinstance(error, NonFiniteLossError) else self.not_finite()
+            found = error if isinstance(error, core.NonFiniteLossError) else self.not_finite()
             self._skipped = found.with_traceback(None)  # whose frames hold this window
         self._task.strategy.abandon(self._skipped)  # then the other ranks skip it, too
         reached = rng.capture_process()
@@ -282,9 +263,9 @@ class Window:
         self._phase = "updated"
         return report_of(self._sums, {}, math.nan, updated=False, rows=self._rows)
 
-    def not_finite(self) -> NonFiniteLossError:
+    def not_finite(self) -> core.NonFiniteLossError:
         """Return the error for a sum that is not finite, without the rows at fault."""
-        return NonFiniteLossError(
+        return core.NonFiniteLossError(
             f"Expected a finite gradient, got NaN or infinity in the sum of {self._rows} rows. No update "
             'was made. A step on all rows at once names those that are bad, and non_finite="drop" or '
             '"skip" looks at each micro-batch as it comes.'
@@ -304,7 +285,7 @@ class Window:
         sums.close()
         (task.reader or NO_READER).close()
         if error is not None or self._phase == "open":
-            task.strategy.abandon(error or WindowError(f"A window of {self._rows} rows was discarded."))
+            task.strategy.abandon(error or core.WindowError(f"A window of {self._rows} rows was discarded."))
         if self._phase == "open":
             put_back(self._before, sums, error)
         else:
@@ -321,11 +302,11 @@ class Window:
 def carry_out(
     plan: Plan,
     task: Task,
-    batch: Batch,
-    end: Callable[[Window], StepReport] = Window.write,
+    batch: core.Batch,
+    end: Callable[[Window], core.StepReport] = Window.write,
     *,
     is_dry: bool = False,
-) -> StepReport:
+) -> core.StepReport:
     """Carry out one step: a window with one `add`. On any failure before the update all is as before.
 
     A step still has its rows. So it runs them again if memory runs out after the last micro-batch (in
@@ -381,7 +362,7 @@ def fold(part: Part, before: Snapshot) -> None:
                     part.done()
                     before.look()
                     if told:
-                        call(told, MicroBatchDone(index=part.count - 1, rows=len(micro.indices)))
+                        core.call(told, core.MicroBatchDone(index=part.count - 1, rows=len(micro.indices)))
                     del micro  # before the next one is made
             except Exception as error:
                 recover(error, part, before)
@@ -395,10 +376,10 @@ def accompany(sums: Sums) -> None:
     """Take part in an `add` of other ranks to a window, with micro-batches of weight 0."""
     task, plan = sums.task, sums.plan
     ways = Ways(plan, task, is_whole=False, is_dry=False)
-    with task.loss.along(OpenBatch(), (), task.model, lambda: None) as share:
-        part = Part(task, ways, NoRows(), sums, share=share, tried=NOTHING_TRIED)
+    with task.loss.along(core.OpenBatch(), (), task.model, lambda: None) as share:
+        part = Part(task, ways, core.NoRows(), sums, share=share, tried=NOTHING_TRIED)
         try:
-            fold(part, snapshot(task, OpenBatch()))
+            fold(part, snapshot(task, core.OpenBatch()))
             sums.take(part.sums)
         except Restart:  # another rank begins again
             clear(task.network.everyone)
@@ -410,7 +391,9 @@ def observe(gradient: Gradient, task: Task) -> None:
     """Show the finished gradient to callbacks: whole, unscaled, before clipping."""
     if task.callbacks.gradients:
         names = task.names()
-        call(task.callbacks.gradients, {names[one]: whole(value) for one, value in gradient.items()})
+        core.call(
+            task.callbacks.gradients, {names[one]: core.whole(value) for one, value in gradient.items()}
+        )
 
 
 def put_back(before: Snapshot, sums: Sums, error: BaseException | None = None) -> None:
@@ -430,10 +413,10 @@ def put_back(before: Snapshot, sums: Sums, error: BaseException | None = None) -
 
 def report_of(
     sums: Sums, weights: Mapping[str, float], norm: float, *, updated: bool, rows: int | None = None
-) -> StepReport:
+) -> core.StepReport:
     """Return the report of these sums."""
     (loss, terms), agreed, task = sums.value(weights), sums.agreed, sums.task
-    return StepReport(
+    return core.StepReport(
         loss=loss,
         terms=terms if weights else {},
         weights=weights,
@@ -455,7 +438,7 @@ def report_of(
     )
 
 
-def snapshot(task: Task, batch: Batch) -> Snapshot:
+def snapshot(task: Task, batch: core.Batch) -> Snapshot:
     """Snapshot the state before a step; if memory runs out free caches and try once more."""
     rows: Sequence[Tensor] = getattr(batch, "leaves", ())
     said = ""
@@ -469,30 +452,30 @@ def snapshot(task: Task, batch: Batch) -> Snapshot:
                 draws=batch.draws,
             )
         except Exception as error:
-            if not ran_out_of_memory(error):
+            if not core.ran_out_of_memory(error):
                 raise
-            said = released(error)
-            free_caches()
-    raise OutOfMemoryError(
+            said = core.released(error)
+            core.free_caches()
+    raise core.OutOfMemoryError(
         f"Expected room for copies of buffers, which a failed step puts back, got none left ({said}). "
         "Nothing was changed. Free memory."
     )
 
 
-def no_room_for_update(error: BaseException, sums: Sums) -> OutOfMemoryError | None:
+def no_room_for_update(error: BaseException, sums: Sums) -> core.OutOfMemoryError | None:
     """Free caches and return the error for memory that ran out after the last micro-batch; else None."""
-    if isinstance(error, AnybatchError) or not ran_out_of_memory(error):
+    if isinstance(error, core.AnybatchError) or not core.ran_out_of_memory(error):
         return None
-    said = released(error)
-    free_caches()  # before anything is put back, which takes memory
-    return OutOfMemoryError(
+    said = core.released(error)
+    core.free_caches()  # before anything is put back, which takes memory
+    return core.OutOfMemoryError(
         f"Expected room to divide, clip or hand over the gradient of {sum(sums.rows)} rows, got none left "
         f"({said}). No update was made, and everything is as before. Free memory, or accumulate in "
         "a narrower dtype."
     )
 
 
-def _may_be_skipped(error: BaseException) -> TypeGuard[NonFiniteLossError]:
-    return isinstance(error, NonFiniteLossError) and not (
-        isinstance(error, NotUndoneError) or is_final(error)
+def _may_be_skipped(error: BaseException) -> TypeGuard[core.NonFiniteLossError]:
+    return isinstance(error, core.NonFiniteLossError) and not (
+        isinstance(error, NotUndoneError) or core.is_final(error)
     )

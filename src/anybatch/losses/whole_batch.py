@@ -8,16 +8,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import (
-    Batch,
-    LossError,
-    NonFiniteLossError,
-    NoRows,
-    Number,
-    Total,
-    torch_private as private,
-    tree,
-)
+from anybatch import core
+from anybatch.core import torch_private as private, tree
 from anybatch.losses.cotangents import Pull, Seen, flows_of, joined, part
 from anybatch.losses.inputs import call
 from anybatch.losses.loss import Evaluated, Loss, Share, first_pass_rows
@@ -79,7 +71,7 @@ class WholeBatch(Loss):
     setup", section 3.2; here with repeated random state and buffers.
     """
 
-    function: Callable[..., Tensor | Total]
+    function: Callable[..., Tensor | core.Total]
     loss_rows: int | None = None
     outputs: Callable[[nn.Module, Any], Any] | None = None
     ranks: Ranks | None = field(default=None, repr=False, kw_only=True)  # set by the step
@@ -89,13 +81,13 @@ class WholeBatch(Loss):
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise LossError(
+            raise core.LossError(
                 f"Expected a function of the outputs of all rows, got {type(self.function).__name__}. "
                 "Pass ab.WholeBatch(function), where function(outputs, targets) returns a scalar."
             )
         rows = self.loss_rows
         if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
-            raise LossError(
+            raise core.LossError(
                 f"Expected loss_rows to be a whole number of at least 1, got {rows!r}. "
                 "Leave it out to call the function once, with all rows."
             )
@@ -112,7 +104,7 @@ class WholeBatch(Loss):
 
     @contextmanager
     def along(
-        self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
+        self, batch: core.Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> Generator[Share]:
         """Make the first pass, if there are several micro-batches; yield the loss of each in the second pass.
 
@@ -120,8 +112,8 @@ class WholeBatch(Loss):
             LossError: in a window, which never has all rows; or for outputs without one entry per row.
             NonFiniteLossError: the loss is NaN or infinite.
         """
-        if not batch.rows and not isinstance(batch, NoRows):
-            raise LossError(
+        if not batch.rows and not isinstance(batch, core.NoRows):
+            raise core.LossError(
                 f"Expected the whole batch for {self.name}, a loss over the outputs of all rows, got a "
                 "window, which brings them micro-batch by micro-batch. Call step(batch)."
             )
@@ -135,7 +127,7 @@ class WholeBatch(Loss):
             rng.restore_process(before)
             yield lambda start, stop: _Sent(whole=self, pull=pull, start=first + start, stop=first + stop)
         except BaseException as error:
-            if isinstance(error, NonFiniteLossError):
+            if isinstance(error, core.NonFiniteLossError):
                 error.reached = error.reached or rng.capture_process()
             rng.restore_process(before)
             raise
@@ -153,7 +145,7 @@ class WholeBatch(Loss):
         nest = tree.flatten(tuple([output for output in outputs if output is not None]))
         wrong = [tuple(leaf.shape) for leaf in nest.leaves if leaf.dim() and len(leaf) != rows]
         if rows is not None and wrong:
-            raise LossError(
+            raise core.LossError(
                 f"Expected outputs with one entry per row, {rows} in this micro-batch, in their first axis, "
                 f"got shape {wrong[0]}. Return several views of a row as several outputs, and put time or "
                 "heads into later axes, in the model or in ab.WholeBatch(function, outputs=...)."
@@ -166,7 +158,7 @@ class WholeBatch(Loss):
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def _first_pass(
-        self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
+        self, batch: core.Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> tuple[Pull, int]:
         versions = private.versions(model.parameters())
         # Each graph is dropped at once. Under no_grad, models that differentiate inside, or use other kernels
@@ -189,7 +181,7 @@ class WholeBatch(Loss):
         streams = rng.capture(rng.of_process())
         pull = self._pull(whole)
         if not rng.is_same(streams, rng.capture(rng.of_process())):
-            raise LossError(
+            raise core.LossError(
                 f"Expected a loss over rows of several ranks to draw no random numbers, got {self.name}, "
                 "which would draw others on each rank. Draw them before the step, as part of the batch."
             )
@@ -213,13 +205,13 @@ class WholeBatch(Loss):
             parameters=tuple(flows.items()),
         )
 
-    def _by_rows(self, whole: Seen, count: int) -> tuple[Tensor, Number, dict[Tensor, Tensor]]:
-        total = Total.zero()
+    def _by_rows(self, whole: Seen, count: int) -> tuple[Tensor, core.Number, dict[Tensor, Tensor]]:
+        total = core.Total.zero()
         sums: dict[Tensor, Tensor] = {}
         for rows in torch.arange(whole.rows, device=whole.outputs[0].device).split(count):
             share = self.function(*whole.arguments(), rows=rows)
-            if not isinstance(share, Total):
-                raise LossError(
+            if not isinstance(share, core.Total):
+                raise core.LossError(
                     f"Expected {self.name} to return an ab.Total for the rows it is given, got "
                     f"{type(share).__name__}. With loss_rows= return ab.Total(sum over rows, how many)."
                 )
@@ -230,28 +222,28 @@ class WholeBatch(Loss):
                 else:  # a copy: a gradient of autograd may be expanded or share memory
                     wide = torch.promote_types(gradient.dtype, torch.float32)
                     sums[leaf] = gradient.to(wide, copy=True)
-            total += Total(value.detach(), share.weight)
+            total += core.Total(value.detach(), share.weight)
         flows = {leaf: _no_wider(one / total.weight, leaf) for leaf, one in sums.items()}
         return torch.as_tensor(total.mean()), total.weight, flows
 
-    def _value(self, seen: Seen) -> tuple[Tensor, Number]:
+    def _value(self, seen: Seen) -> tuple[Tensor, core.Number]:
         value = self.function(*seen.arguments())
-        if isinstance(value, Total):
+        if isinstance(value, core.Total):
             return torch.as_tensor(value.mean()), value.weight
         if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
             return value, seen.rows
-        raise LossError(
+        raise core.LossError(
             f"Expected {self.name} to return one real number for all rows, a tensor of shape (), got "
             f"{told_of(value)}. Reduce it, by .mean() for instance."
         )
 
-    def _refuse_non_finite(self, value: Tensor, weight: Number, outputs: Sequence[Tensor]) -> None:
+    def _refuse_non_finite(self, value: Tensor, weight: core.Number, outputs: Sequence[Tensor]) -> None:
         if bool(value.isfinite()) or not float(weight):
             return
         bad = [~output.isfinite().reshape(len(output), -1).all(1) for output in outputs if output.dim()]
         rows = torch.stack(bad).any(0).nonzero().flatten().tolist()[:8] if bad else []
         where = f"the outputs of rows {rows} are not finite either" if rows else "all outputs are finite"
-        raise NonFiniteLossError(
+        raise core.NonFiniteLossError(
             f"Expected a finite loss, got {value.item()} from {self.name} ({where}). No update was made. "
             "Look for bad data in these rows of the batch, a mean over no valid target, too high a learning "
             "rate, or a logarithm or root of 0."
@@ -295,7 +287,7 @@ def _refuse_written(model: nn.Module, before: Sequence[int]) -> None:
     pairs = zip(model.named_parameters(), before, strict=True)
     written = [name for (name, parameter), version in pairs if private.version(parameter) != version]
     if written:
-        raise LossError(
+        raise core.LossError(
             f"Expected a forward to leave parameters alone, got one that writes to {written[:3]}: in two "
             "passes it would do so twice, and it cannot be undone. Write to them after the step (an average "
             "of weights, a momentum encoder), or keep them as buffers."

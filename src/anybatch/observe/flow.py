@@ -10,15 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import (
-    Callback,
-    Collate,
-    PlanError,
-    StepReport,
-    check_whole,
-    ran_out_of_memory,
-    torch_private as private,
-)
+from anybatch import core
+from anybatch.core import torch_private as private
 from anybatch.losses import LossLike, module_of
 from anybatch.observe.figure import checked
 from anybatch.observe.flow_figures import FIGURES, Figures, Flow
@@ -30,7 +23,7 @@ from anybatch.step import DEFAULT, Options, Step, dry_run, known_keywords
 _MODEL, _LOSS = "(model)", "(loss)"  # parameters of no submodule
 
 
-class GradientFlow(Callback):
+class GradientFlow(core.Callback):
     """A callback that records the gradient flow of a training: `Step(..., callbacks=[flow])`.
 
     The gradients are those of the whole batch, before clipping, for any cut. The weights are bit-identical
@@ -69,8 +62,8 @@ class GradientFlow(Callback):
     name = "flow"
 
     def __init__(self, model: nn.Module, *, every: int = 10, ratio: bool = True, limit: int = 256) -> None:
-        check_whole("every", every, least=1)
-        check_whole("limit", limit, least=2)
+        core.check_whole("every", every, least=1)
+        core.check_whole("limit", limit, least=2)
         self.model, self.every, self.ratio, self.limit = model, every, ratio, limit
         self.history: list[Flow] = []
         self.updates = 0  # updates so far
@@ -97,7 +90,7 @@ class GradientFlow(Callback):
             self._seen.compare(parameters)
         self._store()
 
-    def update(self, report: StepReport) -> None:
+    def update(self, report: core.StepReport) -> None:
         """Store the record of a gradient that an `ab.BatchLoss` hands over; it has no ratio."""
         if not report.updated and math.isfinite(report.grad_norm):
             self._store()
@@ -147,7 +140,7 @@ class _FlowReading:
         # A step's name for parameters that are not the model's.
         of_loss = all(name.startswith("parameter ") for name in gradients)
         if not of_loss and not gradients.keys() & named.keys():
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected the gradients of {type(model).__name__}, got {next(iter(gradients))!r} and others "
                 "that it does not have. Give GradientFlow the model that the step has."
             )
@@ -171,7 +164,7 @@ class _FlowReading:
             self._weights = norms_of(self._before)
         except Exception as error:
             self._before = {}
-            if not ran_out_of_memory(error):  # the step goes on without the ratios
+            if not core.ran_out_of_memory(error):  # the step goes on without the ratios
                 raise
 
     def compare(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -215,7 +208,7 @@ def gradient_flow(
     path: str | Path | None = None,
     micro_batch: int | None = None,
     memory: str | int | None = None,
-    collate: Collate | None = None,
+    collate: core.Collate | None = None,
     options: Options = DEFAULT,
     title: str = "gradient flow",
 ) -> Flow:
@@ -254,7 +247,7 @@ def gradient_flow(
     parameters = [*dict.fromkeys([*model.parameters(), *module_of(loss).parameters()])]
     trained = [one for one in parameters if one.requires_grad]
     if not trained:
-        raise PlanError(
+        raise core.PlanError(
             f"Expected a model with parameters to train, got {len(parameters)}, none of which requires a "
             "gradient. Call requires_grad_(True) on what is to be looked at."
         )

@@ -12,15 +12,7 @@ from typing import Any
 
 import torch
 
-from anybatch.core import (
-    Batch,
-    NonFiniteLossError,
-    PlanError,
-    SampleBatch,
-    StepReport,
-    TensorBatch,
-    check_whole,
-)
+from anybatch import core
 from anybatch.engine import Plan, Strategy, Task
 from anybatch.losses import WholeBatch
 from anybatch.parallel.fingerprint import contents
@@ -84,7 +76,7 @@ class ParameterServer(Strategy):
         device: str | torch.device | None = None,
     ) -> None:
         for name, value in (("servers", servers), ("workers", workers), ("units", units)):
-            check_whole(name, value, least=1)
+            core.check_whole(name, value, least=1)
         if workers > units:
             warnings.warn(
                 f"Expected at most as many workers as units, got workers={workers} and units={units}: some "
@@ -118,7 +110,7 @@ class ParameterServer(Strategy):
     def begin(self, task: Task, settings: Plan) -> None:
         """Raise PlanError for a step that servers cannot run."""
         if isinstance(task.loss, WholeBatch):
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected a loss that is summed over rows, got {type(task.loss).__name__}, in which "
                 "the rows of all workers meet. Start one process per GPU with torchrun instead."
             )
@@ -141,16 +133,16 @@ class ParameterServer(Strategy):
         for text, is_there in odd.items():
             if is_there:
                 what, _, advice = text.partition("; ")
-                raise PlanError(
+                raise core.PlanError(
                     f"Expected a step that workers can do, got {what}. {advice or 'Leave it out'}."
                 )
 
     def carry_out_elsewhere(
-        self, task: Task, batch: Batch, settings: Plan, remote: Callable[[str], Any]
-    ) -> StepReport:
+        self, task: Task, batch: core.Batch, settings: Plan, remote: Callable[[str], Any]
+    ) -> core.StepReport:
         """Make one update with all rows; `remote` returns a factory of a worker's step for a device type."""
         if not batch.rows:
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected at least one row, got {batch.rows}. Skip empty batches before the step."
             )
         try:
@@ -167,8 +159,8 @@ class ParameterServer(Strategy):
         return found
 
     def _carry_out(
-        self, task: Task, batch: Batch, settings: Plan, remote: Callable[[str], Any]
-    ) -> StepReport:
+        self, task: Task, batch: core.Batch, settings: Plan, remote: Callable[[str], Any]
+    ) -> core.StepReport:
         began = time.perf_counter()
         scheduler = self._prepared(task, settings, remote)
         # Drawn from the driver's stream, which is restored. The parameters make it differ per update.
@@ -179,11 +171,11 @@ class ParameterServer(Strategy):
         try:
             folded = scheduler.fold([_rows(batch, one) for one in sizes], seed)
             weights, norm, values = self._commit(scheduler, folded, settings, options)
-        except NonFiniteLossError as error:
+        except core.NonFiniteLossError as error:
             if scheduler.failed is None:
                 raise
             own = sizes[scheduler.failed]
-            raise NonFiniteLossError(
+            raise core.NonFiniteLossError(
                 f"{error} A worker counted from its own first row, within rows {own[0]} to {own[-1]} of the "
                 "batch."
             ) from None
@@ -207,7 +199,7 @@ class ParameterServer(Strategy):
         factors = [c / weights[name] if weights[name] else 0.0 for name, c in coefficients.items()] or [1.0]
         norm = math.sqrt(scheduler.seal(factors))
         if not math.isfinite(norm):
-            raise NonFiniteLossError(
+            raise core.NonFiniteLossError(
                 f"Expected a gradient of finite norm, got {norm}. No update was made. Make the loss smaller, "
                 "or accumulate in a wider dtype."
             )
@@ -339,7 +331,7 @@ class ParameterServer(Strategy):
             PlanError: it is the last worker.
         """
         if self.workers == 1:
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected another worker to stay, got {self.workers} in all. Call stop() instead."
             )
         self.workers -= 1
@@ -370,10 +362,10 @@ def _ranges(rows: int, parts: int) -> list[range]:
     return [range(*pair) for pair in pairwise(stops)]
 
 
-def _rows(batch: Batch, indices: range) -> Any:
-    if isinstance(batch, SampleBatch):
+def _rows(batch: core.Batch, indices: range) -> Any:
+    if isinstance(batch, core.SampleBatch):
         return [batch.given[row] for row in indices]
-    assert isinstance(batch, TensorBatch)  # noqa: S101 - there is no other that a step admits
+    assert isinstance(batch, core.TensorBatch)  # noqa: S101 - there is no other that a step admits
     return batch.only(indices).whole
 
 
@@ -385,7 +377,7 @@ def _report(
     began: float,
     *,
     updated: bool,
-) -> StepReport:
+) -> core.StepReport:
     totals, loss = added([one.totals for one in folded]), task.loss
     terms = {
         name: totals[name] / (1 if loss.divided else weight) if weight else math.nan
@@ -393,7 +385,7 @@ def _report(
     }
     used = [loss.coefficients.get(name, 1.0) * value for name, value in terms.items() if weights[name]]
     cut = tuple(size for one in folded for size in one.cut)
-    return StepReport(
+    return core.StepReport(
         loss=fsum(used) if used else math.nan,
         terms=terms,
         weights=weights,

@@ -8,16 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import (
-    Batch,
-    BudgetError,
-    PlanError,
-    counted,
-    cut_sizes,
-    format_bytes,
-    local,
-    torch_private as private,
-)
+from anybatch import core
+from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task
 from anybatch.planner.rung import FROZEN, Rung, Want, even, smallest
 
@@ -61,12 +53,12 @@ class Ladder:
         """Bytes of parameters, buffers and optimizer state, as of the last step."""
         return self._static[2]
 
-    def static_bytes(self, task: Task, batch: Batch) -> int:
+    def static_bytes(self, task: Task, batch: core.Batch) -> int:
         """Return the bytes alive throughout a step, without its gradient sums."""
         states = sum(len(one.state) for one in task.optimizers)
         if self._static[:2] != (task, states) or self._steps < FROZEN:
             self._static = task, states, _held(task) + (0 if states else _state_to_come(task))
-        grads = [local(p.grad) for p in task.network.everyone if p.grad is not None]
+        grads = [core.local(p.grad) for p in task.network.everyone if p.grad is not None]
         found = [one for one in grads if one.layout is torch.strided]
         # Existing gradients are kept and added to the step's, hence twice.
         return self._static[2] + sum(one.nbytes for one in (*getattr(batch, "leaves", ()), *found, *found))
@@ -100,7 +92,7 @@ class Ladder:
                 last = self.rungs[max(self.rungs)]
                 if not last.readings.law.readings:  # the step itself will tell why
                     smallest_parts = even(want.rows, -(-want.rows // want.size))
-                    return last, tuple(cut_sizes(want.rows, want.only)) if want.only else smallest_parts
+                    return last, tuple(core.cut_sizes(want.rows, want.only)) if want.only else smallest_parts
                 if not self._update_one_by_one(want):
                     raise self._refusal(want)
 
@@ -184,24 +176,26 @@ class Ladder:
 
     def refuse_below_floor(self, task: Task, want: Want) -> None:
         """Refuse a budget below parameters, gradients, optimizer state and the batch."""
-        least = want.static + sum(local(p).nbytes for p in task.network.parameters)
+        least = want.static + sum(core.local(p).nbytes for p in task.network.parameters)
         if least > self.num_bytes:
-            raise BudgetError(
+            raise core.BudgetError(
                 f"Expected a budget above parameters, gradients, optimizer state and batch, which take "
-                f"{format_bytes(least)} together, got {format_bytes(self.num_bytes)}. Activations come on "
-                "top; 16-bit weights, fewer trained parameters or another optimizer take less."
+                f"{core.format_bytes(least)} together, got {core.format_bytes(self.num_bytes)}. "
+                "Activations come on top; 16-bit weights, fewer trained parameters or another optimizer "
+                "take less."
             )
 
-    def _refusal(self, want: Want) -> BudgetError:
+    def _refusal(self, want: Want) -> core.BudgetError:
         least = int(_SLACK * min(smallest(rung, want) for rung in self.rungs.values()))
         size = int(min(max(want.size, self.plain.readings.law.least), want.rows))
         again = ", all blocks recomputed" if len(self.rungs) > 1 else ""
         why = f" The batch may not be cut: {self.refused.rstrip('.')}." if self.refused else ""
         again += " (a budget on shards recomputes nothing; Options(recompute=...) does)" * want.is_shared
-        return BudgetError(
-            f"Expected room for {counted(size, 'row')} at a time{again}, got {format_bytes(self.num_bytes)}. "
-            f"By readings the smallest budget for {counted(want.rows, 'row')} is {format_bytes(least)} "
-            f"({least} bytes).{why} Allow that much, or use a smaller model or smaller rows.",
+        return core.BudgetError(
+            f"Expected room for {core.counted(size, 'row')} at a time{again}, got "
+            f"{core.format_bytes(self.num_bytes)}. By readings the smallest budget for "
+            f"{core.counted(want.rows, 'row')} is {core.format_bytes(least)} ({least} "
+            f"bytes).{why} Allow that much, or use a smaller model or smaller rows.",
             smallest=least,
         )
 
@@ -211,7 +205,7 @@ class Ladder:
         count = sum(map(len, read.law.readings.values())) + len(read.whole)
         allowed = "" if read.is_exact else ", with an allowance for what readings cannot see here"
         again = len(rung.settings.blocks) if rung is not self.plain else 0
-        blocks = f"; {counted(again, 'block')} recomputed, as no row fits without" if again else ""
+        blocks = f"; {core.counted(again, 'block')} recomputed, as no row fits without" if again else ""
         return f"cut by memory that was read in {count} runs of micro-batches{allowed}{blocks}"
 
     def state(self) -> list[dict[str, Any]]:
@@ -227,9 +221,9 @@ class Ladder:
             self._steps = max(self._steps, rung.steps)
 
 
-def refuse_unread() -> PlanError:
+def refuse_unread() -> core.PlanError:
     """Return the error for a step whose memory cannot be read."""
-    return PlanError(
+    return core.PlanError(
         "Expected to read the memory of a few micro-batches for memory=, got none: a profiler is open, or "
         "another reading. Make one step before the profiler starts, or choose micro_batch= yourself."
     )
@@ -241,7 +235,7 @@ def _held(task: Task) -> int:
         held += [*private.buffers_of(module).values()]
     for optimizer in task.optimizers:
         held += private.pytree.tree_leaves([*optimizer.state.values()])
-    found = [local(one) for one in held if isinstance(one, Tensor) and one.layout is torch.strided]
+    found = [core.local(one) for one in held if isinstance(one, Tensor) and one.layout is torch.strided]
     here = [one.untyped_storage() for one in found if one.device in task.network.devices]
     return sum({one.data_ptr(): one.nbytes() for one in here}.values())
 
@@ -260,7 +254,7 @@ def _state_to_come(task: Task) -> int:
         for group in optimizer.param_groups:
             trained = [p for p in group["params"] if p.requires_grad]
             full = [one if (one := task.masters.of(p)) is not None else p for p in trained]
-            metas = [nn.Parameter(torch.empty_like(local(one), device="meta")) for one in full]
+            metas = [nn.Parameter(torch.empty_like(core.local(one), device="meta")) for one in full]
             for one in metas:
                 one.grad = torch.empty_like(one)
             switches = {name: False for name in ("foreach", "fused") if name in group}

@@ -11,24 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from anybatch import memory
 from anybatch.core import Batch, SampleBatch, TensorBatch, torch_private as private, tree
 from anybatch.engine import Plan, Task, carry_out, owned
 from anybatch.integrations import homes, wants_router_loss
 from anybatch.losses import Additive, Loss, ModelTerms, SummedLoss, Terms
-from anybatch.memory import (
-    FakeMode,
-    Fakes,
-    Ledger,
-    Mark,
-    Meter,
-    Recording,
-    continued,
-    dense_only,
-    drop_left_fakes,
-    replaced_by_fakes,
-    sparse_refused,
-    undisturbed,
-)
 from anybatch.state import Effects
 
 _ONE_AT_A_TIME = threading.RLock()
@@ -107,8 +94,10 @@ class Trace:
     """The bytes and the work of one step."""
 
     plan: Plan
-    ledger: Ledger  # bytes by owner, module and moment
-    marks: tuple[Mark, ...]  # changes of phase and module, with running counts of operations, FLOPs and bytes
+    ledger: memory.Ledger  # bytes by owner, module and moment
+    marks: tuple[
+        memory.Mark, ...
+    ]  # changes of phase and module, with running counts of operations, FLOPs and bytes
     idle: frozenset[nn.Parameter] = frozenset()  # parameters without gradient, so without state
 
     @property
@@ -146,8 +135,8 @@ def trace(
     with (
         _ONE_AT_A_TIME,  # `drop_left_fakes` acts on all threads
         private.disable_current_modes(),  # hides the trace from a meter around it
-        undisturbed(parameters, roots) as snapshot,
-        dense_only(parameters),
+        memory.undisturbed(parameters, roots) as snapshot,
+        memory.dense_only(parameters),
     ):
         modules = list(dict.fromkeys((*task.network.modules, *snapshot.modules)))
         run = partial(run_on_fakes, rows=plan.rows, task=task, batch=batch, target=target, modules=modules)
@@ -161,9 +150,9 @@ def trace(
             snapshot.put_back()  # tensors kept by the first run would count in the second
             recording, found, _ = run(reduced, idle=found)
         snapshot.put_back()
-        drop_left_fakes()
+        memory.drop_left_fakes()
     if reduced is not plan:
-        recording = continued(recording, len(sizes), plan.micro_batches)
+        recording = memory.continued(recording, len(sizes), plan.micro_batches)
     ledger = recording.ledger(source="predicted", device=str(target))
     return Trace(plan=plan, ledger=ledger, marks=recording.marks, idle=found)
 
@@ -177,10 +166,10 @@ def run_on_fakes(
     target: torch.device,
     modules: Sequence[nn.Module],
     idle: Set[nn.Parameter],
-) -> tuple[Recording, frozenset[nn.Parameter], bool]:
+) -> tuple[memory.Recording, frozenset[nn.Parameter], bool]:
     """Return (recording, parameters without gradient, True if optimizer state was made for one of them)."""
-    mode = FakeMode()
-    with replaced_by_fakes(mode, modules, task.optimizers) as fakes:
+    mode = memory.FakeMode()
+    with memory.replaced_by_fakes(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)
         twins = {one: fakes.of(one) for one in (*task.network.parameters, *task.network.others)}
         own = [one for slots in task.network.state.buffers for one in slots.values() if one is not None]
@@ -193,7 +182,7 @@ def run_on_fakes(
             _set_foreach(task, target)
             made = make_state(fake, lacks)
             advance(fake)
-            meter = Meter(
+            meter = memory.Meter(
                 task.model,
                 task.optimizers,
                 loss_module=loss_module_of(task),
@@ -219,7 +208,7 @@ def _note_updated(updated: set[Tensor], optimizer: Optimizer, args: object, kwar
     updated.update(p for p in owned([optimizer]) if p.grad is not None)
 
 
-def faked(task: Task, fakes: Fakes) -> Task:
+def faked(task: Task, fakes: memory.Fakes) -> Task:
     """Return the task on fake tensors, without callbacks."""
 
     def of(parameters: Iterable[Tensor]) -> list[Any]:
@@ -272,7 +261,7 @@ def make_state(task: Task, idle: Set[Tensor]) -> set[Tensor]:
     for optimizer in task.optimizers:
         trained = [p for p in owned([optimizer]) if p.requires_grad and p not in idle]
         if trained and _takes_sparse(optimizer):
-            raise sparse_refused(f"a {type(optimizer).__name__} that takes sparse ones")
+            raise memory.sparse_refused(f"a {type(optimizer).__name__} that takes sparse ones")
         lacking = [p for p in trained if not optimizer.state.get(p)]
         if not lacking:
             continue

@@ -11,14 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import (
-    AnybatchError,
-    BlockError,
-    PlanError,
-    recomputing,
-    tensors_in,
-    torch_private as private,
-)
+from anybatch import core
+from anybatch.core import torch_private as private
 from anybatch.state import Contents, Reachable, SeenDraws, rng
 
 _ADVICE = (
@@ -59,7 +53,7 @@ class State:
         """Restore this state for a while, then the present one; refuse buffers that others changed."""
         for buffer, version in self._versions.items():
             if buffer not in self._copies and private.version(buffer) != version:
-                raise PlanError(
+                raise core.PlanError(
                     f"Expected the buffers of {name!r} to stay as they are from forward to backward, got one "
                     f"of shape {tuple(buffer.shape)} that was written meanwhile. Leave this block out of "
                     "`recompute`."
@@ -113,14 +107,14 @@ class BlockCall:
         others = _versions(self._inside) if self.verified is not None else []
         result = self._forward(*args, **kwargs)
         if versions != private.versions(tensors):
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected a block that leaves its arguments as they are, got {self._name!r}, which changes "
                 "one in place and so cannot be run again. Set inplace=False in its first layers, or leave "
                 "it out of `recompute`."
             )
         for tensor, version in others:
             if private.version(tensor) != version:
-                raise BlockError(
+                raise core.BlockError(
                     f"Expected {self._name!r} to write to buffers only, got a {type(tensor).__name__} of "
                     f"shape {tuple(tensor.shape)} that its forward writes to, and would write to again in "
                     "backward. Register it as a buffer, or leave this block out of `recompute`.",
@@ -137,10 +131,10 @@ class BlockCall:
             if self._outputs:
                 self._verify(tensors)
             args, kwargs = _put_together(self._arguments, tensors)
-            with recomputing(), self._state.again(self._name):
+            with core.recomputing(), self._state.again(self._name):
                 return self._forward(*args, **kwargs)
         except Exception as error:
-            if not isinstance(error, (AnybatchError, MemoryError, torch.OutOfMemoryError)):
+            if not isinstance(error, (core.AnybatchError, MemoryError, torch.OutOfMemoryError)):
                 error.add_note(f"This happened while block {self._name!r} was run again in backward.")
             raise
 
@@ -152,12 +146,17 @@ class BlockCall:
         args, kwargs = _put_together(self._arguments, tensors)
         # Without modes: neither a meter nor the mode of a selective block may see this run.
         nothing_saved = saved_tensors_hooks(_nothing, _nothing)
-        with private.disable_current_modes(), recomputing(), self._state.again(self._name), nothing_saved:
+        with (
+            private.disable_current_modes(),
+            core.recomputing(),
+            self._state.again(self._name),
+            nothing_saved,
+        ):
             found = _readable(self._forward(*args, **kwargs))
         same = [_is_equal(one, other) for (one, _), other in zip(expected, found, strict=False)]
         if len(found) != len(expected) or not all(same):
             place = (*same, False).index(False)
-            raise BlockError(
+            raise core.BlockError(
                 f"Expected {self._name!r} to compute the same when it is run again in backward, got other "
                 f"values in its output {place + 1} of {len(expected)}. {_ADVICE}",
                 block=self._name,
@@ -177,7 +176,7 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def _readable(result: Any) -> list[Tensor]:
-    return [one.detach() for one in tensors_in(result) if is_readable(one)]
+    return [one.detach() for one in core.tensors_in(result) if is_readable(one)]
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

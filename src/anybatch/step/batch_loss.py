@@ -8,17 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import (
-    CallbackLike,
-    Collate,
-    LossError,
-    OptimizerError,
-    PlanError,
-    StepReport,
-    check_callbacks,
-    is_running,
-    torch_private as private,
-)
+from anybatch import core
+from anybatch.core import torch_private as private
 from anybatch.engine import Gradient, Task, Window, check_parts, multiply
 from anybatch.losses import LossLike, module_of
 from anybatch.precision import Precision, PrecisionName, find_precision
@@ -82,13 +73,13 @@ class BatchLoss:
         micro_batch: int | None = None,
         memory: str | int | None = None,
         precision: PrecisionName | Precision | None = None,
-        collate: Collate | None = None,
-        callbacks: Iterable[CallbackLike] = (),
+        collate: core.Collate | None = None,
+        callbacks: Iterable[core.CallbackLike] = (),
         options: Options = DEFAULT,
     ) -> None:
         odd = [name for name in ("scheduler", "clip_value") if getattr(options, name) is not None]
         if odd or not getattr(options.strategy, "takes_windows", True):
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected options of the gradient, got {odd[0] if odd else options.strategy!r}, which "
                 f"belongs to the update. {_LOOP}"
             )
@@ -101,13 +92,13 @@ class BatchLoss:
             micro_batch=micro_batch,
             memory=memory,
             collate=collate,
-            callbacks=check_callbacks(callbacks),
+            callbacks=core.check_callbacks(callbacks),
             options=options,
         )
         self._precision = None if precision is None else find_precision(precision)
         self._steps: dict[str, GradientStep] = {}
         self._step(self._precision or "float32")  # refuses what cannot be
-        self.report: StepReport | None = None
+        self.report: core.StepReport | None = None
 
     def __call__(self, batch: Any, *others: Any) -> Tensor:
         """Return the loss of a whole batch: a scalar, in float32 or the parameters' dtype if that is wider.
@@ -122,7 +113,7 @@ class BatchLoss:
         if isinstance(batch, OpenWindow):
             step = next((one for one in self._steps.values() if one.open_window is batch), None)
             if step is None:
-                raise LossError(
+                raise core.LossError(
                     f"Expected an open window of this BatchLoss, got another one, of {batch.rows} rows. Open "
                     "it with batch_loss.window(), and call add() first."
                 )
@@ -182,7 +173,7 @@ class GradientStep(Step):
     ) -> None:
         asked = find_precision(precision)
         if asked.store is not None:
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected weights as they are, got precision={str(asked)!r}: 16-bit weights are updated "
                 'through float32 copies, which only ab.Step knows. Choose "bf16-mixed".'
             )
@@ -201,29 +192,29 @@ class GradientStep(Step):
         return [*dict.fromkeys([*self.model.parameters(), *module_of(self.loss).parameters()])]
 
     def _begun(self) -> Task:
-        if is_running():
-            raise PlanError(
+        if core.is_running():
+            raise core.PlanError(
                 f"Expected one ab.BatchLoss around a batch, got one of {type(self.model).__name__} inside a "
                 "loss that is computed in micro-batches: the batch is cut twice. Leave one of the two out."
             )
         self._taken, task = {}, super()._begun()
         hooked = [one for one in task.network.parameters if private.hooks_of_tensor(one)[0]]
         if hooked:
-            raise OptimizerError(
+            raise core.OptimizerError(
                 f"Expected parameters without gradient hooks, got {len(hooked)} with hooks: they would run "
                 "in every micro-batch and again on the whole gradient. Remove them, and change `.grad` after "
                 "backward()."
             )
         return task
 
-    def end(self, window: Window) -> StepReport:
+    def end(self, window: Window) -> core.StepReport:
         """End before the update."""
         return window.hand_over(self._take)
 
     def _take(self, gradient: Gradient) -> None:
         self._taken = gradient
 
-    def handed(self, report: StepReport) -> Tensor:
+    def handed(self, report: core.StepReport) -> Tensor:
         """Return the loss, with the gradient of the last batch behind it; once."""
         gradient, self._taken = self._taken, {}
         trained = [one for one in self.held() if one.requires_grad]
@@ -247,14 +238,14 @@ class _Handed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         if torch.is_grad_enabled():  # by create_graph
-            raise LossError(
+            raise core.LossError(
                 "Expected backward() of an ab.BatchLoss without create_graph, got create_graph=True: the "
                 f"gradient of its {len(ctx.parameters)} parameters has no graph. Compute penalties on "
                 "gradients inside the loss."
             )
         (flowing,), found, ctx.gradients = grad_outputs, ctx.gradients, None
         if found is None:
-            raise LossError(
+            raise core.LossError(
                 "Expected one backward() of the loss of an ab.BatchLoss, got another: the gradient of its "
                 f"{len(ctx.parameters)} parameters was handed over. Call batch_loss(batch) again, or add "
                 "losses up before backward()."

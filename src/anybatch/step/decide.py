@@ -10,33 +10,10 @@ from typing import cast
 
 import torch
 
-from anybatch.compare import (
-    rehearse,
-    run_parts,
-)
-from anybatch.core import (
-    Batch,
-    BudgetError,
-    LossError,
-    PlanError,
-    accelerator,
-    cut_sizes,
-)
+from anybatch import compare, core, planner
+from anybatch.core import accelerator
 from anybatch.engine import Plan, Sums, Task, check_micro_batch
 from anybatch.losses import WholeBatch
-from anybatch.planner import (
-    Budget,
-    Ladder,
-    MemoryReader,
-    PlanReport,
-    Request,
-    Rung,
-    Want,
-    enforced,
-    find_plan,
-    length_of,
-    refuse_unread,
-)
 from anybatch.recompute import find_blocks
 from anybatch.step.guard import Guard, kind_of
 
@@ -108,13 +85,13 @@ class Planning:
     ) -> None:
         self.settings, self.guard, self._may_choose_blocks = settings, guard, may_choose_blocks
         self.micro_batch = whole_number(micro_batch)
-        self.budget = None if memory is None else Budget(memory)
+        self.budget = None if memory is None else planner.Budget(memory)
         self._distrusted: set[tuple[str, str]] = set()  # block and policy
         self.limits = Limits()
         self._plans: dict[tuple[int, int], Plan] = {}  # without a budget, by rows of batch and micro-batch
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
-        self._used: tuple[Ladder, Rung] | None = None  # what chose the cut of this step
-        self._used_for: Want | None = None
+        self._used: tuple[planner.Ladder, planner.Rung] | None = None  # what chose the cut of this step
+        self._used_for: planner.Want | None = None
         self._limited_place: torch.device | None = None  # whose allocator keeps to the budget
 
     @property
@@ -125,13 +102,13 @@ class Planning:
     def by_rows(self, rows: int, like: Hashable = ()) -> Plan:
         """Return the plan of a batch of so many rows; with a budget, a PlanError."""
         if self.budget is not None:
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected a batch, whose shapes the plan depends on with memory={self.budget.memory!r}, "
                 f"got {rows} rows. Call step.foresee(batch)."
             )
         return _of_size(self.settings, rows, self.limits.size(like, self._size(rows)))
 
-    def plan_for(self, task: Task, batch: Batch) -> tuple[Plan, Task]:
+    def plan_for(self, task: Task, batch: core.Batch) -> tuple[Plan, Task]:
         """Return the plan of a batch; and the task, with a reader if micro-batches are to be read."""
         if self.budget is None:
             return self._as_set(batch.rows, self._limited(task, batch, self._size(batch.rows))), task
@@ -144,7 +121,7 @@ class Planning:
         task = task if reader is None else replace(task, reader=reader)
         return (plan if size == plan.micro_batch else _of_size(plan, batch.rows, size)), task
 
-    def plan_for_add(self, task: Task, batch: Batch) -> tuple[Plan, Task]:
+    def plan_for_add(self, task: Task, batch: core.Batch) -> tuple[Plan, Task]:
         """Return plan and task of one `add` of a window: as it comes, unless it is larger or does not fit."""
         rows = batch.rows
         if self.budget is None:
@@ -158,8 +135,8 @@ class Planning:
         return _of_size(rung.settings, rows, self._limited(task, batch, self._wanted)), task
 
     def _within(
-        self, task: Task, batch: Batch, budget: Budget, *, is_add: bool = False
-    ) -> tuple[Ladder, Rung, tuple[int, ...], Want]:
+        self, task: Task, batch: core.Batch, budget: planner.Budget, *, is_add: bool = False
+    ) -> tuple[planner.Ladder, planner.Rung, tuple[int, ...], planner.Want]:
         """Return the rung of the ladder that fits, and the rows of each micro-batch.
 
         Raises:
@@ -176,13 +153,13 @@ class Planning:
             return ladder, *found, want
         ladder.refuse_below_floor(task, want)
 
-        def read(rung: Rung, sizes: tuple[int, ...]) -> None:
-            run = rehearse if task.strategy.is_lockstep else run_parts
+        def read(rung: planner.Rung, sizes: tuple[int, ...]) -> None:
+            run = compare.rehearse if task.strategy.is_lockstep else compare.run_parts
             with self._reading(task, rung) as running:
                 run(running, batch, _of_size(rung.settings, sum(sizes), max(sizes)), sizes)
 
         if task.strategy.is_lockstep and isinstance(task.loss, WholeBatch):
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected micro_batch= for ab.WholeBatch on a sharded model, got memory={budget.memory!r}. "
                 "A budget does not read its first pass there: leave memory= out."
             )
@@ -192,8 +169,14 @@ class Planning:
         return ladder, *ladder.choose(want, read, lambda: self._blocks(task)), want
 
     def _want(
-        self, task: Task, batch: Batch, ladder: Ladder, *, rows: int | None = None, is_add: bool = False
-    ) -> Want:
+        self,
+        task: Task,
+        batch: core.Batch,
+        ladder: planner.Ladder,
+        *,
+        rows: int | None = None,
+        is_add: bool = False,
+    ) -> planner.Want:
         """Return `rows` like those of a batch, what is held beside them, and the sizes that are allowed."""
         rows = batch.rows if rows is None else rows
         norms = bool(task.network.batch_norms) and self.settings.batch_norm != "frozen"
@@ -206,9 +189,9 @@ class Planning:
         is_refused = bool(ladder.refused) and (is_add or self.micro_batch is None)  # else the guard refuses
         is_whole = is_refused or rows == 1
         only = None if is_add and not is_whole else rows if is_whole else self.micro_batch
-        return Want(
+        return planner.Want(
             rows=rows,
-            length=length_of(batch),
+            length=planner.length_of(batch),
             static=static,
             only=None if only is None else min(only, rows),
             least=2 if norms and rows > 1 else 1,
@@ -218,14 +201,22 @@ class Planning:
         )
 
     @contextmanager
-    def _reading(self, task: Task, rung: Rung) -> Generator[Task]:
+    def _reading(self, task: Task, rung: planner.Rung) -> Generator[Task]:
         """Yield a task whose micro-batches are read, a few rows at a time."""
-        reader = MemoryReader(rung.readings, task.network.devices, is_look=True)
+        reader = planner.MemoryReader(rung.readings, task.network.devices, is_look=True)
         yield replace(task, reader=reader)
         if reader.is_blind and not rung.readings.law.readings:
-            raise refuse_unread()
+            raise planner.refuse_unread()
 
-    def _look(self, task: Task, batch: Batch, ladder: Ladder, want: Want, *, again: bool = False) -> None:
+    def _look(
+        self,
+        task: Task,
+        batch: core.Batch,
+        ladder: planner.Ladder,
+        want: planner.Want,
+        *,
+        again: bool = False,
+    ) -> None:
         """Read a few rows, and compare loss and gradient of two splits."""
         rung, ladder.looks = ladder.plain, ladder.looks + 1
         like = _of_size(self.settings, batch.rows, min(2, batch.rows))
@@ -243,7 +234,7 @@ class Planning:
                 return
             try:
                 self.guard.read(running, batch, like, fits)
-            except LossError as error:
+            except core.LossError as error:
                 if task.strategy.is_lockstep:  # other ranks wait
                     raise
                 ladder.refused = str(error)
@@ -259,7 +250,7 @@ class Planning:
             plan = self._plans[rows, micro_batch] = _of_size(self.settings, rows, micro_batch)
         return plan
 
-    def _limited(self, task: Task, batch: Batch, wanted: int) -> int:
+    def _limited(self, task: Task, batch: core.Batch, wanted: int) -> int:
         """Return the rows that fit, by earlier failures; as wanted if the result depends on the cut."""
         if not self.limits.known:
             return wanted
@@ -267,7 +258,7 @@ class Planning:
         return wanted if keeps_cut else self.limits.size(batch.like, wanted)
 
     def learn(
-        self, batch: Batch, plan: Plan, *, failed: int, in_window: bool = False, is_random: bool = False
+        self, batch: core.Batch, plan: Plan, *, failed: int, in_window: bool = False, is_random: bool = False
     ) -> None:
         """Record a plan's outcome: `failed` rows ran out of memory, 0 for none."""
         if self._used is not None and not failed:
@@ -279,7 +270,7 @@ class Planning:
         wanted = self._size(batch.rows) if as_asked else self._wanted
         self.limits.learn(batch.like, wanted, largest=plan.micro_batch, failed=failed)
 
-    def learn_add(self, batch: Batch, plan: Plan, sums: Sums) -> None:
+    def learn_add(self, batch: core.Batch, plan: Plan, sums: Sums) -> None:
         """Learn from an `add` of a window that went through."""
         largest = max(sums.rows)
         done = plan if largest == plan.micro_batch else replace(plan, micro_batch=largest)
@@ -307,7 +298,7 @@ class Planning:
             return None
         return self._used[1].room(self._used_for)
 
-    def enforced(self, task: Task, batch: Batch) -> AbstractContextManager[object]:
+    def enforced(self, task: Task, batch: core.Batch) -> AbstractContextManager[object]:
         """Return a context in which the allocator of an accelerator itself keeps to the budget."""
         # To look a device up takes milliseconds.
         if self.budget is None or self._used is None or task.network.kinds <= {"cpu"}:
@@ -315,7 +306,9 @@ class Planning:
         places = task.network.devices
         self._limited_place = next(iter(places))
         leaves = [one for one in getattr(batch, "leaves", ()) if one.device in places]
-        return enforced(self.budget.memory, task, self._used[0].held + sum(one.nbytes for one in leaves))
+        return planner.enforced(
+            self.budget.memory, task, self._used[0].held + sum(one.nbytes for one in leaves)
+        )
 
     def lifted(self) -> AbstractContextManager[object]:
         """Return a context without that limit, for the update: one that runs out of memory may be torn."""
@@ -326,12 +319,12 @@ class Planning:
     def foresee(
         self,
         task: Task,
-        batch: Batch,
+        batch: core.Batch,
         *,
         memory: str | int | None,
         rows: int | None,
         device: str | torch.device | None,
-    ) -> PlanReport:
+    ) -> planner.PlanReport:
         """Return the cost of a batch of so many rows like these, on this device, within this much memory."""
         rows = batch.rows if rows is None else _at_least_one(rows)
         request = self._request(task, batch, rows)
@@ -342,17 +335,17 @@ class Planning:
                 rung, cut = found
                 like = _of_cut(rung.settings, cut)
                 settled = replace(request, like=like, blocks=(), sizes=(like.micro_batch,), cut_refused="")
-                report = find_plan(settled, self.budget.memory, None)
+                report = planner.find_plan(settled, self.budget.memory, None)
                 return replace(report, notes=(ladder.note(rung), *report.notes))
             memory = self.budget.memory
         if memory is not None and request.depends_on_cut:
-            with suppress(BudgetError):
-                return find_plan(replace(request, cut_refused=_DEPENDS), memory, device)
-        return find_plan(request, memory, device)
+            with suppress(core.BudgetError):
+                return planner.find_plan(replace(request, cut_refused=_DEPENDS), memory, device)
+        return planner.find_plan(request, memory, device)
 
-    def _request(self, task: Task, batch: Batch, rows: int) -> Request:
+    def _request(self, task: Task, batch: core.Batch, rows: int) -> planner.Request:
         size = self._size(rows)
-        return Request(
+        return planner.Request(
             task=task.alone(),
             batch=batch,
             like=_of_size(self.settings, rows, size),
@@ -389,7 +382,7 @@ _NOTHING = nullcontext()
 
 def _at_least_one(rows: object) -> int:
     if not isinstance(rows, Integral) or isinstance(rows, bool) or rows < 1:
-        raise PlanError(
+        raise core.PlanError(
             f"Expected rows to be a whole number of at least 1, got {rows!r}. Leave it out for those of the "
             "batch."
         )
@@ -404,5 +397,5 @@ def _of_size(like: Plan, rows: int, micro_batch: int) -> Plan:
 def _of_cut(like: Plan, cut: tuple[int, ...]) -> Plan:
     """Return a plan of these micro-batches, the largest first if only the last one differs."""
     rows, size = sum(cut), max(cut)
-    is_even = cut == tuple(cut_sizes(rows, size))
+    is_even = cut == tuple(core.cut_sizes(rows, size))
     return _of_size(like, rows, size) if is_even else replace(like, rows=rows, micro_batch=size, cut=cut)

@@ -5,16 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal, cast
 
-from anybatch.core import (
-    Batch,
-    BatchError,
-    LossError,
-    PlanError,
-    SampleBatch,
-    StepReport,
-    TrimmedBatch,
-    tree,
-)
+from anybatch import core
+from anybatch.core import tree
 from anybatch.engine import Plan, Task
 from anybatch.losses import WholeBatch, find_paddings
 from anybatch.planner import PlanReport
@@ -48,7 +40,7 @@ _WHERE = (
 class Ordered:
     """A batch whose rows may be in another order, and what each row needs."""
 
-    batch: Batch
+    batch: core.Batch
     # at each place, tokens of the longest row from there on; empty where rows are cut as they come
     needs: Sequence[int] = ()
 
@@ -67,7 +59,7 @@ class Ordered:
         sizes = _sizes(self.needs, most) if plan.cut else _even(self.needs, most[0])
         return replace(plan, micro_batch=max(sizes), cut=sizes)
 
-    def failed(self, plan: Plan, report: StepReport) -> int:
+    def failed(self, plan: Plan, report: core.StepReport) -> int:
         """Return the rows of the batch's longest in which memory ran out; 0 for none.
 
         Args:
@@ -87,17 +79,17 @@ _PARTS = 8  # of a batch of uneven rows, if nothing else cuts it
 def check_order(order: object, batch_norm: str | None) -> None:
     """Refuse an order that there is not, or under which the result depends on the lengths (PlanError)."""
     if not (isinstance(order, ByLength) or order in (None, "length")):
-        raise PlanError(
+        raise core.PlanError(
             f'Expected order to be "length", ByLength(...) or None, got {order!r}. Leave it out for none.'
         )
     if order and batch_norm == "micro":
-        raise PlanError(
+        raise core.PlanError(
             f'Expected no batch_norm="micro" with order={order!r}, got both: the statistics of a micro-batch '
             'would depend on the lengths of its rows. Use batch_norm="frozen", or leave order out.'
         )
 
 
-def ordered(order: Order | None, task: Task, batch: Batch) -> Ordered:
+def ordered(order: Order | None, task: Task, batch: core.Batch) -> Ordered:
     """Return the batch in this order, the longest rows first, which need most memory.
 
     Raises:
@@ -108,22 +100,22 @@ def ordered(order: Order | None, task: Task, batch: Batch) -> Ordered:
         return Ordered(batch)
     if isinstance(task.loss, WholeBatch):
         what = f"{task.loss.name}, which sees rows by their places in the batch"
-        raise LossError(
+        raise core.LossError(
             f'Expected a loss of single rows with order="length", got {what}. Leave order out, or put what '
             "belongs to a row into the batch."
         )
-    are_samples = isinstance(batch, SampleBatch)
+    are_samples = isinstance(batch, core.SampleBatch)
     keep = order.keep if isinstance(order, ByLength) else ()
     known = [*map(tree.column, tree.flatten(batch.whole).paths)] if keep else []
     if unknown := [name for name in keep if repr(name) not in known]:
-        raise BatchError(
+        raise core.BatchError(
             f"Expected ByLength(keep=...) to name columns of the batch ({', '.join(known)}), got "
             f"{unknown[0]!r}. Name keys, positions or fields; with a collate leave keep out."
         )
     paddings = [] if are_samples else [*find_paddings(batch.whole, task.model, keep)]
     kinds = [_lengths_of_samples(batch)] if are_samples else [one.valid for one in paddings]
     if not kinds:
-        raise BatchError(
+        raise core.BatchError(
             f'Expected rows whose lengths can be told with order="length", by {_WHERE}, got tensors without. '
             "Add a mask, or leave order out."
         )
@@ -132,8 +124,8 @@ def ordered(order: Order | None, task: Task, batch: Batch) -> Ordered:
     longest = [accumulate([lengths[row] for row in reversed(rows)], max, initial=1) for lengths in kinds]
     needs = [sum(one) for one in zip(*longest, strict=True)][:0:-1]
     if are_samples:
-        return Ordered(SampleBatch(batch.given, batch.collate, rows), needs)
-    return Ordered(TrimmedBatch(batch.whole, paddings, rows), needs)
+        return Ordered(core.SampleBatch(batch.given, batch.collate, rows), needs)
+    return Ordered(core.TrimmedBatch(batch.whole, paddings, rows), needs)
 
 
 def noted(order: Order | None, report: PlanReport) -> PlanReport:
@@ -163,12 +155,12 @@ def _even(needs: Sequence[int], most: int) -> tuple[int, ...]:
     return _sizes(needs, [high])
 
 
-def _lengths_of_samples(batch: SampleBatch) -> list[int]:
+def _lengths_of_samples(batch: core.SampleBatch) -> list[int]:
     """Return the longest axis of each sample, of those that are not the same in all of them."""
     found = [dict(_axes_of(batch.given[row])) for row in range(batch.rows)]
     places = dict.fromkeys(place for one in found for place in one)
     if not places:
-        raise BatchError(
+        raise core.BatchError(
             f'Expected samples whose lengths can be told with order="length" (tensors, lists, strings, or '
             f"tuples and mappings of them), got {type(batch.given[0]).__name__}. Leave order out."
         )

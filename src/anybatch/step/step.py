@@ -10,46 +10,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from anybatch import core, engine, parallel
 from anybatch.batchnorm import warn_of_untrained
-from anybatch.core import (
-    BlockError,
-    CallbackLike,
-    Callbacks,
-    Collate,
-    Functions,
-    PlanError,
-    ReadOnlyError,
-    StepReport,
-    WindowError,
-    check_callbacks,
-    counted,
-    running,
-)
-from anybatch.engine import (
-    Plan,
-    Progress,
-    Signature,
-    Strategy,
-    Sums,
-    Task,
-    Window,
-    admit,
-    carry_out,
-    check_parts,
-    gather,
-    owned,
-    refuse_hooks,
-)
 from anybatch.integrations import computes_in_float16
 from anybatch.losses import LossLike, module_of, resolve
-from anybatch.parallel import (
-    choose_strategy,
-    group_of,
-    refuse_late_group,
-    refuse_sharded,
-    refuse_wrapped,
-    unwrapped,
-)
 from anybatch.planner import PlanReport
 from anybatch.precision import LossScale, Masters, Precision, PrecisionName, at_work, find_precision
 from anybatch.recompute import choose_blocks
@@ -126,32 +90,32 @@ class Step:
         memory: str | int | None = None,
         precision: PrecisionName | Precision = "float32",
         clip_norm: float | None = None,
-        collate: Collate | None = None,
-        callbacks: Iterable[CallbackLike] = (),
+        collate: core.Collate | None = None,
+        callbacks: Iterable[core.CallbackLike] = (),
         options: Options = DEFAULT,
     ) -> None:
         strategy, chosen = options.strategy, find_precision(precision)
-        group, model = group_of(model), unwrapped(model, strategy)
+        group, model = parallel.group_of(model), parallel.unwrapped(model, strategy)
         self.model, self.loss, self.collate, self.options = model, loss, collate, options
         self.optimizers, self.schedulers = self._checked(model, loss, optimizer, options.scheduler)
-        refuse_wrapped([*model.modules(), *module_of(loss).modules()], strategy)
+        parallel.refuse_wrapped([*model.modules(), *module_of(loss).modules()], strategy)
         odd = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
         if options.clip_value is not None and odd:
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected real parameters with clip_value={options.clip_value}, got the complex {odd[0]}. "
                 "Its entries have no order: pass clip_norm=... instead."
             )
-        self.strategy: Strategy = choose_strategy(strategy, group, model)
+        self.strategy: engine.Strategy = parallel.choose_strategy(strategy, group, model)
         if chosen == Precision() and computes_in_float16(model):
             chosen = Precision(loss_scale="dynamic")  # autocast is in the model
         if self.strategy.is_lockstep and chosen.store is not None:
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected float32 weights with a sharded model, got precision={str(chosen)!r}: its weights "
                 'are not converted. For 16 bits use precision="bf16-mixed" or '
                 "fully_shard(mp_policy=MixedPrecisionPolicy(...))."
             )
         if memory is not None and getattr(self.strategy, "hold", None):
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected Shard() with memory={memory!r}, which holds gradients where they fit, got "
                 "Shard(hold=True). Leave out one of both."
             )
@@ -167,15 +131,15 @@ class Step:
             memory=memory,
             may_choose_blocks=options.recompute is None,
         )
-        self.callbacks = check_callbacks(callbacks)
+        self.callbacks = core.check_callbacks(callbacks)
         self.attach()
         self.effects = Effects()
         self.open_window: OpenWindow | None = None
-        self._progress = Progress()
-        self._gathered: tuple[Task, Signature] | None = None
+        self._progress = engine.Progress()
+        self._gathered: tuple[engine.Task, engine.Signature] | None = None
         self.working = at_work(model, chosen, self.optimizers)  # last: a refusal changes nothing
 
-    def __call__(self, batch: Any, *others: Any) -> StepReport:
+    def __call__(self, batch: Any, *others: Any) -> core.StepReport:
         """Run forward and backward for each micro-batch, then update once.
 
         An error before the update leaves everything as it was. An error after it (in a scheduler, in a
@@ -196,13 +160,13 @@ class Step:
         self._refuse_open_window()
         try:
             task = self._begun()
-            with running():
+            with core.running():
                 return self._step(task, batch, self.end)
         except BaseException as error:  # also before a window has begun
             self.strategy.abandon(error)
             raise
 
-    def sums_of(self, batch: Any, take: Callable[[Sums], object]) -> StepReport:
+    def sums_of(self, batch: Any, take: Callable[[engine.Sums], object]) -> core.StepReport:
         """Run forward and backward and hand the undivided sums over, without an update.
 
         Parameters, buffers and random streams are as before. Memory that runs out is handled as in a step.
@@ -211,19 +175,21 @@ class Step:
             batch: as for a step.
             take: called with the sums of all rows.
         """
-        return self._step(self._begun(), batch, partial(Window.give_sums, take=take))
+        return self._step(self._begun(), batch, partial(engine.Window.give_sums, take=take))
 
-    def end(self, window: Window) -> StepReport:
+    def end(self, window: engine.Window) -> core.StepReport:
         """End a window with the update."""
         with self.planning.lifted():
             return window.write()
 
-    def _step(self, task: Task, batch: Any, end: Callable[[Window], StepReport]) -> StepReport:
+    def _step(
+        self, task: engine.Task, batch: Any, end: Callable[[engine.Window], core.StepReport]
+    ) -> core.StepReport:
         is_many = self.strategy.is_many
         self.planning.guard.begin_update(task.progress)
         if is_many:
             self.strategy.begin(task, self.planning.settings)
-        logical = admit(batch, task, self.collate)
+        logical = engine.admit(batch, task, self.collate)
         settings = self.planning.settings
         if report := self.strategy.carry_out_elsewhere(task, logical, settings, partial(Remote.of, self)):
             task.callbacks.tell(report)
@@ -234,7 +200,7 @@ class Step:
         if not logical.rows:
             if is_synced:
                 self.strategy.meet(task, 0)
-            return carry_out(settings, task, logical, end)
+            return engine.carry_out(settings, task, logical, end)
         rows = ordered(self.options.order, task, logical)
         while True:
             plan, running = self.planning.plan_for(task, logical)
@@ -249,8 +215,8 @@ class Step:
                     if not is_synced:
                         room, may_wait = self.planning.room(), end == self.end
                         self.planning.guard.witness(task, rows.batch, cut, room, may_wait=may_wait)
-                    report = carry_out(cut, running, rows.batch, end)
-            except BlockError as error:
+                    report = engine.carry_out(cut, running, rows.batch, end)
+            except core.BlockError as error:
                 if not self.planning.distrust(error.block, plan):  # it was asked for by name
                     raise
                 continue
@@ -278,9 +244,9 @@ class Step:
             BudgetError: nothing fits.
             PlanError: the step cannot be traced.
         """
-        refuse_sharded(self.model, "a plan")
+        parallel.refuse_sharded(self.model, "a plan")
         task = self.task()
-        logical = admit(batch, task, self.collate, anywhere=device is not None)
+        logical = engine.admit(batch, task, self.collate, anywhere=device is not None)
         report = self.planning.foresee(task, logical, memory=memory, rows=rows, device=device)
         if report.plan.is_cut:
             self.planning.guard.refuse_meetings(task)
@@ -302,12 +268,12 @@ class Step:
         """
         self._refuse_open_window()
         if self.options.order is not None:
-            raise WindowError(
+            raise core.WindowError(
                 f"Expected whole batches with order={self.options.order!r}, got a window, whose rows are "
                 "never all there. Call step(batch), or make a Step without order."
             )
         if not self.strategy.takes_windows:
-            raise WindowError(
+            raise core.WindowError(
                 f"Expected whole batches with a {type(self.strategy).__name__}, got a window. Call "
                 "step(batch), which cuts the batch into units for the workers."
             )
@@ -328,7 +294,7 @@ class Step:
         """The factor of each named term in the loss, 1 where none is given."""
         return resolve(self.loss).coefficients
 
-    def plan(self, rows: int, like: Hashable = ()) -> Plan:
+    def plan(self, rows: int, like: Hashable = ()) -> engine.Plan:
         """How a batch of this many rows will be split.
 
         Micro-batches are smaller if memory ran out in rows of this kind before.
@@ -366,25 +332,25 @@ class Step:
     def __setattr__(self, name: str, value: object) -> None:
         """Refuse what would have no effect: attributes are set by `Step(...)`."""
         if "working" in vars(self) and name[0] != "_" and name != "micro_batch":
-            raise ReadOnlyError(
+            raise core.ReadOnlyError(
                 f"Expected attributes of a Step to be only read, got a value for {name!r}. Make a new "
                 "Step(...) with what is to be different; only `micro_batch` may be set."
             )
         object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        trained = [p for p in owned(self.optimizers) if p.requires_grad and not is_lazy(p)]
+        trained = [p for p in engine.owned(self.optimizers) if p.requires_grad and not is_lazy(p)]
         parts = [self.model, self.loss, *self.optimizers]
         names = [getattr(one, "__name__", type(one).__name__) for one in parts]
         memory = None if self.planning.budget is None else self.planning.budget.memory
         return (
             f"Step({', '.join(names)}, {sum(p.numel() for p in trained):,} trained parameters, "
             f"micro_batch={self.micro_batch}, memory={memory!r}, precision={str(self.precision)!r}, "
-            f"{counted(self._progress.updates, 'update')} made"
+            f"{core.counted(self._progress.updates, 'update')} made"
             f"{'' if self.open_window is None else f', {self.open_window!r}'})"
         )
 
-    def _begun(self) -> Task:
+    def _begun(self) -> engine.Task:
         """Return the parts of the next step, gathered anew if they have changed, and in looking steps."""
         if self.schedulers:
             self._progress.warn_of_other_steps(self.schedulers)
@@ -393,29 +359,29 @@ class Step:
         is_told = known is not None and known[0].callbacks is self._told
         if known is None or not is_told or self.effects.looks_next or not known[1].is_current():
             task = self.task()
-            refuse_wrapped(task.network.modules, self.options.strategy)
-            refuse_late_group(self.strategy, self.options.strategy)
+            parallel.refuse_wrapped(task.network.modules, self.options.strategy)
+            parallel.refuse_late_group(self.strategy, self.options.strategy)
             if known is None and self.options.batch_norm == "frozen":
                 warn_of_untrained(task.model, task.network.batch_norms)
-            known = self._gathered = task, Signature(task, self.loss)
-        refuse_hooks(known[0])
+            known = self._gathered = task, engine.Signature(task, self.loss)
+        engine.refuse_hooks(known[0])
         self.effects.begin(known[0].network.modules)
         return known[0]
 
-    def attach(self, callbacks: Sequence[object] = (), *, first: Functions = ()) -> None:
+    def attach(self, callbacks: Sequence[object] = (), *, first: core.Functions = ()) -> None:
         """Call the methods of these callbacks in steps, too, but for `update`; none to detach all.
 
         Args:
             callbacks: the callbacks.
             first: functions called with each report, before the step's own callbacks.
         """
-        own = Callbacks.of(self.callbacks)
-        told = Callbacks.of([*self.callbacks, *callbacks])
+        own = core.Callbacks.of(self.callbacks)
+        told = core.Callbacks.of([*self.callbacks, *callbacks])
         self._told = replace(told, update=(*first, *own.update))
 
-    def task(self) -> Task:
+    def task(self) -> engine.Task:
         """Return the parts of a step, gathered and checked."""
-        return gather(
+        return engine.gather(
             self.model,
             self.loss,
             self.optimizers,
@@ -434,11 +400,11 @@ class Step:
         return ()
 
     def _checked(self, model: object, loss: object, optimizer: object, scheduler: object) -> Any:
-        return check_parts(model, loss, optimizer, scheduler)
+        return engine.check_parts(model, loss, optimizer, scheduler)
 
     def _refuse_open_window(self) -> None:
         if self.open_window is not None:
-            raise WindowError(
+            raise core.WindowError(
                 f"Expected no open window, got one with {self.open_window.rows} rows. Call close() on it for "
                 "the update, or discard() to drop its gradients; it is `step.open_window`."
             )

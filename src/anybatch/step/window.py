@@ -10,44 +10,24 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from anybatch import core, engine
 from anybatch.compare import few_of, joined, whole_of
-from anybatch.core import (
-    Batch,
-    BatchError,
-    Collate,
-    NonFinite,
-    OpenBatch,
-    StepReport,
-    WindowError,
-    all_finite,
-    counted,
-    running,
-    torch_private as private,
-)
-from anybatch.engine import (
-    Plan,
-    Task,
-    Window,
-    admit,
-    clear,
-    context,
-    no_room_for_update,
-)
+from anybatch.core import torch_private as private
 from anybatch.step.decide import Planning
 
 
 class Opener(Protocol):
     """The step that opens a window."""
 
-    collate: Collate | None
+    collate: core.Collate | None
     planning: Planning
 
-    def end(self, window: Window) -> StepReport:
+    def end(self, window: engine.Window) -> core.StepReport:
         """Update, or hand the gradient over."""
         ...
 
 
-class OpenWindow(Window):
+class OpenWindow(engine.Window):
     """Gradient accumulation for a loop that provides the micro-batches itself.
 
     Call `add` (forward and backward) for each micro-batch, then `close`, which is `update` and `clear`. As a
@@ -69,16 +49,18 @@ class OpenWindow(Window):
 
     __slots__ = ("_adds", "_is_due", "_kept", "_report", "_seconds", "_sizes", "_step", "_trained")
 
-    def __init__(self, step: Opener, task: Task) -> None:
-        with task.loss.along(OpenBatch(), (), task.model, lambda: None) as share:
+    def __init__(self, step: Opener, task: engine.Task) -> None:
+        with task.loss.along(core.OpenBatch(), (), task.model, lambda: None) as share:
             pass  # refused is a loss that needs the whole batch
         super().__init__(task, step.planning.settings)
         self._step, self._share = step, share
         self._trained = [*map(_is_trained, task.network.everyone)]
-        self._report: StepReport | None = None
-        self._kept: Batch | None = None  # rows of the first `add`s, which are compared with the next one's
+        self._report: core.StepReport | None = None
+        self._kept: core.Batch | None = (
+            None  # rows of the first `add`s, which are compared with the next one's
+        )
         self._is_due = False
-        self._adds, self._sizes = list[tuple[Batch, list[int]]](), list[int]()  # of a window that is due
+        self._adds, self._sizes = list[tuple[core.Batch, list[int]]](), list[int]()  # of a window that is due
         self._seconds = 0.0
         step.planning.guard.begin_update(task.progress)
         task.strategy.begin(task, self._settings)
@@ -100,7 +82,7 @@ class OpenWindow(Window):
         return self._rows
 
     @property
-    def report(self) -> StepReport | None:
+    def report(self) -> core.StepReport | None:
         """The report of the update; None before it."""
         return self._report
 
@@ -119,7 +101,7 @@ class OpenWindow(Window):
         refuse_others("add", others)
         self._expect("open", "add a micro-batch")
         try:
-            with running():
+            with core.running():
                 self._add(micro)
         except BaseException as error:
             if self._task.strategy.is_many and self._phase == "open":  # others must not wait for this one
@@ -130,16 +112,16 @@ class OpenWindow(Window):
         began, task, planning = perf_counter(), self._task, self._step.planning
         self._refuse_gradients()
         self._refuse_unfrozen()
-        batch = admit(micro, task, self._step.collate)
+        batch = engine.admit(micro, task, self._step.collate)
         if not batch.rows:
-            raise BatchError(
+            raise core.BatchError(
                 f"Expected rows in a window's add, got {batch.rows}. Leave the add out: a rank without rows "
                 "closes its window all the same."
             )
         if self._skipped is None:
             plan, running = self._plan(batch)
             self.reader = running.reader
-            with planning.enforced(task, batch), context(plan, task):
+            with planning.enforced(task, batch), engine.context(plan, task):
                 part = self.add_rows(plan, batch)
             if self._skipped is None:
                 try:
@@ -154,7 +136,7 @@ class OpenWindow(Window):
         self._rows += batch.rows
         self._seconds += perf_counter() - began
 
-    def _plan(self, batch: Batch) -> tuple[Plan, Task]:
+    def _plan(self, batch: core.Batch) -> tuple[engine.Plan, engine.Task]:
         planning, task = self._step.planning, self._task
         guard = planning.guard
         if self._rows or task.strategy.is_many:
@@ -187,7 +169,7 @@ class OpenWindow(Window):
         with planning.enforced(task, whole):
             planning.guard.witness(task, whole, plan, planning.room())
 
-    def update(self) -> StepReport:
+    def update(self) -> core.StepReport:
         """Divide and clip the gradient, and step optimizers and schedulers.
 
         The gradients stay in `.grad` until `clear`. If the update fails, the window is discarded.
@@ -200,18 +182,18 @@ class OpenWindow(Window):
         self._refuse_gradients()
         task = self._task
         if not (self._rows or task.strategy.is_many):  # other ranks may have rows
-            raise WindowError(
+            raise core.WindowError(
                 f"Expected at least one micro-batch in the window, got {self._rows} rows. "
                 "Call add() first, or discard()."
             )
         task.progress.began = perf_counter() - self._seconds
         try:
-            with context(self._settings, task):
+            with engine.context(self._settings, task):
                 self._compare()
                 self._report = self.finish(self._step.end)
         except BaseException as error:
-            failed = no_room_for_update(error, self._sums) if self._phase == "open" else None
-            if isinstance(error, NonFinite):
+            failed = engine.no_room_for_update(error, self._sums) if self._phase == "open" else None
+            if isinstance(error, core.NonFinite):
                 failed = self.not_finite()
             self.discard(failed or error)
             if failed is not None:
@@ -233,7 +215,7 @@ class OpenWindow(Window):
         self._expect("updated", "clear")
         self.discard()
 
-    def close(self) -> StepReport:
+    def close(self) -> core.StepReport:
         """Update and clear.
 
         Raises:
@@ -247,7 +229,7 @@ class OpenWindow(Window):
                 self.clear()
 
     def __repr__(self) -> str:
-        return f"Window({self._phase}, {counted(self._rows, 'row')})"
+        return f"Window({self._phase}, {core.counted(self._rows, 'row')})"
 
     def __enter__(self) -> "OpenWindow":
         return self
@@ -269,24 +251,24 @@ class OpenWindow(Window):
         names = self._task.names()
         wrong = [names[p] for p, gradient in found if not _is_zero(gradient)]
         if wrong:
-            raise WindowError(
+            raise core.WindowError(
                 f"Expected no gradients when a window opens, and while it is open, got a `.grad` that is not "
                 f"zero of {wrong[:3]}. Call optimizer.zero_grad() before the window is opened, and other "
                 "backward() calls or clipping after it is over."
             )
-        clear([p for p, _ in found])
+        engine.clear([p for p, _ in found])
 
     def _refuse_unfrozen(self) -> None:
         trained = [*map(_is_trained, self._task.network.everyone)]
         if trained != self._trained:
-            raise WindowError(
+            raise core.WindowError(
                 f"Expected the same {sum(self._trained)} parameters to be trained throughout a window, got "
                 f"{sum(trained)}. Freeze and unfreeze between windows."
             )
 
     def _expect(self, phase: str, wish: str) -> None:
         if self._phase != phase:
-            raise WindowError(
+            raise core.WindowError(
                 f"Expected a window that is {phase} to {wish}, got one that is {self._phase}. "
                 "Open a new one with step.window()."
             )
@@ -295,7 +277,7 @@ class OpenWindow(Window):
 def refuse_others(name: str, others: tuple[object, ...]) -> None:
     """Raise BatchError for a call as in `step(inputs, target)`: a batch is one argument."""
     if others:
-        raise BatchError(
+        raise core.BatchError(
             f"Expected one batch, got {1 + len(others)} arguments. Put them into a tuple, as in "
             f"{name}((inputs, target))."
         )
@@ -306,6 +288,6 @@ _is_trained: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
 def _is_zero(gradient: Tensor) -> bool:
-    return all_finite([gradient]) and not bool(
+    return core.all_finite([gradient]) and not bool(
         gradient.count_nonzero() if not gradient.is_sparse else gradient.coalesce().values().count_nonzero()
     )

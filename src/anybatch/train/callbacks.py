@@ -14,21 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from anybatch.core import (
-    SHORT_DTYPES,
-    Callback,
-    EpochReport,
-    PlanError,
-    RunInfo,
-    StepReport,
-    check_whole,
-    format_count,
-    torch_private as private,
-)
+from anybatch import core
+from anybatch.core import torch_private as private
 from anybatch.step import Step
 
 
-class TrainerCallback(Callback):
+class TrainerCallback(core.Callback):
     """A callback that does nothing without a trainer; a step alone refuses it, before anything runs."""
 
     _trainer: Any = None
@@ -36,9 +27,11 @@ class TrainerCallback(Callback):
     def begin(self, done: int) -> None:
         """Raise PlanError without a trainer."""
         if self._trainer is None:
-            raise PlanError(f"Expected {self!r} in a training, got a step alone. Train by ab.Trainer.fit().")
+            raise core.PlanError(
+                f"Expected {self!r} in a training, got a step alone. Train by ab.Trainer.fit()."
+            )
 
-    def start(self, trainer: Any, info: RunInfo) -> None:
+    def start(self, trainer: Any, info: core.RunInfo) -> None:
         """Keep the trainer."""
         self._trainer = trainer
 
@@ -84,9 +77,9 @@ class EarlyStopping(TrainerCallback):
         least_change: float = 0.0,
         larger_is_better: bool = False,
     ) -> None:
-        check_whole("patience", patience, least=1)
+        core.check_whole("patience", patience, least=1)
         if not 0 <= least_change < math.inf:
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected least_change to be a number of at least 0, got {least_change}. Pass the size of a "
                 "change, and say by larger_is_better which way is better."
             )
@@ -95,20 +88,20 @@ class EarlyStopping(TrainerCallback):
         self.best: float | None = None
         self.waited = 0
 
-    def start(self, trainer: Any, info: RunInfo) -> None:
+    def start(self, trainer: Any, info: core.RunInfo) -> None:
         """Raise PlanError without validation; stop at once if an earlier run was stopped."""
         if trainer.validation is None:
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected a trainer with validation rows for early stopping by {self.by!r}, got none. Pass "
                 "validation= to the trainer."
             )
         super().start(trainer, info)
         self._stop(trainer)
 
-    def epoch(self, trainer: Any, report: EpochReport) -> None:
+    def epoch(self, trainer: Any, report: core.EpochReport) -> None:
         """Compare with the best value so far."""
         if self.by not in report.validation:
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected early stopping by a validation value, got {self.by!r}. Choose from "
                 f"{sorted(report.validation)}."
             )
@@ -173,7 +166,7 @@ class EMA(TrainerCallback):
 
     def __init__(self, decay: float = 0.999, *, buffers: bool = False, validate: bool = True) -> None:
         if not 0 <= decay < 1:
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected decay from 0 to below 1, got {decay}. Use 0.99 to average over about 100 updates."
             )
         self.decay, self.buffers, self.validate = decay, buffers, validate
@@ -181,16 +174,16 @@ class EMA(TrainerCallback):
         self.average: dict[str, Tensor] = {}
         self._mix: Callable[..., None] = get_ema_multi_avg_fn(decay)
 
-    def start(self, trainer: Any, info: RunInfo) -> None:
+    def start(self, trainer: Any, info: core.RunInfo) -> None:
         """Keep the trainer; raise PlanError for a sharded model, of which no checkpoint has an average."""
         if trainer.step.strategy.is_lockstep:
-            raise PlanError(
+            raise core.PlanError(
                 f"Expected a model that is not sharded to average its weights, got a "
                 f"{type(trainer.step.model).__name__} with fully_shard. Leave ab.EMA out."
             )
         super().start(trainer, info)
 
-    def update(self, report: StepReport) -> None:
+    def update(self, report: core.StepReport) -> None:
         """Add the weights to the average if the step made an update."""
         if report.updated:
             self._add(self._trainer.step)
@@ -200,7 +193,7 @@ class EMA(TrainerCallback):
         places, averaged, current = self._places(step), list[Tensor](), list[Tensor]()
         for name, (*_, value) in places.items():
             if name not in self.average:
-                dtype = torch.float32 if value.dtype in SHORT_DTYPES else value.dtype
+                dtype = torch.float32 if value.dtype in core.SHORT_DTYPES else value.dtype
                 self.average[name] = value.detach().to(dtype, copy=True)
                 continue
             average = self.average[name] = self.average[name].to(value.device)  # on the host after a resume
@@ -276,15 +269,15 @@ class LossMonitor(TrainerCallback):
     on_every_rank = False
 
     def __init__(self, every: int = 1) -> None:
-        check_whole("every", every, least=1)
+        core.check_whole("every", every, least=1)
         self.every = every
 
-    def start(self, trainer: Any, info: RunInfo) -> None:
+    def start(self, trainer: Any, info: core.RunInfo) -> None:
         """Start the measurement."""
         super().start(trainer, info)
         self._began, self._updates, self._rows = time.perf_counter(), 0, 0
 
-    def update(self, report: StepReport) -> None:
+    def update(self, report: core.StepReport) -> None:
         """Count the update; print a line after every n-th."""
         self._updates += 1
         self._rows += report.rows
@@ -294,7 +287,7 @@ class LossMonitor(TrainerCallback):
             sys.stderr.write(
                 f"epoch {trainer.epoch + 1}  step {trainer.steps}  loss {report.loss:.6g}  "
                 f"{1000 * seconds / self._updates:.3g} ms an update  "
-                f"{format_count(self._rows / seconds)} rows/s\n"
+                f"{core.format_count(self._rows / seconds)} rows/s\n"
             )
             self._began, self._updates, self._rows = time.perf_counter(), 0, 0
 

@@ -8,32 +8,19 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from anybatch.core import (
-    Cut,
-    Fold,
-    LossError,
-    OpenBatch,
-    PlanError,
-    SampleBatch,
-    StepReport,
-    TensorBatch,
-    Total,
-    bound,
-    cut_sizes,
-    torch_private as private,
-    weighted_mean,
-)
+from anybatch import core
+from anybatch.core import torch_private as private
 from anybatch.losses import resolve, split_batch
 from anybatch.state import evaluating
 from anybatch.step import Step
 from anybatch.train.callbacks import TrainerCallback
 from anybatch.train.loader import Rows, Stream
 
-Metric = Callable[[Any, Any], Total] | Fold[Any, Any, Any]
+Metric = Callable[[Any, Any], core.Total] | core.Fold[Any, Any, Any]
 """A function `(outputs, targets) -> Total` of some rows, or a `Fold` over such pairs."""
 
 
-def accuracy(outputs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Total:
+def accuracy(outputs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> core.Total:
     """Return the number of correct predictions and of valid targets.
 
     Args:
@@ -51,7 +38,7 @@ def accuracy(outputs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> T
         0.5
     """
     valid = targets != ignore_index
-    return Total(((outputs.argmax(1) == targets) & valid).sum(), valid.sum())
+    return core.Total(((outputs.argmax(1) == targets) & valid).sum(), valid.sum())
 
 
 class Metrics(TrainerCallback):
@@ -68,7 +55,7 @@ class Metrics(TrainerCallback):
     def __init__(self, **named: Metric) -> None:
         for name, metric in named.items():
             if not (callable(metric) or hasattr(metric, "merge")):
-                raise PlanError(
+                raise core.PlanError(
                     f"Expected functions as metrics, got {name}={metric!r}. Pass functions of (outputs, "
                     "targets) that return an ab.Total, as in ab.Metrics(accuracy=ab.accuracy)."
                 )
@@ -82,10 +69,10 @@ class Metrics(TrainerCallback):
 def metrics_of(callbacks: Sequence[object]) -> dict[str, Metric]:
     """Return the metrics of these callbacks by name; raise PlanError for a name that is taken."""
     found = dict[str, Metric]()
-    for each in bound(callbacks, "metrics"):
+    for each in core.bound(callbacks, "metrics"):
         for name, metric in each().items():
             if name == "loss" or name in found:
-                raise PlanError(
+                raise core.PlanError(
                     f"Expected metrics with names of their own, got {name!r} "
                     f"{'twice' if name in found else 'beside the loss'}. Give it another name."
                 )
@@ -107,7 +94,7 @@ def evaluate(
     evaluated on each batch and averaged over rows. A size of None means the size of a loader's items. Ranks
     take turns at the batches, and all return the same values.
     """
-    sums: dict[str, Total] = {}
+    sums: dict[str, core.Total] = {}
     undivided: set[str] = set()
     folds = {name: _as_fold(name, metric) for name, metric in metrics.items()}
     states = {name: fold.init() for name, fold in folds.items()}
@@ -116,7 +103,7 @@ def evaluate(
         for totals, is_fixed, micro in _totals(step, model, rows, micro_batch, batch_size):
             undivided.update(totals if is_fixed else ())
             for name, total in totals.items():
-                sums[name] = sums.get(name, Total.zero()) + _widened(total)
+                sums[name] = sums.get(name, core.Total.zero()) + _widened(total)
             for name, fold in folds.items():
                 states[name] = fold.add(states[name], _pair(outputs, micro))
             outputs.clear()
@@ -124,7 +111,7 @@ def evaluate(
     (sums, undivided, states), *others = gathered  # all ranks merge in one order
     for more_sums, more_undivided, more_states in others:
         undivided |= more_undivided
-        sums |= {name: sums.get(name, Total.zero()) + total for name, total in more_sums.items()}
+        sums |= {name: sums.get(name, core.Total.zero()) + total for name, total in more_sums.items()}
         states = {name: fold.merge(states[name], more_states[name]) for name, fold in folds.items()}
     values = {name: float(total.sum if name in undivided else total.mean()) for name, total in sums.items()}
     # Like in a step: terms without weight add nothing, and a term may be named "loss".
@@ -136,20 +123,20 @@ def evaluate(
 
 def _totals(
     step: Step, model: Any, rows: Rows | Stream, micro_batch: int | None, batch_size: int | None
-) -> Iterator[tuple[dict[str, Total], bool, Any]]:
+) -> Iterator[tuple[dict[str, core.Total], bool, Any]]:
     """Yield of each micro-batch its totals, True if they are sums without divisor, and its rows."""
     loss = resolve(step.loss)
     kinds = {parameter.device.type for parameter in step.model.parameters()} - {"meta"}
     computing = partial(step.precision.computing, kinds)
     # A loss may need whole batches, and the sizes of micro-batches may differ between ranks.
     for group in rows.in_order(batch_size if loss.divided or rows.share.is_many else micro_batch):
-        batch = TensorBatch(group) if step.collate is None else SampleBatch(group, step.collate)
-        sizes = cut_sizes(batch.rows, micro_batch or batch.rows)
+        batch = core.TensorBatch(group) if step.collate is None else core.SampleBatch(group, step.collate)
+        sizes = core.cut_sizes(batch.rows, micro_batch or batch.rows)
         whole = loss.along(batch, sizes, model, lambda: None) if loss.divided else nullcontext()
         with ExitStack() as stack:
             with step.precision.arithmetic(), computing():  # for a first pass of the loss
                 share = stack.enter_context(whole)
-            turns = rows.share.turns(Cut.of_sizes(sizes).parts)
+            turns = rows.share.turns(core.Cut.of_sizes(sizes).parts)
             micro_batches = batch.micro_batches([part for part, _ in turns])
             for (micro, index), (_, counts) in zip(micro_batches, turns, strict=True):
                 part = loss if share is None else share(index[0], index[-1] + 1)
@@ -159,13 +146,13 @@ def _totals(
                     yield *_measured(part, terms), micro
 
 
-def _measured(part: Any, terms: Any) -> tuple[dict[str, Total], bool]:
-    fixed = {} if part.divided else part.divisors(OpenBatch(), terms, 1) or {}
+def _measured(part: Any, terms: Any) -> tuple[dict[str, core.Total], bool]:
+    fixed = {} if part.divided else part.divisors(core.OpenBatch(), terms, 1) or {}
     weights = fixed or terms.weigh()
     sums = dict(terms.sums)
     if part.divided:  # the mean of a term with weight 0 is NaN
         sums = {name: value * weights[name] if weights[name] else 0 for name, value in sums.items()}
-    return {name: Total(value, weights[name]) for name, value in sums.items()}, bool(fixed)
+    return {name: core.Total(value, weights[name]) for name, value in sums.items()}, bool(fixed)
 
 
 class RunningLoss:
@@ -174,7 +161,7 @@ class RunningLoss:
     def __init__(
         self, totals: Mapping[str, Sequence[float]] | None = None, *, dropped: int = 0, skipped: int = 0
     ) -> None:
-        self._totals = {name: Total(*pair) for name, pair in (totals or {}).items()}
+        self._totals = {name: core.Total(*pair) for name, pair in (totals or {}).items()}
         self.counts = {"dropped": dropped, "skipped": skipped}  # rows left out, steps without update
 
     @property
@@ -182,14 +169,14 @@ class RunningLoss:
         """Sum and weight of each term, for a checkpoint."""
         return {name: [float(total.sum), float(total.weight)] for name, total in self._totals.items()}
 
-    def add(self, report: StepReport) -> None:
+    def add(self, report: core.StepReport) -> None:
         """Add an update; terms without weight add nothing."""
         self.counts["dropped"] += report.dropped
         self.counts["skipped"] += not report.updated
         for name, weight in report.weights.items():
             if weight:
-                total = Total(report.terms[name] * weight, weight)
-                self._totals[name] = self._totals.get(name, Total.zero()) + total
+                total = core.Total(report.terms[name] * weight, weight)
+                self._totals[name] = self._totals.get(name, core.Total.zero()) + total
 
     def value(self, coefficients: Mapping[str, float]) -> float:
         """Return the sum of the terms' means times coefficients (default 1); NaN if nothing was added."""
@@ -197,29 +184,29 @@ class RunningLoss:
         return math.fsum(values) if values else math.nan
 
 
-def _as_fold(name: str, metric: Metric) -> Fold[Any, Any, Any]:
-    if isinstance(metric, Fold):
+def _as_fold(name: str, metric: Metric) -> core.Fold[Any, Any, Any]:
+    if isinstance(metric, core.Fold):
         return metric
 
-    def measure(pair: tuple[Any, Any]) -> Total:
+    def measure(pair: tuple[Any, Any]) -> core.Total:
         total = metric(*pair)
-        if not isinstance(total, Total):
-            raise LossError(
+        if not isinstance(total, core.Total):
+            raise core.LossError(
                 f"Expected metric {name!r} to return an ab.Total, got {type(total).__name__}. "
                 "Do not return a mean: return ab.Total(values.sum(), values.numel())."
             )
         return _widened(total)
 
-    return weighted_mean(measure)
+    return core.weighted_mean(measure)
 
 
-def _widened(total: Total) -> Total:
-    return Total(*[n.double() if isinstance(n, Tensor) else n for n in (total.sum, total.weight)])
+def _widened(total: core.Total) -> core.Total:
+    return core.Total(*[n.double() if isinstance(n, Tensor) else n for n in (total.sum, total.weight)])
 
 
 def _pair(outputs: Sequence[Any], micro: Any) -> tuple[Any, Any]:
     if not outputs:
-        raise LossError(
+        raise core.LossError(
             f"Expected the loss to call the model, so that metrics see its outputs, got {len(outputs)} "
             "calls. Call model(...), not its forward or its parts, or leave the metrics out."
         )

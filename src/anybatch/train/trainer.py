@@ -8,19 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from anybatch.core import (
-    CallbackLike,
-    CheckpointError,
-    EpochReport,
-    PlanError,
-    RunInfo,
-    StepReport,
-    WindowError,
-    bound,
-    check_callbacks,
-    check_whole,
-    kind_of,
-)
+from anybatch import core
 from anybatch.engine import learning_rate_of
 from anybatch.losses import summed_loss
 from anybatch.parallel import shard_files
@@ -107,18 +95,18 @@ class Trainer:
         keep: int = 0,
         config: Mapping[str, Any] | None = None,
         progress: bool = True,
-        callbacks: Iterable[CallbackLike] = (),
+        callbacks: Iterable[core.CallbackLike] = (),
     ) -> None:
         self.step = _checked(step)
         self.train = open_data(train, step)
         self.validation = None if validation is None else open_data(validation, step)
         if batch_size is not None or isinstance(self.train, Rows):
-            check_whole("batch_size", batch_size, least=1)
+            core.check_whole("batch_size", batch_size, least=1)
         for name, value in (("save_every", save_every), ("keep", keep), ("seed", seed)):
-            check_whole(name, value, least=0)
+            core.check_whole(name, value, least=0)
         _check_saving(out, save_minutes, keep)
-        own = check_callbacks(callbacks)
-        given = check_callbacks([*step.callbacks, *own])  # refuses one that both have
+        own = core.check_callbacks(callbacks)
+        given = core.check_callbacks([*step.callbacks, *own])  # refuses one that both have
         self.metrics = metrics_of(given)
         names = {"loss", *self.metrics}
         # The names of a user's terms are unknown before a forward.
@@ -146,9 +134,11 @@ class Trainer:
         self._digest = ""  # digest of the last of them, from a checkpoint
         self._fitted = batch_size  # rows of a micro-batch that fitted in every step so far
         self.epoch_loss = RunningLoss()
-        self._reports: list[StepReport] = []  # that of the last step, noted before callbacks, which may fail
+        self._reports: list[
+            core.StepReport
+        ] = []  # that of the last step, noted before callbacks, which may fail
 
-    def fit(self, epochs: int) -> list[EpochReport]:
+    def fit(self, epochs: int) -> list[core.EpochReport]:
         """Train until `epochs` epochs are done, including those before a resume, or a callback stops it.
 
         Ctrl-C and SIGTERM take effect after the current update. Then, and after any error but one inside
@@ -165,34 +155,34 @@ class Trainer:
             BatchError: a loader gives no batch, or an unusable one.
             RankError: another rank failed, ended, or has other data.
         """
-        check_whole("epochs", epochs, least=1)
+        core.check_whole("epochs", epochs, least=1)
         with deferred() as interruption, self._share.told(interruption):
             return self._fit(epochs, interruption)
 
-    def _fit(self, epochs: int, interruption: Interruption) -> list[EpochReport]:
+    def _fit(self, epochs: int, interruption: Interruption) -> list[core.EpochReport]:
         if self.out is not None and not self._is_ours and has_run(self.out):
-            raise CheckpointError(
+            raise core.CheckpointError(
                 f"{self.out}: expected a folder without an earlier run, got one with checkpoints. Go on with "
                 f"that run by resume({str(self.out)!r}), or choose another folder. A run that resumes with "
                 "fully_shard what was saved without it, or the other way round, needs another folder, too."
             )
         per_epoch = self.train.per_epoch(self.batch_size)
-        info = RunInfo(
+        info = core.RunInfo(
             epochs=epochs,
             done_epochs=self.epoch,
             done_updates=self.steps,
             total_updates=None if per_epoch is None else epochs * per_epoch,
             rows=self.train.count,
         )
-        reports: list[EpochReport] = []
+        reports: list[core.EpochReport] = []
         self.stopped, self._saved = "", time.monotonic()
         with ExitStack() as stops:
             stops.callback(self.step.attach)
             self.step.attach(self._own, first=(self._reports.append,))
             for callback in self._everyone:
-                for start in bound([callback], "start"):
+                for start in core.bound([callback], "start"):
                     start(self, info)
-                for stop in bound([callback], "stop"):
+                for stop in core.bound([callback], "stop"):
                     stops.callback(stop, self)
             stops.enter_context(self._saved_upon_error())
             while self.epoch < epochs and not self.stopped:
@@ -299,7 +289,7 @@ class Trainer:
     def __repr__(self) -> str:
         return f"Trainer(epoch {self.epoch}, update {self.updates}, out={self.out}, {self.step!r})"
 
-    def _run_epoch(self, interruption: Interruption) -> list[EpochReport]:
+    def _run_epoch(self, interruption: Interruption) -> list[core.EpochReport]:
         before = self.seconds
         rows = self._train_rows(interruption)
         place = f"epoch {self.epoch + 1} after {self._batch} batches"
@@ -309,7 +299,7 @@ class Trainer:
         validation: dict[str, float] = {}
         if self.validation is not None:
             with ExitStack() as contexts:
-                for context in bound(self._everyone, "validation"):
+                for context in core.bound(self._everyone, "validation"):
                     contexts.enter_context(context(self))
                 validation = self._evaluate(self.validation)
         done = _report(self, validation, rows, self.seconds - before)
@@ -327,7 +317,7 @@ class Trainer:
 
     def _tell(self, callbacks: Iterable[object], event: str, *given: Any) -> list[Exception]:
         errors: list[Exception] = []  # all callbacks are called, so that their states agree
-        for function in bound(callbacks, event):
+        for function in core.bound(callbacks, event):
             try:
                 function(*given)
             except Exception as error:
@@ -413,7 +403,7 @@ class Trainer:
                     number(self.out, self.steps, keep=self.keep)
 
 
-def _made(step: Step, batch: Any, reports: list[StepReport]) -> list[Exception]:
+def _made(step: Step, batch: Any, reports: list[core.StepReport]) -> list[Exception]:
     """Make a step, which notes its report; return what a callback has raised after that."""
     reports.clear()
     try:
@@ -425,9 +415,9 @@ def _made(step: Step, batch: Any, reports: list[StepReport]) -> list[Exception]:
     return []
 
 
-def _report(trainer: Trainer, validation: Mapping[str, float], rows: int, seconds: float) -> EpochReport:
+def _report(trainer: Trainer, validation: Mapping[str, float], rows: int, seconds: float) -> core.EpochReport:
     running = trainer.epoch_loss
-    return EpochReport(
+    return core.EpochReport(
         epoch=trainer.epoch + 1,
         updates=trainer.updates,
         loss=running.value(trainer.step.coefficients),
@@ -461,7 +451,7 @@ def _parts(step: Step) -> dict[str, Any]:
 
 def _refuse_window(step: Step, wish: str) -> None:
     if step.open_window is not None:
-        raise WindowError(
+        raise core.WindowError(
             f"Expected a step without an open window to {wish}, got one with {step.open_window.rows} rows in "
             "it. Close or discard it first."
         )
@@ -470,14 +460,16 @@ def _refuse_window(step: Step, wish: str) -> None:
 def _checked(step: object) -> Step:
     if isinstance(step, Step):
         return step
-    raise PlanError(f"Expected an ab.Step, got {kind_of(step)}. Make one: ab.Step(model, loss, optimizer).")
+    raise core.PlanError(
+        f"Expected an ab.Step, got {core.kind_of(step)}. Make one: ab.Step(model, loss, optimizer)."
+    )
 
 
 def _check_saving(out: object, minutes: float, keep: int) -> None:
     if not 0 <= minutes < math.inf:
-        raise PlanError(f"Expected save_minutes of at least 0, got {minutes}. Pass 0 to leave them out.")
+        raise core.PlanError(f"Expected save_minutes of at least 0, got {minutes}. Pass 0 to leave them out.")
     if out is None and (minutes or keep):
-        raise PlanError(
+        raise core.PlanError(
             f"Expected a folder for checkpoints, got none with save_minutes={minutes} and keep={keep}. Pass "
             "out= to the trainer."
         )
@@ -491,7 +483,7 @@ def _how_to_go_on(trainer: Trainer) -> str:
     return f"stopped at update {trainer.updates}; {saved}"
 
 
-def _unknown_best(best_by: str, names: Iterable[str]) -> PlanError:
-    return PlanError(
+def _unknown_best(best_by: str, names: Iterable[str]) -> core.PlanError:
+    return core.PlanError(
         f"Expected best_by to name a validation value, got {best_by!r}. Choose from {sorted(names)}."
     )

@@ -12,15 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from anybatch import integrations
 from anybatch.core import Batch, BatchError, LossError, Number, tree
-from anybatch.integrations import (
-    ROUTER_ADVICE,
-    RouterLoss,
-    WholeRouterLoss,
-    homes,
-    recorded,
-    wants_router_loss,
-)
 from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Share, first_pass_rows
 from anybatch.losses.model.graph import (
     WAYS_OUT,
@@ -133,7 +126,7 @@ class ModelTerms(Loss):
         self.call = call or call_model
         self._known: Mapping[str, Number] = {}  # weights of the whole batch, after a first pass
         self._is_window = False  # its weights add up later
-        self._routers: Mapping[str, WholeRouterLoss] = {}
+        self._routers: Mapping[str, integrations.WholeRouterLoss] = {}
         self._places: Mapping[int, int] = {}  # index of each micro-batch of the first pass, by its first row
         self._begin()
 
@@ -212,7 +205,7 @@ class ModelTerms(Loss):
         """Return a context with this loss for all rows; a router loss takes a first pass before it."""
         self._known, self._routers, self.tied, self._is_window = {}, {}, False, not batch.rows
         self._begin()
-        if batch.rows and homes(model) and wants_router_loss(model):
+        if batch.rows and integrations.homes(model) and integrations.wants_router_loss(model):
             self._first_pass(batch, sizes, model, put_back)
         yield self._share
 
@@ -227,7 +220,7 @@ class ModelTerms(Loss):
     ) -> None:
         before = rng.capture_process()
         weights: list[Mapping[str, Number]] = []
-        calls: list[Mapping[str, RouterLoss]] = []
+        calls: list[Mapping[str, integrations.RouterLoss]] = []
         for micro in first_pass_rows(batch, sizes):
             found = self._watch(model, micro)
             if found is not None:
@@ -237,7 +230,9 @@ class ModelTerms(Loss):
         # Micro-batches with other terms are refused in the second pass.
         if weights and all(row.keys() == rows[0].keys() for rows in (weights, calls) for row in rows):
             self._known = {name: sum(row[name] for row in weights) for name in weights[0]}
-            self._routers = {name: WholeRouterLoss([row[name] for row in calls]) for name in calls[0]}
+            self._routers = {
+                name: integrations.WholeRouterLoss([row[name] for row in calls]) for name in calls[0]
+            }
             self.tied = bool(
                 self._routers
             )  # the second pass must have the same parts: scores are summed by part
@@ -264,7 +259,7 @@ class ModelTerms(Loss):
     def _watch(self, model: nn.Module, micro: Any) -> LossTerms | None:
         with torch.inference_mode(False), torch.enable_grad():  # in evaluation too, to separate the terms
             micro = _outside_inference(micro)
-            with recorded(homes(model)) as routers, Watch(model) as watch:
+            with integrations.recorded(integrations.homes(model)) as routers, Watch(model) as watch:
                 output = self.call(model, micro)
             if adds_nothing(output):
                 return None
@@ -281,13 +276,15 @@ class ModelTerms(Loss):
         self._starts.add(self._start if self._start >= 0 else len(self._starts))
         return evaluated
 
-    def _router_share(self, model: nn.Module, name: str, call: RouterLoss, factor: float) -> Tensor:
+    def _router_share(
+        self, model: nn.Module, name: str, call: integrations.RouterLoss, factor: float
+    ) -> Tensor:
         if name in self._routers:
             return self._routers[name].part(self._places[self._start], call, factor)
         raise LossError(
             f"Expected the router loss of {type(model).__name__} in a batch that the step cuts itself, with "
             f"`output_router_logits` in the model's config, got {call.settings} without a first pass. "
-            f"Rows meet in it. {ROUTER_ADVICE}"
+            f"Rows meet in it. {integrations.ROUTER_ADVICE}"
         )
 
     def _look(self, model: nn.Module, found: LossTerms) -> None:
