@@ -62,7 +62,6 @@ from anybatch.core.oom import (
 from anybatch.core.phase import (
     is_moving as is_moving,
     is_recomputing as is_recomputing,
-    is_running as is_running,
     moving as moving,
     recomputing as recomputing,
     running as running,

@@ -165,7 +165,7 @@ class Part:
 
     def _begin(self, micro: core.Micro) -> None:
         self._micro = micro
-        if self.sums.scale_before["value"] != 1.0:
+        if self.sums.scale_before is not None:
             self.task.scale.begin(self.tried.scale_limit)
         gradients, reader = self.sums.gradients, self.reader
         if gradients is not None:
@@ -246,16 +246,17 @@ class Part:
 
     def evaluate(self, micro: core.Micro) -> Evaluated:
         """Run the model and the loss on the rows of a micro-batch."""
-        ways, task, loss = self.ways, self.sums.task, self.loss_of(micro.indices)
+        ways, task, sums = self.ways, self.task, self.sums
+        loss = ways.loss if self._share is None else self.loss_of(micro.indices)
         if ways.computing is None:
             terms = loss.evaluate(task.model, micro.rows)
         else:
             with ways.computing():
                 terms = loss.evaluate(task.model, micro.rows)
-        known = self.sums.division.coefficients
-        if self.sums.gradients is None and (not known or terms.sums.keys() == known.keys()):
+        known = sums.division.coefficients
+        if sums.gradients is None and (not known or terms.sums.keys() == known.keys()):
             self._open(terms, len(micro.indices))
-            known = self.sums.division.coefficients
+            known = sums.division.coefficients
         if terms.sums.keys() != known.keys():
             raise core.LossError(
                 f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "
@@ -283,7 +284,7 @@ class Part:
         banks = [*division.coefficients]
         banks = banks if division.divisors is None else banks[:1]
         task = self.task
-        due = task.callbacks.due()
+        due = task.callbacks.due() if task.callbacks.of_micro_gradients else ()
         if self.is_guarded or due or len(banks) > 1 or not ways.can_add_in_place:
             gradients = sums.apart(
                 banks,

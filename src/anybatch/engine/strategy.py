@@ -26,15 +26,14 @@ class Strategy:
 
     Attributes:
         is_many: other processes hold rows of the same batch.
-        takes_windows: callers may bring micro-batches one by one.
+        is_elsewhere: whole steps are made elsewhere (`carry_out_elsewhere`), and there are no windows.
         is_lockstep: each micro-batch holds collectives, so all processes run equally many, and none may run
             one again alone.
         is_held: gradients are added up over processes after the last micro-batch of this step only.
     """
 
     is_many = False
-    takes_windows = True
-    is_lockstep = is_held = False
+    is_elsewhere = is_lockstep = is_held = False
 
     def ready(self, model: nn.Module) -> None:
         """Bring the parameters of a model into the form between steps, before the parts are gathered."""
@@ -48,8 +47,8 @@ class Strategy:
 
     def carry_out_elsewhere(
         self, task: Any, batch: Any, settings: Any, remote: Callable[[str], Any]
-    ) -> StepReport | None:
-        """Make a whole step elsewhere, and return its report; None to run it here.
+    ) -> StepReport:
+        """Make a whole step elsewhere, and return its report.
 
         Args:
             task: the `Task`.
@@ -57,6 +56,7 @@ class Strategy:
             settings: a `Plan` without rows.
             remote: makes the maker of a step like this one, for a device of this type in another process.
         """
+        raise NotImplementedError
 
     def first(self, micros: Iterable[tuple[Any, int]]) -> Iterable[tuple[Any, int]]:
         """Return the micro-batches of a first pass, with their rows; then some of 0 rows that others need."""

@@ -40,7 +40,7 @@ class Sums:
         dropped: rows of micro-batches that were left out.
         redone: micro-batches that were undone.
         has_flowed: a loss had a gradient.
-        scale_before: the loss scale before the first micro-batch.
+        scale_before: the loss scale before the first micro-batch; None where none is in use.
         agreed: totals of all ranks; None in one process.
         totals: the summed loss of each term, after `read`.
     """
@@ -55,14 +55,15 @@ class Sums:
         self.total = self.dropped = 0
         self.redone: list[Redone] = []
         self.has_flowed = False
-        self.scale_before = task.scale.state()
+        self.scale_before = task.scale.state() if task.scale.is_on else None
         self.agreed: Agreed | None = None
         self.totals: dict[str, float] = {}
 
     def count(self, sums: Mapping[str, Tensor], weights: Mapping[str, Number] | None, rows: int) -> None:
         """Add the losses and weights of one micro-batch."""
-        kept, weighed = _without_graph(sums), None if weights is None else _without_graph(weights)
-        self.values.append(kept)  # now, as memory may run out before
+        kept = {name: _kept(value) for name, value in sums.items()}  # all, as memory may run out
+        weighed = None if weights is None else {name: _kept(value) for name, value in weights.items()}
+        self.values.append(kept)
         if weighed is not None:
             self.weights.append(weighed)
         self.rows.append(rows)
@@ -201,13 +202,6 @@ class Sums:
         """Remove hooks from the parameters."""
         if self.gradients is not None:
             self.gradients.close()
-
-
-def _without_graph(values: Mapping[str, Number]) -> dict[str, Number]:
-    kept: dict[str, Number] = {}
-    for name, value in values.items():
-        kept[name] = _kept(value)
-    return kept
 
 
 def _kept(value: Number) -> Number:

@@ -23,7 +23,7 @@ from anybatch.engine.gradients import is_own_hook
 from anybatch.engine.network import Network
 from anybatch.engine.plan import Plan
 from anybatch.engine.strategy import Strategy
-from anybatch.engine.update import check_optimizers, check_schedulers, learning_rate_of, owned
+from anybatch.engine.update import check_optimizers, check_schedulers, owned
 from anybatch.losses import Loss, SummedLoss, WholeBatch, check_loss, module_of, resolve, summed_loss
 from anybatch.precision import LossScale, Masters, Precision, Working
 from anybatch.recompute import apply_policies
@@ -132,10 +132,6 @@ class Task:
         """Return the same, for this process only: other ranks take no part."""
         loss = replace(self.loss, ranks=None) if isinstance(self.loss, WholeBatch) else self.loss
         return replace(self, strategy=Strategy(), loss=loss) if self.strategy.is_many else self
-
-    def learning_rate(self) -> float:
-        """Return that of the first group of parameters; NaN if it is not a number."""
-        return learning_rate_of(self.optimizers)
 
     def is_synced(self, plan: Plan) -> bool:
         """Return True if rows of all ranks meet in a SyncBatchNorm, so that no forward may run twice."""

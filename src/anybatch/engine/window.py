@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anybatch import core
 from anybatch.engine.gradients import Gradient, clear
-from anybatch.engine.part import NO_READER, NOTHING_TRIED, Part, Tried, Ways
+from anybatch.engine.part import NOTHING_TRIED, Part, Tried, Ways
 from anybatch.engine.plan import Plan
 from anybatch.engine.recover import NotUndoneError, Restart, recover, restart_after_end
 from anybatch.engine.sums import Sums
@@ -19,6 +19,7 @@ from anybatch.engine.update import (
     TornUpdateError,
     clip,
     clip_entries,
+    learning_rate_of,
     schedule_learning_rates,
     step_optimizers,
 )
@@ -220,20 +221,24 @@ class Window:
             clip(gradient.values(), size, plan.clip_norm)
         if not math.isinf(plan.clip_value):
             clip_entries(gradient, plan.clip_value)
-        reader = task.reader or NO_READER
+        reader = task.reader
         try:
-            reader.begin_update()
+            if reader is not None:
+                reader.begin_update()
             with label_for_profiler()("anybatch.update"), task.masters.raised(gradient, task.optimizers):
                 step_optimizers(gradient, task.optimizers, plan.foreach)
                 self._phase, self._has_written = "updated", True
                 task.progress.updates += 1
-            reader.update_done()
-            task.scale.updated()
+            if reader is not None:
+                reader.update_done()
+            if task.scale.is_dynamic:
+                task.scale.updated()
             report = report_of(sums, weights, norm, updated=True)  # the rate of this update
-            try:
-                schedule_learning_rates(task.schedulers)
-            finally:
-                task.progress.note(task.schedulers)
+            if task.schedulers:
+                try:
+                    schedule_learning_rates(task.schedulers)
+                finally:
+                    task.progress.note(task.schedulers)
             if task.callbacks.parameters:
                 core.call(task.callbacks.parameters, {name: one for one, name in task.names().items()})
         except TornUpdateError as torn:  # nothing can be put back
@@ -283,7 +288,8 @@ class Window:
             return
         task, sums = self._task, self._sums
         sums.close()
-        (task.reader or NO_READER).close()
+        if task.reader is not None:
+            task.reader.close()
         if error is not None or self._phase == "open":
             task.strategy.abandon(error or core.WindowError(f"A window of {self._rows} rows was discarded."))
         if self._phase == "open":
@@ -342,21 +348,25 @@ def carry_out(
             window.discard(error)
             raise
         window.discard()
-    task.callbacks.tell(report)
+    if task.callbacks.update:
+        task.callbacks.tell(report)
     return report
 
 
 def fold(part: Part, before: Snapshot) -> None:
     """Run forward and backward of every micro-batch: THE LOOP."""
     told, strategy, labelled = part.task.callbacks.micro_batch, part.task.strategy, label_for_profiler()
-    strategy.open(part)
+    lockstep = strategy.is_lockstep  # then each micro-batch holds collectives
+    if lockstep:
+        strategy.open(part)
     with ExitStack() as passes:
         while part.left:
             try:
                 if not part.is_open:
                     part.first_pass(passes, before)
                 for micro in part.micro_batches(before):
-                    strategy.next()
+                    if lockstep:
+                        strategy.next()
                     with labelled("anybatch.micro_batch"):
                         part.backward(part.evaluate(micro))
                     part.done()
@@ -366,7 +376,7 @@ def fold(part: Part, before: Snapshot) -> None:
                     del micro  # before the next one is made
             except Exception as error:
                 recover(error, part, before)
-        for rows in strategy.missing(part):
+        for rows in strategy.missing(part) if lockstep else ():
             if not part.is_open:
                 part.first_pass(passes, before)
             part.accompany(rows)
@@ -408,7 +418,8 @@ def put_back(before: Snapshot, sums: Sums, error: BaseException | None = None) -
             f"All is as before the step but for {lost}, which the forward has written to in place."
         )
     before.put_back()
-    sums.task.scale.load(sums.scale_before)
+    if sums.scale_before is not None:
+        sums.task.scale.load(sums.scale_before)
 
 
 def report_of(
@@ -430,7 +441,7 @@ def report_of(
         dropped=sums.dropped if agreed is None else agreed.dropped,
         scale=task.scale.value,
         update=task.progress.updates,
-        learning_rate=task.learning_rate(),
+        learning_rate=learning_rate_of(task.optimizers),
         held=task.strategy.is_held,
         seconds=perf_counter() - task.progress.began,
         compared=task.progress.compared,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from anybatch import core
-from anybatch.engine import Plan, Strategy, Task
+from anybatch.engine import Plan, Strategy, Task, learning_rate_of
 from anybatch.losses import WholeBatch
 from anybatch.parallel.fingerprint import contents
 from anybatch.parallel.scheduler import Cluster, Scheduler
@@ -64,7 +64,7 @@ class ParameterServer(Strategy):
     """
 
     is_many = True
-    takes_windows = False
+    is_elsewhere = True
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class ParameterServer(Strategy):
         with rng.preserved():
             seed = rng.derive_seed(int(torch.randint(2**62, ())), sum(one for _, one in self._known))
         sizes = _ranges(batch.rows, self._units)
-        options, learning_rate = options_of(task.optimizers), task.learning_rate()
+        options, learning_rate = options_of(task.optimizers), learning_rate_of(task.optimizers)
         try:
             folded = scheduler.fold([_rows(batch, one) for one in sizes], seed)
             weights, norm, values = self._commit(scheduler, folded, settings, options)

@@ -21,7 +21,7 @@ class LossScale:
 
     def __init__(self, precision: Precision) -> None:
         setting = precision.loss_scale
-        self.is_dynamic = setting == "dynamic"
+        self.is_on, self.is_dynamic = setting is not None, setting == "dynamic"
         self._fixed = FIRST_SCALE if self.is_dynamic else float(setting or 1.0)
         self.value = self._fixed
         self._clean = 0  # updates since it last changed

@@ -78,7 +78,7 @@ class BatchLoss:
         options: Options = DEFAULT,
     ) -> None:
         odd = [name for name in ("scheduler", "clip_value") if getattr(options, name) is not None]
-        if odd or not getattr(options.strategy, "takes_windows", True):
+        if odd or getattr(options.strategy, "is_elsewhere", False):
             raise core.PlanError(
                 f"Expected options of the gradient, got {odd[0] if odd else options.strategy!r}, which "
                 f"belongs to the update. {_LOOP}"
@@ -192,7 +192,7 @@ class GradientStep(Step):
         return [*dict.fromkeys([*self.model.parameters(), *module_of(self.loss).parameters()])]
 
     def _begun(self) -> Task:
-        if core.is_running():
+        if core.running.get():
             raise core.PlanError(
                 f"Expected one ab.BatchLoss around a batch, got one of {type(self.model).__name__} inside a "
                 "loss that is computed in micro-batches: the batch is cut twice. Leave one of the two out."

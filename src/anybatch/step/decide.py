@@ -12,7 +12,7 @@ import torch
 
 from anybatch import compare, core, planner
 from anybatch.core import accelerator
-from anybatch.engine import Plan, Sums, Task, check_micro_batch
+from anybatch.engine import Plan, Task, check_micro_batch
 from anybatch.losses import WholeBatch
 from anybatch.recompute import find_blocks
 from anybatch.step.guard import Guard, kind_of
@@ -92,7 +92,7 @@ class Planning:
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
         self._used: tuple[planner.Ladder, planner.Rung] | None = None  # what chose the cut of this step
         self._used_for: planner.Want | None = None
-        self._limited_place: torch.device | None = None  # whose allocator keeps to the budget
+        self.limited_place: torch.device | None = None  # whose allocator keeps to the budget
 
     @property
     def is_asked(self) -> bool:
@@ -108,31 +108,27 @@ class Planning:
             )
         return _of_size(self.settings, rows, self.limits.size(like, self._size(rows)))
 
-    def plan_for(self, task: Task, batch: core.Batch) -> tuple[Plan, Task]:
-        """Return the plan of a batch; and the task, with a reader if micro-batches are to be read."""
+    def plan_for(self, task: Task, batch: core.Batch, *, is_add: bool = False) -> tuple[Plan, Task]:
+        """Return the plan of a batch; and the task, with a reader if micro-batches are to be read.
+
+        One `add` of a window is cut only if it is larger than was asked for, or does not fit.
+        """
+        rows, asked = batch.rows, self.micro_batch
         if self.budget is None:
-            return self._as_set(batch.rows, self._limited(task, batch, self._size(batch.rows))), task
-        ladder, rung, cut, want = self._within(task, batch, self.budget)
+            wanted = self._wanted = rows if asked is None or asked > rows else asked
+            size = self._limited(task, batch, wanted) if self.limits.known else wanted
+            plan = self._plans.get((rows, size))
+            if plan is None:
+                plan = self._plans[rows, size] = _of_size(self.settings, rows, size)
+            return plan, task
+        ladder, rung, cut, want = self._within(task, batch, self.budget, is_add=is_add)
         plan = _of_cut(rung.settings, cut)
         self._used, self._used_for, self._wanted = (ladder, rung), want, plan.micro_batch
         task.strategy.spare(rung.spare(want, cut))
-        size = self._limited(task, batch, plan.micro_batch)
+        size = self._limited(task, batch, self._wanted)
         reader = rung.reader(want, cut, task.network.devices)
         task = task if reader is None else replace(task, reader=reader)
-        return (plan if size == plan.micro_batch else _of_size(plan, batch.rows, size)), task
-
-    def plan_for_add(self, task: Task, batch: core.Batch) -> tuple[Plan, Task]:
-        """Return plan and task of one `add` of a window: as it comes, unless it is larger or does not fit."""
-        rows = batch.rows
-        if self.budget is None:
-            self._wanted = self._size(rows)
-            return self._as_set(rows, self._limited(task, batch, self._wanted)), task
-        ladder, rung, cut, want = self._within(task, batch, self.budget, is_add=True)
-        self._used, self._used_for, self._wanted = (ladder, rung), want, max(cut)
-        task.strategy.spare(rung.spare(want, cut))
-        reader = rung.reader(want, cut, task.network.devices)
-        task = task if reader is None else replace(task, reader=reader)
-        return _of_size(rung.settings, rows, self._limited(task, batch, self._wanted)), task
+        return (_of_size(plan, rows, size) if is_add or size != plan.micro_batch else plan), task
 
     def _within(
         self, task: Task, batch: core.Batch, budget: planner.Budget, *, is_add: bool = False
@@ -244,37 +240,18 @@ class Planning:
         found = find_blocks(task.model) if self._may_choose_blocks else ()
         return [name for name in found if (name, "recompute") not in self._distrusted]
 
-    def _as_set(self, rows: int, micro_batch: int) -> Plan:
-        plan = self._plans.get((rows, micro_batch))
-        if plan is None:
-            plan = self._plans[rows, micro_batch] = _of_size(self.settings, rows, micro_batch)
-        return plan
-
     def _limited(self, task: Task, batch: core.Batch, wanted: int) -> int:
         """Return the rows that fit, by earlier failures; as wanted if the result depends on the cut."""
-        if not self.limits.known:
-            return wanted
         keeps_cut = task.network.batch_norms and self.settings.batch_norm != "frozen"
         return wanted if keeps_cut else self.limits.size(batch.like, wanted)
 
-    def learn(
-        self, batch: core.Batch, plan: Plan, *, failed: int, in_window: bool = False, is_random: bool = False
-    ) -> None:
-        """Record a plan's outcome: `failed` rows ran out of memory, 0 for none."""
+    def learn(self, task: Task, batch: core.Batch, largest: int, failed: int) -> None:
+        """Learn from micro-batches that went through: `failed` rows ran out of memory before, 0 for none."""
         if self._used is not None and not failed:
             ladder, rung = self._used
-            ladder.finish(rung, is_random=is_random)
-        if not (failed or self.limits.known):
-            return
-        as_asked = self.budget is None and not in_window
-        wanted = self._size(batch.rows) if as_asked else self._wanted
-        self.limits.learn(batch.like, wanted, largest=plan.micro_batch, failed=failed)
-
-    def learn_add(self, batch: core.Batch, plan: Plan, sums: Sums) -> None:
-        """Learn from an `add` of a window that went through."""
-        largest = max(sums.rows)
-        done = plan if largest == plan.micro_batch else replace(plan, micro_batch=largest)
-        self.learn(batch, done, failed=sums.too_large(), in_window=True)
+            ladder.finish(rung, is_random=task.effects.draws or task.effects.draws_process)
+        if failed or self.limits.known:
+            self.limits.learn(batch.like, self._wanted, largest=largest, failed=failed)
 
     def explain(self) -> str:
         """Return the basis of the last plan within a budget, in words; "" without one."""
@@ -302,19 +279,17 @@ class Planning:
         """Return a context in which the allocator of an accelerator itself keeps to the budget."""
         # To look a device up takes milliseconds.
         if self.budget is None or self._used is None or task.network.kinds <= {"cpu"}:
-            return _NOTHING
+            return NO_LIMIT
         places = task.network.devices
-        self._limited_place = next(iter(places))
+        self.limited_place = next(iter(places))
         leaves = [one for one in getattr(batch, "leaves", ()) if one.device in places]
-        return planner.enforced(
-            self.budget.memory, task, self._used[0].held + sum(one.nbytes for one in leaves)
-        )
+        held = self._used[0].held + sum(one.nbytes for one in leaves)
+        return planner.enforced(self.budget.memory, task, held)
 
     def lifted(self) -> AbstractContextManager[object]:
         """Return a context without that limit, for the update: one that runs out of memory may be torn."""
-        return (
-            _NOTHING if self._limited_place is None else accelerator.capped(self._limited_place, sys.maxsize)
-        )
+        place = self.limited_place
+        return NO_LIMIT if place is None else accelerator.capped(place, sys.maxsize)
 
     def foresee(
         self,
@@ -377,7 +352,7 @@ def _why_uncut(task: Task, settings: Plan) -> str:
     return f"rows meet in {len(norms)} BatchNorm layer{'s' * (len(norms) > 1)} in training mode."
 
 
-_NOTHING = nullcontext()
+NO_LIMIT = nullcontext()
 
 
 def _at_least_one(rows: object) -> int:

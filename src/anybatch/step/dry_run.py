@@ -31,8 +31,7 @@ def show(step: Any, batch: Any, callback: object) -> None:
     noted = reached_by(task, logical)
     try:
         plan, running = step.planning.plan_for(task, logical)
-        if plan.is_cut:
-            step.planning.guard.before_cut(task, logical, plan, plan.micro_batch)
+        step.planning.guard.admit(task, logical, plan, plan.micro_batch, kind="dry")
         with step.planning.enforced(task, logical):
             carry_out(plan, running, logical, is_dry=True)
     finally:

@@ -21,6 +21,7 @@ from anybatch.compare import (
 from anybatch.core import Batch, Padding, PlanError, StepReport, cut_sizes
 from anybatch.engine import Plan, Progress, Task
 
+Kind = Literal["step", "add", "dry", "foresee", "recut"]
 _EARLY = 64  # updates of which those at powers of two are compared; later one of as many
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
 
@@ -44,8 +45,7 @@ class Guard:
 
     def begin_update(self, progress: Progress) -> None:
         """Begin an update; it is counted once it is cut."""
-        self._has_begun = False
-        progress.forget()
+        self._has_begun, progress.unchecked, progress.judge = False, "", None
 
     @property
     def is_due(self) -> bool:
@@ -54,13 +54,61 @@ class Guard:
         is_early = count <= _EARLY and count & (count - 1) == 0
         return self.checks == "always" or is_early or count % _EARLY == 0
 
-    def before_cut(self, task: Task, batch: Batch, plan: Plan, most: int) -> None:
-        """Refuse what would change the result; `most` rows are known to fit."""
-        self.refuse_meetings(task)
-        self.look(task, batch, plan, most)
+    def admit(
+        self,
+        task: Task,
+        batch: Batch,
+        plan: Plan,
+        most: int,
+        *,
+        kind: Kind,
+        kept: Batch | None = None,
+        added: int = 0,
+        room: Callable[[], float | None] = lambda: None,
+        may_wait: bool = False,
+    ) -> None:
+        """Refuse a plan under which the result may depend on the cut: the one door of every way to run rows.
+
+        Args:
+            task: what the plan is carried out on.
+            batch: the rows.
+            plan: how they are cut.
+            most: rows that are known to fit.
+            kind: "step"; "add" of a window; "dry" run; "foresee", where nothing runs; "recut", for rows that
+                were not to be cut and no longer fit.
+            kept: rows of a window before these, to be compared with them.
+            added: rows of the window before these.
+            room: returns the bytes that a forward may take; None without a budget.
+            may_wait: the loss may be compared once the step has it.
+
+        Raises:
+            PlanError, LossError: what meets, and the ways out.
+        """
+        is_many = task.strategy.is_many
+        if is_many and kind == "step" and task.is_synced(plan):
+            task.strategy.meet(task, plan.micro_batches)
+            task.progress.unchecked = "rows of all ranks meet in SyncBatchNorm, and no rank has them all"
+            return
+        is_apart = is_many and kind != "foresee"
+        if not (plan.is_cut or is_apart or added or batch.order or kind == "recut"):
+            return
+        if task.network.batch_norms:
+            self.refuse_meetings(task)
+        if kind == "foresee" or (kind == "add" and not (plan.is_cut or added)):
+            return
+        covers = self.look(task, batch, plan, most, kept, added if kind == "add" else -1)
+        if covers is not None and kind == "step":
+            self.witness(task, batch, plan, room, covers, may_wait=may_wait)
 
     def witness(
-        self, task: Task, batch: Batch, plan: Plan, room: float | None, *, may_wait: bool = False
+        self,
+        task: Task,
+        batch: Batch,
+        plan: Plan,
+        room: Callable[[], float | None],
+        covers: Covers | None = None,
+        *,
+        may_wait: bool = False,
     ) -> None:
         """Refuse a loss that is not that of all rows, in an update that is due.
 
@@ -71,15 +119,17 @@ class Guard:
             task: what is compared.
             batch: all rows of the update.
             plan: how they are cut.
-            room: bytes that a forward may take; None without a budget.
+            room: returns the bytes that a forward may take; None without a budget.
+            covers: what was compared of rows of this kind.
+            may_wait: the loss may be compared once the step has it.
         """
-        covers = self.covers(batch)
+        if not (self.checks and plan.is_cut and self.is_due):
+            return
+        covers = covers or self.covers(batch)
         doubt = covers.doubt
         if doubt is not None and not doubt.lasts and self.updates == 1:  # the step may tell a better reason
             return
-        if not (self.checks and self.is_due and plan.is_cut):
-            return
-        witness = Witness(task, batch, plan, room, covers)
+        witness = Witness(task, batch, plan, room(), covers)
         whole = witness.whole() if may_wait and not task.strategy.is_many else None
         if whole is not None:
             task.progress.judge = partial(self._judge_loss, witness, whole)
@@ -100,15 +150,15 @@ class Guard:
 
     def look(
         self, task: Task, batch: Batch, plan: Plan, most: int, kept: Batch | None = None, added: int = -1
-    ) -> None:
-        """Refuse a result that depends on the cut, if rows or attributes are not covered.
+    ) -> Covers | None:
+        """Refuse a result that depends on the cut, if rows or attributes are not covered; return the covers.
 
         `most` rows are known to fit. In a window so many rows were `added` before, of which some are `kept`
         to be compared with these.
         """
         if not self.checks:
             task.progress.unchecked = "the Step was made with Options(check=False)"
-            return
+            return None
         if not self._has_begun:
             self._has_begun, self.updates = True, self.updates + 1
             if self.is_due and (self.checks == "always" or not self.updates & self.updates - 1):
@@ -128,6 +178,7 @@ class Guard:
                 covers.doubt = Doubt("a single row has no cut to compare")
         if covers.doubt is not None:
             task.progress.unchecked = covers.doubt.reason
+        return covers
 
     def covers(self, batch: Batch) -> Covers:
         """Return what was compared of rows of this kind: of these dtypes and numbers of dimensions."""

@@ -89,14 +89,14 @@ def check_order(order: object, batch_norm: str | None) -> None:
         )
 
 
-def ordered(order: Order | None, task: Task, batch: core.Batch) -> Ordered:
+def in_order(order: Order, task: Task, batch: core.Batch) -> Ordered:
     """Return the batch in this order, the longest rows first, which need most memory.
 
     Raises:
         BatchError: the lengths of rows cannot be told.
         LossError: the loss belongs to rows in their own order.
     """
-    if order is None or batch.rows == 1:
+    if batch.rows == 1:
         return Ordered(batch)
     if isinstance(task.loss, WholeBatch):
         what = f"{task.loss.name}, which sees rows by their places in the batch"

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from anybatch import core, engine, parallel
 from anybatch.batchnorm import warn_of_untrained
+from anybatch.core import torch_private as private
 from anybatch.integrations import computes_in_float16
 from anybatch.losses import LossLike, module_of, resolve
 from anybatch.planner import PlanReport
@@ -20,7 +21,7 @@ from anybatch.recompute import choose_blocks
 from anybatch.state import Effects
 from anybatch.step.decide import Planning, whole_number
 from anybatch.step.guard import Guard
-from anybatch.step.length import noted, ordered
+from anybatch.step.length import in_order, noted
 from anybatch.step.options import DEFAULT, Options, known_keywords
 from anybatch.step.remote import Remote
 from anybatch.step.window import OpenWindow, refuse_others
@@ -156,12 +157,12 @@ class Step:
             BatchError, PlanError, LossError, OptimizerError, WindowError: see `anybatch.core.errors`.
             OutOfMemoryError: one row does not fit, or smaller micro-batches would change the result.
         """
-        refuse_others("step", others)
-        self._refuse_open_window()
+        if others:
+            refuse_others("step", others)
+        if self.open_window is not None:
+            self._refuse_open_window()
         try:
-            task = self._begun()
-            with core.running():
-                return self._step(task, batch, self.end)
+            return self._step(self._begun(), batch, self.end)
         except BaseException as error:  # also before a window has begun
             self.strategy.abandon(error)
             raise
@@ -183,46 +184,50 @@ class Step:
             return window.write()
 
     def _step(
-        self, task: engine.Task, batch: Any, end: Callable[[engine.Window], core.StepReport]
+        self, task: engine.Task, given: Any, end: Callable[[engine.Window], core.StepReport]
     ) -> core.StepReport:
-        is_many = self.strategy.is_many
-        self.planning.guard.begin_update(task.progress)
-        if is_many:
-            self.strategy.begin(task, self.planning.settings)
-        logical = engine.admit(batch, task, self.collate)
-        settings = self.planning.settings
-        if report := self.strategy.carry_out_elsewhere(task, logical, settings, partial(Remote.of, self)):
+        planning, strategy, order = self.planning, self.strategy, self.options.order
+        planning.guard.begin_update(task.progress)
+        if strategy.is_many:
+            strategy.begin(task, planning.settings)
+        batch = whole = engine.admit(given, task, self.collate)  # refused at the door
+        if strategy.is_elsewhere:
+            report = strategy.carry_out_elsewhere(task, batch, planning.settings, partial(Remote.of, self))
             task.callbacks.tell(report)
             return report
-        is_synced = task.is_synced(settings)
-        if is_synced:
-            self.planning.guard.refuse_in_synced(task, settings, has_budget=self.planning.budget is not None)
-        if not logical.rows:
-            if is_synced:
-                self.strategy.meet(task, 0)
-            return engine.carry_out(settings, task, logical, end)
-        rows = ordered(self.options.order, task, logical)
-        while True:
-            plan, running = self.planning.plan_for(task, logical)
-            cut = rows.cut(plan, is_asked=self.planning.is_asked) if rows.needs else plan
-            if is_synced:
-                self.strategy.meet(task, len(cut.parts.sizes))
-                task.progress.unchecked = "rows of all ranks meet in SyncBatchNorm, and no rank has them all"
-            elif cut.is_cut or rows.needs or is_many:
-                self.planning.guard.before_cut(task, rows.batch, cut, plan.micro_batch)
-            try:
-                with self.planning.enforced(task, logical):
-                    if not is_synced:
-                        room, may_wait = self.planning.room(), end == self.end
-                        self.planning.guard.witness(task, rows.batch, cut, room, may_wait=may_wait)
-                    report = engine.carry_out(cut, running, rows.batch, end)
-            except core.BlockError as error:
-                if not self.planning.distrust(error.block, plan):  # it was asked for by name
-                    raise
-                continue
-            is_random = self.effects.draws or self.effects.draws_process
-            self.planning.learn(logical, plan, failed=rows.failed(plan, report), is_random=is_random)
-            return report
+        if not batch.rows:
+            if task.is_synced(planning.settings):
+                strategy.meet(task, 0)
+            return engine.carry_out(planning.settings, task, batch, end)
+        ordered = None if order is None else in_order(order, task, batch)
+        if ordered is not None:
+            batch = ordered.batch
+        token = core.running.set(True)
+        try:
+            while True:
+                planned, running = planning.plan_for(task, whole)  # remembered; read where it is new
+                plan = planned if ordered is None else ordered.cut(planned, is_asked=planning.is_asked)
+                try:
+                    with planning.enforced(task, whole):
+                        planning.guard.admit(
+                            task,
+                            batch,
+                            plan,
+                            planned.micro_batch,
+                            kind="step",
+                            room=planning.room,
+                            may_wait=end == self.end,
+                        )
+                        report = engine.carry_out(plan, running, batch, end)  # or all is as before
+                    break
+                except core.BlockError as error:
+                    if not planning.distrust(error.block, planned):  # it was asked for by name
+                        raise
+        finally:
+            core.running.reset(token)
+        failed = report.too_large if ordered is None else ordered.failed(planned, report)
+        planning.learn(task, whole, planned.micro_batch, failed)
+        return report
 
     def foresee(
         self,
@@ -248,8 +253,7 @@ class Step:
         task = self.task()
         logical = engine.admit(batch, task, self.collate, anywhere=device is not None)
         report = self.planning.foresee(task, logical, memory=memory, rows=rows, device=device)
-        if report.plan.is_cut:
-            self.planning.guard.refuse_meetings(task)
+        self.planning.guard.admit(task, logical, report.plan, rows or logical.rows, kind="foresee")
         return noted(self.options.order, report)
 
     def window(self) -> OpenWindow:
@@ -266,13 +270,14 @@ class Step:
             >>> window.close().rows
             6
         """
-        self._refuse_open_window()
+        if self.open_window is not None:
+            self._refuse_open_window()
         if self.options.order is not None:
             raise core.WindowError(
                 f"Expected whole batches with order={self.options.order!r}, got a window, whose rows are "
                 "never all there. Call step(batch), or make a Step without order."
             )
-        if not self.strategy.takes_windows:
+        if self.strategy.is_elsewhere:
             raise core.WindowError(
                 f"Expected whole batches with a {type(self.strategy).__name__}, got a window. Call "
                 "step(batch), which cuts the batch into units for the workers."
@@ -354,7 +359,8 @@ class Step:
         """Return the parts of the next step, gathered anew if they have changed, and in looking steps."""
         if self.schedulers:
             self._progress.warn_of_other_steps(self.schedulers)
-        self.strategy.ready(self.model)
+        if self.strategy.is_many:
+            self.strategy.ready(self.model)
         known = self._gathered
         is_told = known is not None and known[0].callbacks is self._told
         if known is None or not is_told or self.effects.looks_next or not known[1].is_current():
@@ -363,8 +369,12 @@ class Step:
             parallel.refuse_late_group(self.strategy, self.options.strategy)
             if known is None and self.options.batch_norm == "frozen":
                 warn_of_untrained(task.model, task.network.batch_norms)
+            if task.is_synced(self.planning.settings):
+                has_budget = self.planning.budget is not None
+                self.planning.guard.refuse_in_synced(task, self.planning.settings, has_budget=has_budget)
             known = self._gathered = task, engine.Signature(task, self.loss)
-        engine.refuse_hooks(known[0])
+        if private.hooks_after_accumulation(known[0].network.everyone):
+            engine.refuse_hooks(known[0])
         self.effects.begin(known[0].network.modules)
         return known[0]
 
@@ -386,7 +396,7 @@ class Step:
             self.loss,
             self.optimizers,
             self.schedulers,
-            before_cut=self.planning.guard.before_cut,
+            before_cut=partial(self.planning.guard.admit, kind="recut"),
             effects=self.effects,
             working=self.working,
             strategy=self.strategy,
@@ -403,8 +413,8 @@ class Step:
         return engine.check_parts(model, loss, optimizer, scheduler)
 
     def _refuse_open_window(self) -> None:
-        if self.open_window is not None:
-            raise core.WindowError(
-                f"Expected no open window, got one with {self.open_window.rows} rows. Call close() on it for "
-                "the update, or discard() to drop its gradients; it is `step.open_window`."
-            )
+        rows = 0 if self.open_window is None else self.open_window.rows
+        raise core.WindowError(
+            f"Expected no open window, got one with {rows} rows. Call close() on it for the update, or "
+            "discard() to drop its gradients; it is `step.open_window`."
+        )

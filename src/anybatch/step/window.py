@@ -98,15 +98,18 @@ class OpenWindow(engine.Window):
             WindowError: the window is not open, or a `.grad` is not zero.
             BatchError, LossError: see `Step.__call__`.
         """
-        refuse_others("add", others)
+        if others:
+            refuse_others("add", others)
         self._expect("open", "add a micro-batch")
+        token = core.running.set(True)
         try:
-            with core.running():
-                self._add(micro)
+            self._add(micro)
         except BaseException as error:
             if self._task.strategy.is_many and self._phase == "open":  # others must not wait for this one
                 self.discard(error)
             raise
+        finally:
+            core.running.reset(token)
 
     def _add(self, micro: Any) -> None:
         began, task, planning = perf_counter(), self._task, self._step.planning
@@ -129,7 +132,7 @@ class OpenWindow(engine.Window):
                 except BaseException as error:  # some sums may hold it and others not
                     self.discard(error)
                     raise
-                planning.learn_add(batch, plan, part.sums)
+                planning.learn(task, batch, max(part.sums.rows), part.sums.too_large())
                 if self._is_due:
                     self._adds.append((batch, [*map(private.version, getattr(batch, "leaves", ()))]))
                     self._sizes += part.sums.rows
@@ -139,13 +142,11 @@ class OpenWindow(engine.Window):
     def _plan(self, batch: core.Batch) -> tuple[engine.Plan, engine.Task]:
         planning, task = self._step.planning, self._task
         guard = planning.guard
-        if self._rows or task.strategy.is_many:
+        if task.network.batch_norms and (self._rows or task.strategy.is_many):
             guard.refuse_meetings(task)
-        plan, running = planning.plan_for_add(task, batch)
-        if plan.is_cut:
-            guard.refuse_meetings(task)
+        plan, running = planning.plan_for(task, batch, is_add=True)
+        guard.admit(task, batch, plan, plan.micro_batch, kind="add", kept=self._kept, added=self._rows)
         if plan.is_cut or self._rows:
-            guard.look(task, batch, plan, plan.micro_batch, self._kept, self._rows)
             self._kept = self._kept and joined(self._kept, batch)
         elif guard.checks and (guard.covers(batch).wants(batch, batch.rows) or guard.is_due):
             self._kept = few_of(batch)
@@ -167,7 +168,7 @@ class OpenWindow(engine.Window):
         sizes = tuple(self._sizes)
         plan = replace(self._settings, rows=whole.rows, micro_batch=max(sizes), cut=sizes)
         with planning.enforced(task, whole):
-            planning.guard.witness(task, whole, plan, planning.room())
+            planning.guard.witness(task, whole, plan, planning.room)
 
     def update(self) -> core.StepReport:
         """Divide and clip the gradient, and step optimizers and schedulers.
