@@ -126,7 +126,8 @@ def test_first_gradients_that_share_memory_are_summed_apart(name: str, way: str)
         gradients.begin()
         gradients.add([SHARED[name](a, b, leaf)], [cotangent])
     total = found(gradients)
-    gradients.close()
+    if isinstance(gradients, Apart):
+        gradients.close()
     once = torch.autograd.grad(SHARED[name](a, b, leaf), [a, b])
     assert [total[one].tolist() for one in (a, b)] == [(3 * one).tolist() for one in once]
     assert cotangent.item() == 1.0

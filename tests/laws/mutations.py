@@ -10,9 +10,9 @@ import torch
 
 from anybatch.core import Cut
 from anybatch.engine import Apart, Sums, Window, gradients, window
-from anybatch.engine.division import Division
 from anybatch.engine.gradients import InPlace
 from anybatch.engine.part import Part
+from anybatch.engine.sums import Division
 from anybatch.losses import reductions as kinds
 from anybatch.losses.loss import Evaluated
 from anybatch.losses.torch_losses import SummedLoss
@@ -100,8 +100,17 @@ elements_of_soft_targets = _weigh_otherwise(lambda settings, arguments, targets:
 class_weights_forgotten = _without("weight")
 ignored_index_forgotten = _without("ignore_index")
 smoothing_divided_by_count = _weigh_otherwise(_smoothing_by_count)
-batchmean_as_mean = _put(SummedLoss, "_is_batchmean", False)
 uncut_divided_by_ourselves = _put(SummedLoss, "uncut", lambda self: self)
+
+
+def batchmean_as_mean(patch: Patch) -> None:
+    for name in ("evaluate", "_weigh"):
+        right = getattr(SummedLoss, name)
+        patch.setattr(
+            SummedLoss,
+            name,
+            lambda self, *args, right=right: right(replace(self, is_batchmean=False), *args),
+        )
 
 
 def ctc_without_target_lengths(patch: Patch) -> None:

@@ -22,7 +22,7 @@ import anybatch as ab
 from anybatch.core import local
 from anybatch.core.errors import RankError
 from anybatch.engine import Part, norm_of
-from anybatch.engine.division import Division
+from anybatch.engine.sums import Division
 from anybatch.parallel import Shard
 from tests.parallel.cases import digest, draw_sizes, share
 from tests.parallel.spawned import Ranks

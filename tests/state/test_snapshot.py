@@ -71,6 +71,11 @@ def snapshot(model: nn.Module, effects: Effects | None = None, **options: Any) -
     return Snapshot(ModuleState([model]), effects, parameters=[*model.parameters()], **options)
 
 
+def begin(before: Snapshot) -> None:
+    if before.notes:
+        before.begin()
+
+
 def looking(model: nn.Module, steps: int = 1) -> Effects:
     """In so many steps."""
     effects = Effects()
@@ -94,7 +99,7 @@ def test_a_step_is_put_back(effect: str, make: Callable[[nn.Module], Effects]) -
     model = Restless()
     found = state(model)
     before = snapshot(model, make(model))
-    before.begin()
+    begin(before)
     ALL[effect](model)
     assert state(model) != found
     before.put_back()
@@ -108,7 +113,7 @@ def test_a_step_is_put_back(effect: str, make: Callable[[nn.Module], Effects]) -
 def test_a_looking_step_undoes_a_micro_batch_or_says_that_it_cannot(effect: str) -> None:
     model, change = Restless(), ALL[effect]
     before = snapshot(model, looking(model))
-    before.begin()
+    begin(before)
     found = state(model)
     change(model)
     is_complete = before.undo_micro_batch()
@@ -126,7 +131,7 @@ def test_what_was_seen_to_change_is_noted_before_each_micro_batch(effect: str) -
     model = Restless()
     change, effects = ALL[effect], looking(model)
     before = snapshot(model, effects)
-    before.begin()
+    begin(before)
     change(model)
     before.look()
     for _ in range(FIRST):
@@ -134,7 +139,7 @@ def test_what_was_seen_to_change_is_noted_before_each_micro_batch(effect: str) -
     assert not effects.is_looking
     before = snapshot(model, effects)
     for _ in range(2):  # the first one is accepted
-        before.begin()
+        begin(before)
         found = state(model)
         change(model)
     assert before.undo_micro_batch()
@@ -147,7 +152,7 @@ def test_what_was_never_seen_to_change_before_makes_the_step_begin_again(effect:
     del model.generator  # with one all streams are captured
     effects = blind(model)
     before = snapshot(model, effects)
-    before.begin()
+    begin(before)
     assert before.undo_micro_batch()
     ALL[effect](model)
     assert not before.undo_micro_batch()

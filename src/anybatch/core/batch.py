@@ -302,7 +302,7 @@ def _common_rows(nest: tree.Nest, value: object) -> int:
         )
     rows = nest.leaves[0].size(0) if nest.leaves[0].dim() else -1  # a nested tensor has no shape
     for path, leaf in zip(nest.paths, nest.leaves, strict=True):
-        if not tree.is_dense(leaf):
+        if leaf.is_nested or leaf.layout is not torch.strided:
             kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
             raise BatchError(
                 f"Expected dense tensors in a batch, to cut them by rows, got a {kind} tensor at {path}. "

@@ -97,8 +97,10 @@ class InPlace:
         made = [p for p in self._awaited if p.grad is not None]
         for parameter in sorted(made, key=Tensor.numel):
             gradient = parameter.grad
-            if gradient is None or is_shard(gradient) or gradient.layout is not torch.strided:
-                continue  # parts of a shard's gradient do not overlap
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            if type(gradient) is not Tensor and is_shard(gradient):
+                continue  # its parts do not overlap
             if gradient.is_conj() or gradient.is_neg():  # which torch's common operations do not know
                 gradient = parameter.grad = gradient.resolve_conj().resolve_neg()
             if private.holders(gradient) > private.ALONE:
@@ -116,9 +118,6 @@ class InPlace:
     def banks(self) -> dict[str, Gradient]:
         """The sums so far as autograd left them: they may share memory, so do not change them."""
         return {self._name: {p: p.grad for p in self._parameters if p.grad is not None}}
-
-    def close(self) -> None:
-        """Nothing to take off."""
 
 
 class Apart:
@@ -206,7 +205,8 @@ class Apart:
 
     def take(self, other: "InPlace | Apart") -> None:
         """Merge the sums of one `add` into these. Their memory may become ours; no `.grad` is left."""
-        other.close()
+        if isinstance(other, Apart):
+            other.close()
         self._unscale, is_in_place, bank = 1.0, isinstance(other, InPlace), self.banks[self._at]
         gradients = [*map(_gradient_of, self._parameters)] if is_in_place else []
         if not (gradients and _add_together(bank, self._parameters, gradients, 1.0)):

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from anybatch import core
 from anybatch.core import torch_private as private, tree
-from anybatch.engine.division import UNDECIDED, Division
 from anybatch.engine.gradients import Apart, InPlace, accumulation_dtype
 from anybatch.engine.plan import Plan
-from anybatch.engine.sums import Redone, Sums
+from anybatch.engine.sums import UNDECIDED, Division, Redone, Sums
 from anybatch.engine.task import Reader, Task
 from anybatch.losses import Evaluated, Loss, Share
 from anybatch.state import Snapshot, rng
@@ -77,6 +76,7 @@ class Part:
         task: the model, loss and parameters.
         ways: the choices of the plan.
         batch: the rows.
+        sums: empty ones, for these rows.
         window: the sums of the `add`s before this one; None for a whole batch.
         share: returns the loss of rows [start, stop), counted from the window's first row.
         tried: the experience of earlier attempts.
@@ -94,6 +94,7 @@ class Part:
         task: Task,
         ways: Ways,
         batch: core.Batch,
+        sums: Sums,
         window: Sums | None,
         *,
         share: Share | None,
@@ -101,8 +102,8 @@ class Part:
     ) -> None:
         self.task, self.ways, self.batch, self.reader = task, ways, batch, task.reader
         self.is_guarded = ways.is_guarded or tried.is_guarded
-        self.sums = Sums(ways.plan, task, batch)
-        self.sums.redone += tried.redone
+        self.sums = sums
+        sums.redone += tried.redone
         self._window = window
         if window is not None:
             self.sums.division = window.division
@@ -157,7 +158,8 @@ class Part:
         micro_batches = self.batch.micro_batches(left)
         for _ in left:
             self._is_told = False
-            before.begin()
+            if before.notes:
+                before.begin()
             micro = next(micro_batches)
             self._begin(micro)
             yield micro
@@ -390,11 +392,6 @@ class Part:
     def has_accepted(self) -> bool:
         """True if anything of the current micro-batch has reached the gradient sums."""
         return self.sums.gradients is not None and self.sums.gradients.has_accepted
-
-    def close(self) -> None:
-        """Remove hooks, and drop readings of a micro-batch that has begun."""
-        self.sums.close()
-        (self.reader or NO_READER).close()
 
 
 def _nbytes(part: Part, gradients: InPlace | Apart) -> int:

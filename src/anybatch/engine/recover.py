@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from anybatch import core
 from anybatch.batchnorm import names_of_batch_norms
-from anybatch.engine.part import NO_READER, Part, Tried
+from anybatch.engine.part import Part, Tried
 from anybatch.engine.sums import Redone
 from anybatch.losses import EvaluateAgain
 from anybatch.state import Snapshot, rng
@@ -48,7 +48,8 @@ def recover(error: Exception, part: Part, before: Snapshot) -> None:
     | not finite at scale 1 | raise, drop the micro-batch, or skip the update: as asked |
     | anything else, of callbacks too, and all of these where other ranks wait | raised: all is as before |
     """
-    (part.reader or NO_READER).close()
+    if part.reader is not None:
+        part.reader.close()
     if isinstance(error, EvaluateAgain):
         if not _undo(part, before, "to be evaluated again", core.LossError) or part.ways.is_lockstep:
             raise Restart(part, part.sizes())

@@ -84,12 +84,15 @@ class Window:
         while True:
             before = self._before if is_whole else snapshot(task, batch)
             ways = Ways(plan, task, is_whole=is_whole, is_dry=is_dry)
-            part = Part(task, ways, batch, None if is_whole else self._sums, share=self._share, tried=tried)
+            sums, others = Sums(plan, task, batch), None if is_whole else self._sums
+            part = Part(task, ways, batch, sums, others, share=self._share, tried=tried)
             part.reader = self.reader or part.reader
             try:
                 clear(task.network.everyone if is_whole else task.network.reached)
                 fold(part, before)
-                if task.network.reached and not is_whole:
+                if is_whole:  # moved, not copied
+                    self._sums, self._rows = sums, batch.rows
+                elif task.network.reached:
                     before.put_gradients_back(task.network.reached)
                 return part
             except Restart as again:
@@ -116,13 +119,9 @@ class Window:
                     ) from error
                 raise
             finally:
-                part.close()
-
-    def add_all(self, plan: Plan, batch: core.Batch, tried: Tried, *, is_dry: bool) -> Part:
-        """Run all rows of a step; their sums become the window's, without a copy."""
-        part = self.add_rows(plan, batch, tried, is_dry=is_dry)
-        self._sums, self._rows = part.sums, batch.rows
-        return part
+                sums.close()
+                if part.reader is not None:
+                    part.reader.close()
 
     def try_again(self, error: BaseException, part: Part) -> Restart | None:
         """Put all back after an end that failed, and return how the rows are run again; None if they are not.
@@ -334,7 +333,7 @@ def carry_out(
         try:
             tried = NOTHING_TRIED
             while True:
-                part = window.add_all(plan, batch, tried, is_dry=is_dry)
+                part = window.add_rows(plan, batch, tried, is_dry=is_dry)
                 try:
                     report = window.finish(end)
                     break
@@ -362,7 +361,7 @@ def fold(part: Part, before: Snapshot) -> None:
     with ExitStack() as passes:
         while part.left:
             try:
-                if not part.is_open:
+                if not (part.ways.is_plain or part.is_open):
                     part.first_pass(passes, before)
                 for micro in part.micro_batches(before):
                     if lockstep:
@@ -370,7 +369,8 @@ def fold(part: Part, before: Snapshot) -> None:
                     with labelled("anybatch.micro_batch"):
                         part.backward(part.evaluate(micro))
                     part.done()
-                    before.look()
+                    if before.notes:
+                        before.look()
                     if told:
                         core.call(told, core.MicroBatchDone(index=part.count - 1, rows=len(micro.indices)))
                     del micro  # before the next one is made
@@ -387,14 +387,15 @@ def accompany(sums: Sums) -> None:
     task, plan = sums.task, sums.plan
     ways = Ways(plan, task, is_whole=False, is_dry=False)
     with task.loss.along(core.OpenBatch(), (), task.model, lambda: None) as share:
-        part = Part(task, ways, core.NoRows(), sums, share=share, tried=NOTHING_TRIED)
+        own = Sums(plan, task, core.NoRows())
+        part = Part(task, ways, core.NoRows(), own, sums, share=share, tried=NOTHING_TRIED)
         try:
             fold(part, snapshot(task, core.OpenBatch()))
             sums.take(part.sums)
         except Restart:  # another rank begins again
             clear(task.network.everyone)
         finally:
-            part.close()
+            own.close()
 
 
 def observe(gradient: Gradient, task: Task) -> None:

@@ -30,11 +30,16 @@ def noted(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     try:
         return function(*arguments, **named)
     except Exception as error:
-        name = getattr(getattr(function, "func", function), "__name__", type(function).__name__)
-        got = f"anybatch called {name} with {shown(named or arguments)}"
-        ways = "mappings go in by name, each of several targets as an argument of its own"
-        note(error, f"{got}. Compare shapes, dtypes and names with what it takes; {ways}.")
+        tell_shapes(error, function, named or arguments)
         raise
+
+
+def tell_shapes(error: Exception, function: Callable[..., Any], given: Any) -> None:
+    """Add a note to the error of a model or a loss: the shapes that it got."""
+    name = getattr(getattr(function, "func", function), "__name__", type(function).__name__)
+    got = f"anybatch called {name} with {shown(given)}"
+    ways = "mappings go in by name, each of several targets as an argument of its own"
+    note(error, f"{got}. Compare shapes, dtypes and names with what it takes; {ways}.")
 
 
 def note(error: Exception, text: str) -> None:
@@ -122,7 +127,14 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 def call_model(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     """Return the outputs of `call` as a tuple; raise LossError unless they are tensors."""
-    outputs = noted(model, inputs) if isinstance(inputs, Tensor) else call(model, inputs)
+    if type(inputs) is Tensor:  # the usual case
+        try:
+            outputs = model(inputs)
+        except Exception as error:
+            tell_shapes(error, model, (inputs,))
+            raise
+    else:
+        outputs = call(model, inputs)
     if isinstance(outputs, Tensor):
         return (outputs,)
     if isinstance(outputs, tuple | list):

@@ -31,12 +31,14 @@ class SummedLoss(Loss):
     reduced: Callable[..., Tensor]  # the caller's loss with its own reduction
     reduce: Callable[[str], Callable[..., Tensor]]  # the loss with the reduction "none" or "sum"
     wanted: int  # number of compared tensors
+    is_sum: bool  # the reduction is "sum"
+    is_batchmean: bool
     divided: bool = False  # True if the batch is uncut: the value is the caller's own and needs no division
 
     @property
     def counted(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """True if valid targets are counted on the whole batch, or for a sum, whose divisor is 1."""
-        return self.kind.counted or self._is_sum
+        return self.kind.counted or self.is_sum
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model, then the loss; return a sum unless the loss is divided."""
@@ -61,9 +63,9 @@ class SummedLoss(Loss):
             value, count = noted(self.reduce("sum"), *arguments), 0  # one kernel
         else:
             losses = noted(self.reduce("none"), *arguments)
-            value = summed(losses if self._is_sum else kind.terms(losses, arguments))
+            value = summed(losses if self.is_sum else kind.terms(losses, arguments))
             # Counting the losses themselves is right for any broadcast.
-            count = losses.shape[0] if self._is_batchmean else losses.numel()
+            count = losses.shape[0] if self.is_batchmean else losses.numel()
         if kind.counted:
             # On demand, and from the targets alone, so that outputs are freed before backward.
             return Evaluated({"loss": value}, lambda: {"loss": self._weigh((), targets)})
@@ -71,7 +73,7 @@ class SummedLoss(Loss):
 
     def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
         """Return the weight of the whole batch: counted from its targets, or in proportion to its rows."""
-        if self._is_sum:
+        if self.is_sum:
             return {"loss": 1}
         if first_rows == batch.rows:
             return first.weigh()
@@ -112,16 +114,8 @@ class SummedLoss(Loss):
                     "as a function (model, micro) -> Total."
                 )
 
-    @property
-    def _is_sum(self) -> bool:
-        return self.settings.get("reduction") == "sum"
-
-    @property
-    def _is_batchmean(self) -> bool:
-        return self.settings.get("reduction") == "batchmean"
-
     def _weigh(self, arguments: tuple[Any, ...], targets: tuple[Any, ...]) -> Number:
-        if self._is_batchmean:
+        if self.is_batchmean:
             return arguments[0].shape[0]
         return self.kind.weigh(self.settings, arguments, targets)
 
@@ -178,6 +172,8 @@ def _summed(name: str, kind: Kind, settings: Mapping[str, Any], reduced: Callabl
         settings=settings,
         reduced=reduced,
         reduce=_reducer(reduced),
+        is_sum=reduction == "sum",
+        is_batchmean=reduction == "batchmean",
         wanted=kind.arguments - ("var" in settings),  # a constant variance
     )
 

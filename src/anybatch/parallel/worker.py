@@ -40,7 +40,7 @@ def _undivided(sums: Sums) -> tuple[list[Gradient], dict[str, float]]:
     """Return the gradient sums of each term, times its provisional divisor, and its coefficient."""
     if sums.gradients is None:
         return [], {}
-    sums.gradients.close()
+    sums.close()
     banks, division = sums.gradients.parted(), sums.division
     sums.gradients = None
     if division.divisors is not None:

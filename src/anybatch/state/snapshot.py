@@ -32,7 +32,7 @@ class ModuleState:
         self.hooks = [table for module in modules for table in private.hooks_of_module(module)]
         # Stored by name: a caller may assign another list before each step.
         kinds = (*_CONTAINERS, Tensor)
-        self._places = [
+        self.places = [
             (own, name)
             for own in self.attributes
             for name, value in own.items()
@@ -42,9 +42,7 @@ class ModuleState:
 
     def containers(self) -> list[Any]:
         """Return lists, dicts and sets that are attributes now."""
-        if not self._places:
-            return []
-        values = [own.get(name) for own, name in self._places]
+        values = [own.get(name) for own, name in self.places]
         return [value for value in values if type(value) in _CONTAINERS]
 
     def buffers_now(self) -> list[Tensor]:
@@ -53,9 +51,7 @@ class ModuleState:
 
     def tensors(self) -> list[Tensor]:
         """Return plain tensors that are attributes now, or items of containers that are."""
-        if not self._places:
-            return []
-        values = [own.get(name) for own, name in self._places]
+        values = [own.get(name) for own, name in self.places]
         values += chain.from_iterable(map(_items_of, self.containers()))
         return [value for value in values if isinstance(value, Tensor) and not is_lazy(value)]
 
@@ -108,6 +104,9 @@ class Effects:
 class Snapshot:
     """The state before a step, and before the current micro-batch.
 
+    Attributes:
+        notes: True if a micro-batch has more to capture than its gradients.
+
     Args:
         state: of the modules.
         effects: known changes by forwards.
@@ -131,31 +130,28 @@ class Snapshot:
         self._generators = (*state.generators, *process)
         self._random = rng.capture(self._generators)
         self._attributes = _Attributes(state)
+        buffers = [one for slots in state.buffers for one in slots.values() if one is not None]
         self._copies: dict[Tensor, Tensor] = {}
-        if any(state.buffers) or effects.parameters:
-            self._copies = _copied((*state.buffers_now(), *effects.parameters))
+        if buffers or effects.parameters:
+            self._copies = _copied((*buffers, *effects.parameters))
         self._parameters, self._rows = parameters, rows
         self._gradients = [*map(_gradient_of, parameters)]
-        self._tensors = state.tensors()
+        self._tensors = state.tensors() if state.places else []
         self._versions = private.versions((*rows, *parameters, *self._tensors))
-        # True if a micro-batch has more to capture than its gradients.
-        self._notes = (
-            draws or effects.is_looking or effects.draws or bool(self._generators or effects.buffers)
-        )
-        self._notes = self._notes or effects.attributes or bool(effects.parameters)
+        self.notes = draws or effects.is_looking or effects.draws or bool(self._generators or effects.buffers)
+        self.notes = self.notes or effects.attributes or bool(effects.parameters)
         self._micro: _BeforeForward | None = None
 
     def begin(self) -> None:
-        """Begin a micro-batch: capture what its forward is known to change."""
-        if self._notes:
-            self._micro = None  # frees the copies of the last micro-batch
-            effects = self._effects
-            attributes, placed = None, []
-            if effects.attributes or effects.is_looking:
-                attributes = _Attributes(self._state)
-                placed = [one for one in self._state.buffers_now() if one not in self._copies]
-            copies = _copied((*effects.buffers, *effects.parameters, *placed))
-            self._micro = _BeforeForward(rng.capture(self._generators), copies, attributes)
+        """Begin a micro-batch that `notes`: capture what its forward is known to change."""
+        self._micro = None  # frees the copies of the last micro-batch
+        effects = self._effects
+        attributes, placed = None, []
+        if effects.attributes or effects.is_looking:
+            attributes = _Attributes(self._state)
+            placed = [one for one in self._state.buffers_now() if one not in self._copies]
+        copies = _copied((*effects.buffers, *effects.parameters, *placed))
+        self._micro = _BeforeForward(rng.capture(self._generators), copies, attributes)
 
     def look(self) -> None:
         """Learn what the forward of a micro-batch has changed, in a looking step."""
@@ -247,7 +243,7 @@ class _Attributes(Contents):
     def __init__(self, state: ModuleState) -> None:
         self._state = state
         self.values = [*map(dict.copy, state.attributes)]
-        self._containers = state.containers()
+        self._containers = state.containers() if state.places else []
         self._items = [value.copy() for value in self._containers] if self._containers else []
         # Hooks and an attribute that says that they are set must be put back together.
         self._tables: dict[int, Any] = {}
