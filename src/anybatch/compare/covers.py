@@ -1,6 +1,7 @@
 """Covers: the rows, attributes and modes that a comparison was made with, to tell when others come"""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from operator import is_
 from types import CellType
 from typing import Any, NamedTuple, cast
 
@@ -51,7 +52,8 @@ class Covers:
         self._is_ragged = self.has_held = False
         self._lowest: dict[int, int] = {}  # by tensor, the lowest sign of its numbers
         self._places: list[_Kept] = []
-        self._values: list[Any] = []
+        self._values: list[Any] = []  # at these places; None for what is no number, string or flag
+        self._raw: list[Any] = []  # what was found there: the same objects are the same values
         self._known: dict[tuple[int, Any], set[Any]] = {}  # by place, the values that were compared
 
     def renew(self) -> None:
@@ -64,7 +66,16 @@ class Covers:
         That is if they are not covered: more rows, smaller parts, another length, a first number of 0 or
         less, other attributes.
         """
-        if self._lacks(batch, smallest):
+        smallest = min(smallest, _SMALLEST)
+        found = batch.rows > self._rows or smallest < self._smallest
+        self._rows, self._smallest = max(batch.rows, self._rows), min(smallest, self._smallest)
+        if not self._is_ragged and (batch.draws or batch.like != self._form):
+            found |= self._is_longer(batch)
+        found |= self._is_lower(batch)
+        raw = [place.read(place.key) for place in self._places]
+        if not all(map(is_, raw, self._raw)):
+            found |= self._has_changed(raw)
+        if found:
             self._left = _TRIES
         return self._left > 0
 
@@ -76,23 +87,16 @@ class Covers:
         self.doubt, self.has_held = doubt, doubt is None
         return not self._left
 
-    def _lacks(self, batch: Batch, smallest: int) -> bool:
-        smallest = min(smallest, _SMALLEST)
-        found = [batch.rows > self._rows, smallest < self._smallest]
-        self._rows, self._smallest = max(batch.rows, self._rows), min(smallest, self._smallest)
-        return any([*found, self._is_longer(batch), self._is_lower(batch), self._has_changed()])
-
     def add(self, found: Reachable) -> None:
         """Add the attributes that are reached from model and loss, which are now compared."""
         self._places = [*_places_of(found)]
-        self._values = [*map(_value_of, self._places)]
+        self._raw = [place.read(place.key) for place in self._places]
+        self._values = [*map(_plain, self._raw)]
         for place, value in zip(self._places, self._values, strict=True):
             self._known.setdefault(place.name, set()).add(value)
 
     def _is_longer(self, batch: Batch) -> bool:
         """Return True the first time that lengths differ, among samples or from the last batch."""
-        if self._is_ragged:
-            return False
         forms = {*map(_form_of, batch.given)} if isinstance(batch, SampleBatch) else {batch.like}
         forms |= set() if self._form is None else {self._form}
         self._form, self._is_ragged = next(iter(forms)), len(forms) > 1
@@ -111,10 +115,8 @@ class Covers:
                 found = found or self._lowest[at] < lowest
         return found
 
-    def _has_changed(self) -> bool:
-        now = [*map(_value_of, self._places)]
-        if now == self._values:
-            return False
+    def _has_changed(self, raw: list[Any]) -> bool:
+        now = [*map(_plain, raw)]
         counters: set[int] = set()
         found = False
         for at, (place, value) in enumerate(zip(self._places, now, strict=True)):
@@ -125,11 +127,11 @@ class Covers:
                 found = found or not is_counter
         self._places = [place for at, place in enumerate(self._places) if at not in counters]
         self._values = [value for at, value in enumerate(now) if at not in counters]
+        self._raw = [value for at, value in enumerate(raw) if at not in counters]
         return found
 
 
-def _value_of(place: _Kept) -> Any:
-    value = place.read(place.key)
+def _plain(value: Any) -> Any:
     return value if type(value) in _PLAIN else None
 
 

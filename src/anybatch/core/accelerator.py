@@ -42,6 +42,8 @@ def in_use() -> Any:
 
 def generators() -> Sequence[torch.Generator]:
     """Return the default random generators of the accelerator's devices; none before its first use."""
+    if built() is None:  # asked in every step
+        return ()
     module = in_use()
     return () if module is None else private.default_generators(module)
 

@@ -354,15 +354,14 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def global_optimizer_hooks() -> list[Callable[..., Any]]:
-    """Return hooks on the steps of all optimizers. If missing: none."""
-    names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
-    return [hook for name in names for hook in getattr(sys.modules[Optimizer.__module__], name, {}).values()]
-
-
 def hooks_of_optimizer(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """Return hooks on the step of one optimizer. If missing: none."""
-    return [hook for name in STEP_HOOKS for hook in getattr(optimizer, name, {}).values()]
+    """Return hooks on the step of one optimizer, and on those of all. If missing: none."""
+    places = [(optimizer, name) for name in STEP_HOOKS]
+    places += [(sys.modules[Optimizer.__module__], name) for name in _GLOBAL_HOOKS]
+    return [hook for place, name in places for hook in getattr(place, name, {}).values()]
+
+
+_GLOBAL_HOOKS = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
 
 
 def default_generators(device_module: Any) -> Sequence[torch.Generator]:

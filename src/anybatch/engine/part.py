@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anybatch import core
 from anybatch.core import torch_private as private, tree
 from anybatch.engine.gradients import Apart, InPlace, accumulation_dtype
-from anybatch.engine.plan import Plan
+from anybatch.engine.plan import FLOAT32, Plan
 from anybatch.engine.sums import UNDECIDED, Division, Redone, Sums
 from anybatch.engine.task import Reader, Task
 from anybatch.losses import Evaluated, Loss, Share
@@ -54,15 +54,17 @@ class Ways:
         # gradients of a micro-batch, until it is over
         self.holds_whole = not is_whole or task.strategy.is_lockstep
         self.is_late = is_open or (plan.non_finite == "drop" and plan.is_cut)
-        self.is_guarded = plan.is_guarded and not is_dry
+        # each micro-batch is looked at before it is added
+        self.is_guarded = (plan.precision.loss_scale is not None or plan.non_finite == "drop") and not is_dry
         self.is_lockstep = task.strategy.is_lockstep
-        self.adds_over_ranks = self.is_lockstep or task.is_synced(plan)
+        is_many = task.strategy.is_many
+        self.adds_over_ranks = is_many and (self.is_lockstep or task.is_synced(plan))
         self.is_plain = not is_whole or self.loss.is_plain  # a window has opened its loss
-        self.computing = (
-            partial(plan.precision.computing, task.network.kinds) if plan.precision.is_mixed else None
-        )
+        precision, self.computing = plan.precision, None
+        if precision is not FLOAT32 and precision.is_mixed:
+            self.computing = partial(precision.computing, task.network.kinds)
         self.can_add_in_place = task.network.is_wide
-        if plan.accumulation_dtype is not None:
+        if plan.accumulate != "auto":
             chosen = plan.accumulation_dtype
             self.can_add_in_place = all(
                 accumulation_dtype(p.dtype, chosen) == p.dtype for p in task.network.parameters
@@ -104,9 +106,9 @@ class Part:
         self.is_guarded = ways.is_guarded or tried.is_guarded
         self.sums = sums
         sums.redone += tried.redone
-        self._window = window
+        self.offset = self._first = 0  # rows and micro-batches of the window before these
         if window is not None:
-            self.sums.division = window.division
+            sums.division, self.offset, self._first = window.division, window.total, len(window.rows)
         self.tried, self._scale_limit = tried, tried.scale_limit
         self._share = share
         self._cut, self._done = ways.plan.parts, 0
@@ -119,12 +121,7 @@ class Part:
     @property
     def count(self) -> int:
         """Micro-batches that are done, with those of the window before these."""
-        return len(self.sums.rows) + (0 if self._window is None else len(self._window.rows))
-
-    @property
-    def offset(self) -> int:
-        """Rows of the window before these."""
-        return 0 if self._window is None else self._window.total
+        return len(self.sums.rows) + self._first
 
     @property
     def is_open(self) -> bool:
@@ -160,20 +157,16 @@ class Part:
             self._is_told = False
             if before.notes:
                 before.begin()
-            micro = next(micro_batches)
-            self._begin(micro)
+            self._micro = micro = next(micro_batches)
+            if self.sums.scale_before is not None:
+                self.task.scale.begin(self.tried.scale_limit)
+            gradients, reader = self.sums.gradients, self.reader
+            if gradients is not None:
+                gradients.begin()
+            if reader is not None:
+                reader.begin(micro, 0 if gradients is None else _nbytes(self, gradients))
             yield micro
             del micro  # before the next one is made
-
-    def _begin(self, micro: core.Micro) -> None:
-        self._micro = micro
-        if self.sums.scale_before is not None:
-            self.task.scale.begin(self.tried.scale_limit)
-        gradients, reader = self.sums.gradients, self.reader
-        if gradients is not None:
-            gradients.begin()
-        if reader is not None:
-            reader.begin(micro, 0 if gradients is None else _nbytes(self, gradients))
 
     def done(self) -> None:
         """Mark the current micro-batch as done: its rows are not run again."""

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -38,6 +38,7 @@ class Plan:
         precision: in which dtypes (`anybatch.Precision`).
         non_finite: what becomes of a micro-batch whose loss or gradient is not finite, at a loss scale of 1:
             "raise", "drop" (its rows and their weight leave the step) or "skip" (no update).
+        is_cut: False where the whole batch is one micro-batch.
 
     Raises:
         PlanError: a value that cannot be carried out.
@@ -70,8 +71,11 @@ class Plan:
     precision: Precision = FLOAT32
     non_finite: NonFinitePolicy = "raise"
     clip_value: float = math.inf
+    is_cut: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # Read several times in each micro-batch of a window.
+        object.__setattr__(self, "is_cut", self.rows != self.micro_batch or len(self.cut) > 1)
         if self.rows:
             check_micro_batch(self.micro_batch)
         if self.micro_batch > self.rows:
@@ -112,23 +116,14 @@ class Plan:
         return len(self.cut) or (-(-self.rows // self.micro_batch) if self.rows else 0)
 
     @property
-    def is_cut(self) -> bool:
-        """False where the whole batch is one micro-batch."""
-        return self.rows != self.micro_batch or len(self.cut) > 1
-
-    @property
     def accumulation_dtype(self) -> torch.dtype | None:
         """The dtype asked for gradient sums; None where each parameter's own decides."""
         return None if self.accumulate == "auto" else parse_dtype(self.accumulate)
 
-    @property
-    def is_guarded(self) -> bool:
-        """Return True if each micro-batch is looked at before it is added."""
-        return self.precision.loss_scale is not None or self.non_finite == "drop"
-
     def to_json(self) -> str:
         """Return the plan as one JSON object; no clipping is null, because JSON knows no infinity."""
         values = dataclasses.asdict(self)
+        del values["is_cut"]
         return json.dumps(values | {name: None for name in _CLIPS if math.isinf(values[name])})
 
     @staticmethod

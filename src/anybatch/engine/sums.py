@@ -69,9 +69,7 @@ class Division:
         return made
 
     def factors(self, weights: Mapping[str, Number]) -> dict[str, Number]:
-        """Return the factor by which the gradient sums of each term are still to be multiplied."""
-        if self.divisors is not None:
-            return {}
+        """Return the factor by which late sums of each term are still to be multiplied."""
         return {
             name: _quotient(self.coefficients[name] * provisional, weights.get(name, 0.0))
             for name, provisional in self.provisional.items()
@@ -178,7 +176,8 @@ class Sums:
         if self.gradients is None:
             return {}
         self.close()
-        return finish(self.gradients.parted(), self.division.factors(weights))
+        factors = {} if self.division.divisors is not None else self.division.factors(weights)
+        return finish(self.gradients.parted(), factors)
 
     def read(
         self, weights: Mapping[str, Number], *others: Tensor, is_dry: bool = False
@@ -262,7 +261,7 @@ class Sums:
 
     def too_large(self) -> int:
         """Return the rows of the smallest micro-batch that is to be smaller from now on; 0 for none."""
-        return min([one.rows for one in self.redone if one.may_be_cut], default=0) if self.redone else 0
+        return min([one.rows for one in self.redone if one.may_be_cut], default=0)
 
     def close(self) -> None:
         """Remove hooks from the parameters."""

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -21,7 +20,7 @@ from anybatch.batchnorm import BatchNorm, frozen_batch_norms
 from anybatch.core import torch_private as private, tree
 from anybatch.engine.gradients import is_own_hook
 from anybatch.engine.network import Network
-from anybatch.engine.plan import Plan
+from anybatch.engine.plan import FLOAT32, Plan
 from anybatch.engine.strategy import Strategy
 from anybatch.engine.update import check_optimizers, check_schedulers, owned
 from anybatch.losses import Loss, SummedLoss, WholeBatch, check_loss, module_of, resolve, summed_loss
@@ -247,7 +246,12 @@ def refuse_hooks(task: Task) -> None:
 def context(plan: Plan, task: Task) -> AbstractContextManager[object]:
     """Set what holds throughout a step: arithmetic switches, frozen BatchNorms, policies of blocks."""
     norms = task.network.batch_norms if plan.batch_norm == "frozen" else ()
-    if norms or plan.blocks or plan.precision.compute == "tf32" or plan.precision.is_short:
+    precision = plan.precision
+    if (
+        norms
+        or plan.blocks
+        or (precision is not FLOAT32 and (precision.compute == "tf32" or precision.is_short))
+    ):
         return _context(plan, task, norms)
     return _NOTHING
 
@@ -260,11 +264,6 @@ def _context(plan: Plan, task: Task, norms: Sequence[BatchNorm]) -> Generator[No
     policies = apply_policies(task.model, plan.blocks, verify=task.effects.is_looking)
     with plan.precision.arithmetic(), frozen_batch_norms(norms), policies:
         yield
-
-
-def label_for_profiler() -> Callable[[str], AbstractContextManager[object]]:
-    """Return what marks a range in the caller's profiler; without one nothing does, as it takes 11 us."""
-    return record_function if private.has_caller_profiler() else nullcontext
 
 
 class Signature:
@@ -285,9 +284,12 @@ class Signature:
             self._tables += [vars(loss), private.buffers_of(loss)]
         elif isinstance(loss, partial):
             self._tables.append(loss.keywords)
-        self._found = self._read()
+        self._values: list[Any] = []
+        self._plain: list[Any] = []
+        self.is_current()
 
-    def _read(self) -> tuple[list[Any], list[Any]]:
+    def is_current(self) -> bool:
+        """Return True if all is as it was read; note what it is now."""
         held = [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
         held += self._held
         values = [*chain.from_iterable(map(dict.values, self._tables)), *held]
@@ -297,11 +299,7 @@ class Signature:
             *map(_training, self._norms),
             *map(len, self._attributes),
         ]
-        return values, plain
-
-    def is_current(self) -> bool:
-        """Return True if all is as it was read."""
-        (values, plain), (found, known) = self._read(), self._found
+        known, found, self._values, self._plain = self._plain, self._values, values, plain
         return plain == known and len(values) == len(found) and all(map(is_, values, found))
 
 

@@ -153,8 +153,8 @@ def _is_known(optimizer: Optimizer) -> bool:
     step = vars(optimizer).get("step", kind.step)
     if step is not kind.step and unwrap(step) is not unwrap(kind.step):
         return False
-    hooks = private.hooks_of_optimizer(optimizer) or private.global_optimizer_hooks()
-    return not hooks and not any(group.get("fused") for group in optimizer.param_groups)
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    return not (is_fused or private.hooks_of_optimizer(optimizer))
 
 
 @contextmanager

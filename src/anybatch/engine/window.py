@@ -2,19 +2,21 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from time import perf_counter
 from typing import NamedTuple, TypeGuard
 
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from anybatch import core
+from anybatch.core import torch_private as private
 from anybatch.engine.gradients import Gradient, clear
 from anybatch.engine.part import NOTHING_TRIED, Part, Tried, Ways
 from anybatch.engine.plan import Plan
 from anybatch.engine.recover import NotUndoneError, Restart, recover, restart_after_end
 from anybatch.engine.sums import Sums
-from anybatch.engine.task import Reader, Task, context, label_for_profiler
+from anybatch.engine.task import Reader, Task, context
 from anybatch.engine.update import (
     TornUpdateError,
     clip,
@@ -59,6 +61,7 @@ class Window:
         "_skipped",
         "_sums",
         "_task",
+        "_ways",
         "reader",
     )
 
@@ -67,6 +70,7 @@ class Window:
         self._before: Snapshot = snapshot(task, core.OpenBatch() if batch is None else batch)
         self._sums = Sums(settings, task, batch)
         self._phase, self._rows, self._has_written = "open", 0, False
+        self._ways: Ways | None = None  # of the last plan
         self._share: Share | None = None  # returns the loss of some rows; of a window
         self.reader: Reader | None = None  # of the cost of an `add`
         self._skipped: core.NonFiniteLossError | None = None
@@ -83,7 +87,9 @@ class Window:
         task, wanted, is_whole = self._task, plan, self._is_whole
         while True:
             before = self._before if is_whole else snapshot(task, batch)
-            ways = Ways(plan, task, is_whole=is_whole, is_dry=is_dry)
+            ways = self._ways
+            if ways is None or ways.plan is not plan:
+                ways = self._ways = Ways(plan, task, is_whole=is_whole, is_dry=is_dry)
             sums, others = Sums(plan, task, batch), None if is_whole else self._sums
             part = Part(task, ways, batch, sums, others, share=self._share, tried=tried)
             part.reader = self.reader or part.reader
@@ -164,7 +170,8 @@ class Window:
         task, sums = self._task, self._sums
         weights = task.strategy.close(sums)
         gradient = task.strategy.reduce(sums.finish(weights))
-        observe(gradient, task)
+        if task.callbacks.gradients:
+            observe(gradient, task)
         for parameter, found in self._before.gradients_found() if is_ours else ():
             if parameter in task.network.trained:
                 gradient[parameter] = found + gradient[parameter] if parameter in gradient else found.clone()
@@ -224,7 +231,8 @@ class Window:
         try:
             if reader is not None:
                 reader.begin_update()
-            with label_for_profiler()("anybatch.update"), task.masters.raised(gradient, task.optimizers):
+            labelled = record_function if private.has_caller_profiler() else nullcontext
+            with labelled("anybatch.update"), task.masters.raised(gradient, task.optimizers):
                 step_optimizers(gradient, task.optimizers, plan.foreach)
                 self._phase, self._has_written = "updated", True
                 task.progress.updates += 1
@@ -298,7 +306,7 @@ class Window:
                 clear(task.network.parameters)
             else:
                 self._before.put_gradients_back(task.network.parameters)
-            if self._is_whole:  # a step has cleared theirs, too
+            if self._is_whole and task.network.others:  # a step has cleared theirs, too
                 self._before.put_gradients_back(task.network.others)
         self._phase = "closed"
         sums.gradients = None  # a closed window that someone still holds keeps no gradient
@@ -354,7 +362,8 @@ def carry_out(
 
 def fold(part: Part, before: Snapshot) -> None:
     """Run forward and backward of every micro-batch: THE LOOP."""
-    told, strategy, labelled = part.task.callbacks.micro_batch, part.task.strategy, label_for_profiler()
+    told, strategy = part.task.callbacks.micro_batch, part.task.strategy
+    labelled = record_function if private.has_caller_profiler() else None  # a label takes 11 us
     lockstep = strategy.is_lockstep  # then each micro-batch holds collectives
     if lockstep:
         strategy.open(part)
@@ -366,8 +375,11 @@ def fold(part: Part, before: Snapshot) -> None:
                 for micro in part.micro_batches(before):
                     if lockstep:
                         strategy.next()
-                    with labelled("anybatch.micro_batch"):
+                    if labelled is None:
                         part.backward(part.evaluate(micro))
+                    else:
+                        with labelled("anybatch.micro_batch"):
+                            part.backward(part.evaluate(micro))
                     part.done()
                     if before.notes:
                         before.look()
@@ -400,11 +412,8 @@ def accompany(sums: Sums) -> None:
 
 def observe(gradient: Gradient, task: Task) -> None:
     """Show the finished gradient to callbacks: whole, unscaled, before clipping."""
-    if task.callbacks.gradients:
-        names = task.names()
-        core.call(
-            task.callbacks.gradients, {names[one]: core.whole(value) for one, value in gradient.items()}
-        )
+    names = task.names()
+    core.call(task.callbacks.gradients, {names[one]: core.whole(value) for one, value in gradient.items()})
 
 
 def put_back(before: Snapshot, sums: Sums, error: BaseException | None = None) -> None:
@@ -438,7 +447,7 @@ def report_of(
         updated=updated,
         cut=tuple(sums.rows),
         redone=len(sums.redone),
-        too_large=sums.too_large(),
+        too_large=sums.too_large() if sums.redone else 0,
         dropped=sums.dropped if agreed is None else agreed.dropped,
         scale=task.scale.value,
         update=task.progress.updates,

@@ -18,7 +18,7 @@ from anybatch.compare import (
     read_rows,
     refuse_what_depends_on_the_cut,
 )
-from anybatch.core import Batch, Padding, PlanError, StepReport, cut_sizes
+from anybatch.core import Batch, Padding, PlanError, StepReport
 from anybatch.engine import Plan, Progress, Task
 
 Kind = Literal["step", "add", "dry", "foresee", "recut"]
@@ -39,6 +39,7 @@ class Guard:
     ) -> None:
         self.batch_norm, self.checks, self._is_bounded = batch_norm, check, is_bounded
         self.updates = 0  # that were cut
+        self.is_due = True  # this update, once it is cut, is compared, whatever comes
         self._has_begun = False
         self._covers: dict[Hashable, Covers] = {}  # by the kind of rows
         self._has_warned = False
@@ -46,13 +47,9 @@ class Guard:
     def begin_update(self, progress: Progress) -> None:
         """Begin an update; it is counted once it is cut."""
         self._has_begun, progress.unchecked, progress.judge = False, "", None
-
-    @property
-    def is_due(self) -> bool:
-        """True if this update, once it is cut, is compared, whatever comes."""
-        count = self.updates + (not self._has_begun)
-        is_early = count <= _EARLY and count & (count - 1) == 0
-        return self.checks == "always" or is_early or count % _EARLY == 0
+        count = self.updates + 1
+        is_early = count <= _EARLY and count & self.updates == 0  # a power of two
+        self.is_due = is_early or count % _EARLY == 0 or self.checks == "always"
 
     def admit(
         self,
@@ -97,7 +94,7 @@ class Guard:
         if kind == "foresee" or (kind == "add" and not (plan.is_cut or added)):
             return
         covers = self.look(task, batch, plan, most, kept, added if kind == "add" else -1)
-        if covers is not None and kind == "step":
+        if covers is not None and kind == "step" and self.is_due and plan.is_cut:
             self.witness(task, batch, plan, room, covers, may_wait=may_wait)
 
     def witness(
@@ -165,7 +162,8 @@ class Guard:
                 for one in self._covers.values():
                     one.renew()
         covers = self.covers(batch)
-        smallest = min(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most))
+        size = plan.micro_batch if plan.is_cut else most
+        smallest = min(plan.cut) if plan.cut else batch.rows % size or size
         if not self._is_bounded and covers.wants(batch, smallest):
             tries = [rows for rows in (kept and joined(kept, batch), batch) if rows and rows.rows > 1]
             for rows in tries:  # a loss may hold what belongs to the rows of one `add`
@@ -182,7 +180,8 @@ class Guard:
 
     def covers(self, batch: Batch) -> Covers:
         """Return what was compared of rows of this kind: of these dtypes and numbers of dimensions."""
-        return self._covers.setdefault(kind_of(batch), Covers())
+        kind = kind_of(batch)
+        return self._covers.get(kind) or self._covers.setdefault(kind, Covers())
 
     def wants(self, batch: Batch) -> bool:
         """Return True if rows are to be compared, within a budget in parts of two."""

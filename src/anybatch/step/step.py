@@ -19,7 +19,7 @@ from anybatch.planner import PlanReport
 from anybatch.precision import LossScale, Masters, Precision, PrecisionName, at_work, find_precision
 from anybatch.recompute import choose_blocks
 from anybatch.state import Effects
-from anybatch.step.decide import Planning, whole_number
+from anybatch.step.decide import NO_LIMIT, Planning, whole_number
 from anybatch.step.guard import Guard
 from anybatch.step.length import in_order, noted
 from anybatch.step.options import DEFAULT, Options, known_keywords
@@ -180,7 +180,7 @@ class Step:
 
     def end(self, window: engine.Window) -> core.StepReport:
         """End a window with the update."""
-        with self.planning.lifted():
+        with NO_LIMIT if self.planning.limited_place is None else self.planning.lifted():
             return window.write()
 
     def _step(
@@ -208,7 +208,7 @@ class Step:
                 planned, running = planning.plan_for(task, whole)  # remembered; read where it is new
                 plan = planned if ordered is None else ordered.cut(planned, is_asked=planning.is_asked)
                 try:
-                    with planning.enforced(task, whole):
+                    with NO_LIMIT if planning.budget is None else planning.enforced(task, whole):
                         planning.guard.admit(
                             task,
                             batch,

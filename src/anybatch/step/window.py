@@ -13,7 +13,7 @@ from torch import Tensor
 from anybatch import core, engine
 from anybatch.compare import few_of, joined, whole_of
 from anybatch.core import torch_private as private
-from anybatch.step.decide import Planning
+from anybatch.step.decide import NO_LIMIT, Planning
 
 
 class Opener(Protocol):
@@ -100,7 +100,8 @@ class OpenWindow(engine.Window):
         """
         if others:
             refuse_others("add", others)
-        self._expect("open", "add a micro-batch")
+        if self._phase != "open":
+            self._expect("open", "add a micro-batch")
         token = core.running.set(True)
         try:
             self._add(micro)
@@ -113,8 +114,10 @@ class OpenWindow(engine.Window):
 
     def _add(self, micro: Any) -> None:
         began, task, planning = perf_counter(), self._task, self._step.planning
-        self._refuse_gradients()
-        self._refuse_unfrozen()
+        if any(map(is_not, map(_gradient_of, task.network.parameters), repeat(None))):
+            self._refuse_gradients()
+        if [*map(_is_trained, task.network.everyone)] != self._trained:
+            self._refuse_unfrozen()
         batch = engine.admit(micro, task, self._step.collate)
         if not batch.rows:
             raise core.BatchError(
@@ -124,7 +127,8 @@ class OpenWindow(engine.Window):
         if self._skipped is None:
             plan, running = self._plan(batch)
             self.reader = running.reader
-            with planning.enforced(task, batch), engine.context(plan, task):
+            limit = NO_LIMIT if planning.budget is None else planning.enforced(task, batch)
+            with limit, engine.context(plan, task):
                 part = self.add_rows(plan, batch)
             if self._skipped is None:
                 try:
@@ -246,8 +250,6 @@ class OpenWindow(engine.Window):
 
     def _refuse_gradients(self) -> None:
         """Drop gradients that are zero, and refuse others by name: between two `add`s there are none."""
-        if not any(map(is_not, map(_gradient_of, self._task.network.parameters), repeat(None))):
-            return
         found = [(p, p.grad) for p in self._task.network.parameters if p.grad is not None]
         names = self._task.names()
         wrong = [names[p] for p, gradient in found if not _is_zero(gradient)]
@@ -260,12 +262,11 @@ class OpenWindow(engine.Window):
         engine.clear([p for p, _ in found])
 
     def _refuse_unfrozen(self) -> None:
-        trained = [*map(_is_trained, self._task.network.everyone)]
-        if trained != self._trained:
-            raise core.WindowError(
-                f"Expected the same {sum(self._trained)} parameters to be trained throughout a window, got "
-                f"{sum(trained)}. Freeze and unfreeze between windows."
-            )
+        trained = sum(map(_is_trained, self._task.network.everyone))
+        raise core.WindowError(
+            f"Expected the same {sum(self._trained)} parameters to be trained throughout a window, got "
+            f"{trained}. Freeze and unfreeze between windows."
+        )
 
     def _expect(self, phase: str, wish: str) -> None:
         if self._phase != phase:
