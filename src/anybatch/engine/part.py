@@ -1,7 +1,7 @@
 """Part: the rows of one `add`, micro-batch by micro-batch: forward, backward, and what is left to do."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anybatch import core
 from anybatch.core import torch_private as private, tree
 from anybatch.engine.gradients import Apart, InPlace, accumulation_dtype
-from anybatch.engine.plan import FLOAT32, Plan
+from anybatch.engine.plan import Plan
 from anybatch.engine.sums import UNDECIDED, Division, Redone, Sums
 from anybatch.engine.task import Reader, Task
 from anybatch.losses import Evaluated, Loss, Share
@@ -55,14 +55,14 @@ class Ways:
         self.holds_whole = not is_whole or task.strategy.is_lockstep
         self.is_late = is_open or (plan.non_finite == "drop" and plan.is_cut)
         # each micro-batch is looked at before it is added
-        self.is_guarded = (plan.precision.loss_scale is not None or plan.non_finite == "drop") and not is_dry
+        self.is_guarded = (task.scale.is_on or plan.non_finite == "drop") and not is_dry
         self.is_lockstep = task.strategy.is_lockstep
         is_many = task.strategy.is_many
         self.adds_over_ranks = is_many and (self.is_lockstep or task.is_synced(plan))
         self.is_plain = not is_whole or self.loss.is_plain  # a window has opened its loss
-        precision, self.computing = plan.precision, None
-        if precision is not FLOAT32 and precision.is_mixed:
-            self.computing = partial(precision.computing, task.network.kinds)
+        self.computing = None
+        if plan.precision.is_mixed:
+            self.computing = partial(plan.precision.computing, task.network.kinds)
         self.can_add_in_place = task.network.is_wide
         if plan.accumulate != "auto":
             chosen = plan.accumulation_dtype
@@ -106,9 +106,9 @@ class Part:
         self.is_guarded = ways.is_guarded or tried.is_guarded
         self.sums = sums
         sums.redone += tried.redone
-        self.offset = self._first = 0  # rows and micro-batches of the window before these
+        self._window = window
         if window is not None:
-            sums.division, self.offset, self._first = window.division, window.total, len(window.rows)
+            sums.division = window.division
         self.tried, self._scale_limit = tried, tried.scale_limit
         self._share = share
         self._cut, self._done = ways.plan.parts, 0
@@ -121,7 +121,12 @@ class Part:
     @property
     def count(self) -> int:
         """Micro-batches that are done, with those of the window before these."""
-        return len(self.sums.rows) + self._first
+        return len(self.sums.rows) + (0 if self._window is None else len(self._window.rows))
+
+    @property
+    def offset(self) -> int:
+        """Rows of the window before these."""
+        return 0 if self._window is None else self._window.total
 
     @property
     def is_open(self) -> bool:
@@ -134,6 +139,17 @@ class Part:
         return self._cut.parts[self._done :]
 
     # ---- the order of the work
+
+    def listeners(self, before: Snapshot) -> tuple[Sequence[Callable[[], object]], ...]:
+        """Return what is called when the rows of a micro-batch are there, and when its gradient is added."""
+        begun = [self.task.strategy.next] if self.ways.is_lockstep else []
+        looks = [before.look] if before.notes else []
+        tells = [self._tell_done] if self.task.callbacks.micro_batch else []
+        return begun, [*looks, *tells]
+
+    def _tell_done(self) -> None:
+        event = core.MicroBatchDone(index=self.count - 1, rows=self.sums.rows[-1])
+        core.call(self.task.callbacks.micro_batch, event)
 
     def first_pass(self, passes: ExitStack, before: Snapshot) -> None:
         """Enter the loss's own context, in which a loss that mixes rows makes a pass over the whole batch."""
@@ -237,7 +253,8 @@ class Part:
         """Return the loss of these rows."""
         if self._share is None:
             return self.ways.loss
-        return self._share(self.offset + index[0], self.offset + index[-1] + 1)
+        first = self.offset + index[0]
+        return self._share(first, first + index[-1] + 1 - index[0])
 
     def evaluate(self, micro: core.Micro) -> Evaluated:
         """Run the model and the loss on the rows of a micro-batch."""

@@ -124,6 +124,7 @@ class Plan:
         """Return the plan as one JSON object; no clipping is null, because JSON knows no infinity."""
         values = dataclasses.asdict(self)
         del values["is_cut"]
+        values["precision"] = self.precision.to_dict()
         return json.dumps(values | {name: None for name in _CLIPS if math.isinf(values[name])})
 
     @staticmethod

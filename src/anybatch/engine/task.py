@@ -20,7 +20,7 @@ from anybatch.batchnorm import BatchNorm, frozen_batch_norms
 from anybatch.core import torch_private as private, tree
 from anybatch.engine.gradients import is_own_hook
 from anybatch.engine.network import Network
-from anybatch.engine.plan import FLOAT32, Plan
+from anybatch.engine.plan import Plan
 from anybatch.engine.strategy import Strategy
 from anybatch.engine.update import check_optimizers, check_schedulers, owned
 from anybatch.losses import Loss, SummedLoss, WholeBatch, check_loss, module_of, resolve, summed_loss
@@ -247,11 +247,7 @@ def context(plan: Plan, task: Task) -> AbstractContextManager[object]:
     """Set what holds throughout a step: arithmetic switches, frozen BatchNorms, policies of blocks."""
     norms = task.network.batch_norms if plan.batch_norm == "frozen" else ()
     precision = plan.precision
-    if (
-        norms
-        or plan.blocks
-        or (precision is not FLOAT32 and (precision.compute == "tf32" or precision.is_short))
-    ):
+    if norms or plan.blocks or precision.is_short or precision.compute == "tf32":
         return _context(plan, task, norms)
     return _NOTHING
 

@@ -29,6 +29,38 @@ from anybatch.losses import Share
 from anybatch.state import Snapshot, rng
 
 
+def fold(part: Part, before: Snapshot) -> None:
+    """Run forward and backward of every micro-batch: THE LOOP."""
+    strategy, has_profiler = part.task.strategy, private.has_caller_profiler()  # a label takes 11 us
+    begun, done = part.listeners(before)  # most steps have none
+    lockstep = strategy.is_lockstep  # then each micro-batch holds collectives
+    if lockstep:
+        strategy.open(part)
+    with ExitStack() as passes:
+        while part.left:
+            try:
+                if not (part.ways.is_plain or part.is_open):
+                    part.first_pass(passes, before)
+                for micro in part.micro_batches(before):
+                    for heard in begun:
+                        heard()
+                    if has_profiler:
+                        with record_function("anybatch.micro_batch"):
+                            part.backward(part.evaluate(micro))
+                    else:
+                        part.backward(part.evaluate(micro))
+                    part.done()
+                    del micro  # before the next one is made
+                    for heard in done:
+                        heard()
+            except Exception as error:
+                recover(error, part, before)
+        for rows in strategy.missing(part) if lockstep else ():
+            if not part.is_open:
+                part.first_pass(passes, before)
+            part.accompany(rows)
+
+
 class Finished(NamedTuple):
     """The finished gradient of a window, before anything is written."""
 
@@ -48,22 +80,6 @@ class Window:
         settings: how rows are computed; a plan.
         batch: the rows of a step; None for a window, whose rows come one micro-batch at a time.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_before",
-        "_has_written",
-        "_is_whole",
-        "_phase",
-        "_rows",
-        "_settings",
-        "_share",
-        "_skipped",
-        "_sums",
-        "_task",
-        "_ways",
-        "reader",
-    )
 
     def __init__(self, task: Task, settings: Plan, batch: core.Batch | None = None) -> None:
         self._task, self._settings, self._is_whole = task, settings, batch is not None
@@ -358,40 +374,6 @@ def carry_out(
     if task.callbacks.update:
         task.callbacks.tell(report)
     return report
-
-
-def fold(part: Part, before: Snapshot) -> None:
-    """Run forward and backward of every micro-batch: THE LOOP."""
-    told, strategy = part.task.callbacks.micro_batch, part.task.strategy
-    labelled = record_function if private.has_caller_profiler() else None  # a label takes 11 us
-    lockstep = strategy.is_lockstep  # then each micro-batch holds collectives
-    if lockstep:
-        strategy.open(part)
-    with ExitStack() as passes:
-        while part.left:
-            try:
-                if not (part.ways.is_plain or part.is_open):
-                    part.first_pass(passes, before)
-                for micro in part.micro_batches(before):
-                    if lockstep:
-                        strategy.next()
-                    if labelled is None:
-                        part.backward(part.evaluate(micro))
-                    else:
-                        with labelled("anybatch.micro_batch"):
-                            part.backward(part.evaluate(micro))
-                    part.done()
-                    if before.notes:
-                        before.look()
-                    if told:
-                        core.call(told, core.MicroBatchDone(index=part.count - 1, rows=len(micro.indices)))
-                    del micro  # before the next one is made
-            except Exception as error:
-                recover(error, part, before)
-        for rows in strategy.missing(part) if lockstep else ():
-            if not part.is_open:
-                part.first_pass(passes, before)
-            part.accompany(rows)
 
 
 def accompany(sums: Sums) -> None:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -56,9 +57,16 @@ class Precision:
     accumulate: str | None = None
     keep_float32: tuple[str, ...] = ()
     loss_scale: float | Literal["dynamic"] | None = None
+    # torch's autocast chooses the dtype of each operation
+    is_mixed: bool = dataclasses.field(init=False, repr=False, compare=False)
+    # weights are stored or values computed in 16 bits
+    is_short: bool = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keep_float32", _patterns(self.keep_float32))
+        put, is_mixed = partial(object.__setattr__, self), self.store is None and self.compute in _SHORT
+        put("keep_float32", _patterns(self.keep_float32))
+        put("is_mixed", is_mixed)
+        put("is_short", is_mixed or self.store is not None)
         for name, value, known in (("store", self.store, _SHORT), ("compute", self.compute, _COMPUTE)):
             if value is not None and value not in known:
                 raise PlanError(f"Expected {name} to be one of {known} or None, got {value!r}. Name one.")
@@ -80,16 +88,6 @@ class Precision:
             )
 
     @property
-    def is_short(self) -> bool:
-        """True if weights are stored or values computed in 16 bits."""
-        return self.store is not None or self.is_mixed
-
-    @property
-    def is_mixed(self) -> bool:
-        """True if torch's autocast chooses the dtype of each operation."""
-        return self.store is None and self.compute in _SHORT
-
-    @property
     def storage(self) -> torch.dtype | None:
         """The dtype of stored weights; None to leave them."""
         return None if self.store is None else getattr(torch, self.store)
@@ -106,7 +104,8 @@ class Precision:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values; `Precision(**values)` reads them."""
-        return dataclasses.asdict(self) | {"keep_float32": list(self.keep_float32)}
+        names = [field.name for field in dataclasses.fields(self) if field.init]
+        return {name: getattr(self, name) for name in names} | {"keep_float32": list(self.keep_float32)}
 
     def __str__(self) -> str:
         for name, one in NAMED.items():

@@ -160,9 +160,13 @@ class Step:
         if others:
             refuse_others("step", others)
         if self.open_window is not None:
-            self._refuse_open_window()
+            refuse_open(self.open_window)
         try:
-            return self._step(self._begun(), batch, self.end)
+            task, token = self._begun(), core.running.set(True)
+            try:
+                return self._step(task, batch, self.end)
+            finally:
+                core.running.reset(token)
         except BaseException as error:  # also before a window has begun
             self.strategy.abandon(error)
             raise
@@ -187,46 +191,35 @@ class Step:
         self, task: engine.Task, given: Any, end: Callable[[engine.Window], core.StepReport]
     ) -> core.StepReport:
         planning, strategy, order = self.planning, self.strategy, self.options.order
-        planning.guard.begin_update(task.progress)
+        guard, settings = planning.guard, planning.settings
+        guard.begin_update(task.progress)
         if strategy.is_many:
-            strategy.begin(task, planning.settings)
+            strategy.begin(task, settings)
         batch = whole = engine.admit(given, task, self.collate)  # refused at the door
         if strategy.is_elsewhere:
-            report = strategy.carry_out_elsewhere(task, batch, planning.settings, partial(Remote.of, self))
+            report = strategy.carry_out_elsewhere(task, batch, settings, partial(Remote.of, self))
             task.callbacks.tell(report)
             return report
         if not batch.rows:
-            if task.is_synced(planning.settings):
+            if task.is_synced(settings):
                 strategy.meet(task, 0)
-            return engine.carry_out(planning.settings, task, batch, end)
+            return engine.carry_out(settings, task, batch, end)
         ordered = None if order is None else in_order(order, task, batch)
-        if ordered is not None:
-            batch = ordered.batch
-        token = core.running.set(True)
-        try:
-            while True:
-                planned, running = planning.plan_for(task, whole)  # remembered; read where it is new
-                plan = planned if ordered is None else ordered.cut(planned, is_asked=planning.is_asked)
-                try:
-                    with NO_LIMIT if planning.budget is None else planning.enforced(task, whole):
-                        planning.guard.admit(
-                            task,
-                            batch,
-                            plan,
-                            planned.micro_batch,
-                            kind="step",
-                            room=planning.room,
-                            may_wait=end == self.end,
-                        )
-                        report = engine.carry_out(plan, running, batch, end)  # or all is as before
-                    break
-                except core.BlockError as error:
-                    if not planning.distrust(error.block, planned):  # it was asked for by name
-                        raise
-        finally:
-            core.running.reset(token)
-        failed = report.too_large if ordered is None else ordered.failed(planned, report)
-        planning.learn(task, whole, planned.micro_batch, failed)
+        batch = batch if ordered is None else ordered.batch
+        while True:
+            planned, running = planning.plan_for(task, whole)  # remembered; read where it is new
+            plan = planned if ordered is None else ordered.cut(planned, is_asked=planning.is_asked)
+            limit = NO_LIMIT if planning.budget is None else planning.enforced(task, whole)
+            most, room, may_wait = planned.micro_batch, planning.room, end == self.end
+            try:
+                with limit:
+                    guard.admit(task, batch, plan, most, kind="step", room=room, may_wait=may_wait)
+                    report = engine.carry_out(plan, running, batch, end)  # or all is as before
+                break
+            except core.BlockError as error:
+                if not planning.distrust(error.block, planned):  # it was asked for by name
+                    raise
+        planning.learn(task, whole, most, ordered.failed(planned, report) if ordered else report.too_large)
         return report
 
     def foresee(
@@ -271,7 +264,7 @@ class Step:
             6
         """
         if self.open_window is not None:
-            self._refuse_open_window()
+            refuse_open(self.open_window)
         if self.options.order is not None:
             raise core.WindowError(
                 f"Expected whole batches with order={self.options.order!r}, got a window, whose rows are "
@@ -412,9 +405,10 @@ class Step:
     def _checked(self, model: object, loss: object, optimizer: object, scheduler: object) -> Any:
         return engine.check_parts(model, loss, optimizer, scheduler)
 
-    def _refuse_open_window(self) -> None:
-        rows = 0 if self.open_window is None else self.open_window.rows
-        raise core.WindowError(
-            f"Expected no open window, got one with {rows} rows. Call close() on it for the update, or "
-            "discard() to drop its gradients; it is `step.open_window`."
-        )
+
+def refuse_open(window: OpenWindow) -> None:
+    """Raise WindowError for a step while a window is open."""
+    raise core.WindowError(
+        f"Expected no open window, got one with {window.rows} rows. Call close() on it for the update, or "
+        "discard() to drop its gradients; it is `step.open_window`."
+    )

@@ -6,25 +6,14 @@ from itertools import repeat
 from operator import attrgetter, is_not
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from anybatch import core, engine
 from anybatch.compare import few_of, joined, whole_of
 from anybatch.core import torch_private as private
-from anybatch.step.decide import NO_LIMIT, Planning
-
-
-class Opener(Protocol):
-    """The step that opens a window."""
-
-    collate: core.Collate | None
-    planning: Planning
-
-    def end(self, window: engine.Window) -> core.StepReport:
-        """Update, or hand the gradient over."""
-        ...
+from anybatch.step.decide import NO_LIMIT
 
 
 class OpenWindow(engine.Window):
@@ -47,9 +36,7 @@ class OpenWindow(engine.Window):
         ...     window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
     """
 
-    __slots__ = ("_adds", "_is_due", "_kept", "_report", "_seconds", "_sizes", "_step", "_trained")
-
-    def __init__(self, step: Opener, task: engine.Task) -> None:
+    def __init__(self, step: Any, task: engine.Task) -> None:
         with task.loss.along(core.OpenBatch(), (), task.model, lambda: None) as share:
             pass  # refused is a loss that needs the whole batch
         super().__init__(task, step.planning.settings)
