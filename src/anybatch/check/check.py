@@ -25,7 +25,7 @@ from anybatch.check.splits import (
     worst_of,
 )
 from anybatch.check.terms import TermTest
-from anybatch.core import BatchError, Collate, LossError, PlanError, html_table
+from anybatch.core import BatchError, Collate, LossError, PlanError, SampleBatch, batch_of, html_table
 from anybatch.engine import check_micro_batch
 from anybatch.losses import LossLike
 from anybatch.parallel import refuse_sharded, unwrapped
@@ -161,6 +161,9 @@ def check(
     refuse_without_data(model, loss)
     if micro_batch is not None:
         check_micro_batch(micro_batch)
+    found = batch_of(batch, collate)
+    if isinstance(found, SampleBatch):  # also a batch with columns
+        batch, collate = found.given, found.collate
     with untouched(model, loss):
         prepared = prepare(model, loss, batch, collate, micro_batch, rows, options.batch_norm, start)
         comparison, passes = _compare_cuts(prepared, micro_batch, start)

@@ -25,17 +25,17 @@ class Nest(NamedTuple):
     build: Build
 
 
-def flatten(tree: object) -> Nest:
+def flatten(tree: object, *, keeps: bool = False) -> Nest:
     """Return the tensors of a nested value with their paths.
 
     Containers: tuple and named tuple, list, any mapping (also `BatchEncoding`), dataclass instance. Leaves:
-    tensors and None; others raise BatchError, because they could not be cut along with rows. A mapping that
-    cannot be copied or written to is rebuilt as a plain dict.
+    tensors and None; others raise BatchError, because they could not be cut along with rows, unless the
+    nest `keeps` them. A mapping that cannot be copied or written to is rebuilt as a plain dict.
     """
     if type(tree) is tuple and len(tree) == 2 and type(tree[0]) is type(tree[1]) is Tensor:
         return Nest(_PAIR, tree, tuple)  # the usual batch, at a fraction of the time
     paths, leaves = list[str](), list[Tensor]()
-    build = _visit(tree, "", paths, leaves)
+    build = _visit(tree, "", paths, leaves, keeps)
     return Nest(tuple(paths), tuple(leaves), build)
 
 
@@ -52,7 +52,7 @@ def column(path: str) -> str:
 
 def map_leaves(function: Callable[[Tensor], Tensor], tree: object) -> Any:
     """Apply a function to every tensor of a nested value; return the same nest of the results."""
-    nest = flatten(tree)
+    nest = flatten(tree, keeps=True)
     return nest.build(function(leaf) for leaf in nest.leaves)
 
 
@@ -84,7 +84,8 @@ def parts(node: object) -> list[Any] | None:
     return [getattr(node, name) for name in _fields(node)] if _is_record(node) else None
 
 
-def _places(node: Any) -> list[str]:
+def places(node: Any) -> list[str]:
+    """Return the key, position or field of each of the `parts` of a container, as in a path."""
     if isinstance(node, (tuple, list)):
         return [f"[{index}]" for index in range(len(cast("Sequence[Any]", node)))]
     if isinstance(node, Mapping):
@@ -146,7 +147,15 @@ def _advice(node: object, path: str) -> str:
     return "Make it a tensor with one entry per row, or pass a list of samples to a step with a collate=."
 
 
-def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Build:
+def no_tensor(node: object, path: str) -> BatchError:
+    """Return the error for what is no tensor."""
+    return BatchError(
+        f"Expected tensors (or None) at every leaf of a batch, got a {type(node).__name__} at "
+        f"{path or 'the top'}. {_advice(node, path)}"
+    )
+
+
+def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor], keeps: bool) -> Build:
     if isinstance(node, Tensor):
         paths.append(path or "the batch itself")
         leaves.append(node)
@@ -155,12 +164,11 @@ def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Buil
         return lambda rest: None
     found = parts(node)
     if found is None:
-        raise BatchError(
-            f"Expected tensors (or None) at every leaf of a batch, got a {type(node).__name__} at "
-            f"{path or 'the top'}. {_advice(node, path)}"
-        )
-    places = zip(_places(node), found, strict=True)
-    builds = [_visit(part, f"{path}{place}", paths, leaves) for place, part in places]
+        if keeps:
+            return lambda rest: node
+        raise no_tensor(node, path)
+    pairs = zip(places(node), found, strict=True)
+    builds = [_visit(part, f"{path}{place}", paths, leaves, keeps) for place, part in pairs]
     fill = mould(node)
     return lambda rest: fill([build(rest) for build in builds])
 

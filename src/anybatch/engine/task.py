@@ -1,14 +1,14 @@
 """Task: model, loss, optimizers and batch, checked, and gathered anew if they change."""
 
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -312,19 +312,11 @@ def admit(batch: Any, task: Task, collate: core.Collate | None, *, anywhere: boo
     """
     if task.strategy.is_many and _is_empty(batch):
         return core.NoRows()
-    if collate is not None:
-        return core.SampleBatch(batch, collate)
-    logical = core.TensorBatch(batch)
-    if 1 < logical.rows <= len(logical.leaves) and _holds_samples(batch, logical.rows):
-        raise core.BatchError(
-            f"Expected tensors with the rows of the batch in front, got a list of {logical.rows} dicts for "
-            f"{logical.rows} rows, as if each were a sample. Pass collate= and a list of samples; if they "
-            "are no samples, a dict in place of the list."
-        )
+    logical = core.batch_of(batch, collate)
     # Where the loss is the caller's own function, that may move rows itself.
     if isinstance(task.loss, SummedLoss) and not anywhere:
         known = task.network.devices
-        strange = {leaf.device for leaf in logical.leaves} - known
+        strange = {leaf.device for leaf in getattr(logical, "leaves", ())} - known
         if strange and known:
             advice = (
                 "Move the batch there with .to(device), or write the loss as a function (model, micro) that "
@@ -345,20 +337,8 @@ def _is_empty(batch: Any) -> bool:
     """Return True if a rank has brought no rows: None, no samples, or tensors of none."""
     if batch is None or (isinstance(batch, list | tuple) and not batch):
         return True
-    leaves = tree.flatten(batch).leaves if not isinstance(batch, list) else ()
+    leaves = tree.flatten(batch, keeps=True).leaves if not isinstance(batch, list) else ()
     return bool(leaves) and all(leaf.dim() and not len(leaf) for leaf in leaves)
-
-
-def _holds_samples(value: Any, rows: int) -> bool:
-    """Return True if it has a list of so many mappings with the same keys, as labels of detection are."""
-    if isinstance(value, Mapping):
-        return any(_holds_samples(one, rows) for one in cast("Mapping[Any, Any]", value).values())
-    if not isinstance(value, list | tuple):
-        return False
-    entries = cast("Sequence[Any]", value)
-    kinds = {frozenset(one) if isinstance(one, Mapping) else None for one in entries}
-    is_of_samples = len(entries) == rows and len(kinds) == 1 and None not in kinds
-    return is_of_samples or any(_holds_samples(one, rows) for one in entries)
 
 
 def _names(devices: Set[torch.device]) -> str:

@@ -81,6 +81,23 @@ class Window:
         batch: the rows of a step; None for a window, whose rows come one micro-batch at a time.
     """
 
+    # A misspelt attribute of a window is an error.
+    __slots__ = (
+        "__weakref__",
+        "_before",
+        "_has_written",
+        "_is_whole",
+        "_phase",
+        "_rows",
+        "_settings",
+        "_share",
+        "_skipped",
+        "_sums",
+        "_task",
+        "_ways",
+        "reader",
+    )
+
     def __init__(self, task: Task, settings: Plan, batch: core.Batch | None = None) -> None:
         self._task, self._settings, self._is_whole = task, settings, batch is not None
         self._before: Snapshot = snapshot(task, core.OpenBatch() if batch is None else batch)

@@ -36,6 +36,8 @@ class OpenWindow(engine.Window):
         ...     window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
     """
 
+    __slots__ = ("_adds", "_is_due", "_kept", "_report", "_seconds", "_sizes", "_step", "_trained")
+
     def __init__(self, step: Any, task: engine.Task) -> None:
         with task.loss.along(core.OpenBatch(), (), task.model, lambda: None) as share:
             pass  # refused is a loss that needs the whole batch

@@ -1,0 +1,162 @@
+"""Columns of rows: lists with one entry for each row, such as the boxes of each image, cut as tensors are."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from anybatch.core import tree
+from anybatch.core.batch import Batch, Collate, SampleBatch, TensorBatch
+from anybatch.core.errors import BatchError
+
+
+def batch_of(value: Any, collate: Collate | None = None) -> Batch:
+    """Return the rows of a batch.
+
+    A list below the top of a batch is a column if it has one entry for each row, and its entries are not
+    tensors with the rows in their first axis: mappings, strings, numbers, tensors of other sizes. A batch
+    with columns becomes samples, and a `collate` that puts some of them into the caller's form.
+
+    Args:
+        value: a nest of tensors with the rows first, and of columns; with a `collate` a list of samples.
+        collate: builds a micro-batch from some samples.
+
+    Raises:
+        BatchError: sizes disagree, or a leaf has no rows.
+
+    Example:
+        >>> images = torch.zeros(3, 8)
+        >>> labels = [{"boxes": torch.zeros(count, 4)} for count in (2, 0, 1)]
+        >>> [len(micro[1]) for micro in batch_of((images, labels)).cut(2)]
+        [2, 1]
+    """
+    if collate is not None:
+        return SampleBatch(value, collate)
+    if type(value) is tuple and all(type(one) is Tensor for one in cast("tuple[Any, ...]", value)):
+        return TensorBatch(value)  # the usual case
+    lists = dict(_lists_in(value, "", is_top=True))
+    lone = cast("list[Any]", value) if isinstance(value, list) else []
+    if _are_alike(lone) and {len(lone)} >= _sizes_in(lone):
+        raise BatchError(
+            f"Expected tensors with the rows of the batch in front, got a list of {len(lone)} dicts, as if "
+            "each were a sample. Pass collate= and a list of samples; if they are no samples, a dict in "
+            "place of the list."
+        )
+    rows = _rows_of({*_sizes_beside(value)}, lists) if lists else 0
+    if not rows:
+        return TensorBatch(value)
+    column = _column(value, "", rows, is_top=True)
+    return SampleBatch([*map(column.row, range(rows))], column.collate)
+
+
+class _Column(NamedTuple):
+    row: Callable[[int], Any]  # what belongs to a row
+    collate: Callable[[Sequence[Any]], Any]  # what belongs to some rows, in the caller's form
+
+
+def _rows_of(beside: set[int | None], lists: Mapping[str, Sequence[Any]]) -> int:
+    """Return the number of rows if a list is a column of them; 0 if none is.
+
+    Args:
+        beside: the first sizes of tensors that are in no list.
+        lists: by path.
+    """
+    lengths = {*map(len, lists.values())}
+    sizes = beside or set().union(*map(_sizes_in, lists.values()))
+    if not beside and (len(sizes) != 1 or (len(lists) > 1 and any(map(_are_alike, lists.values())))):
+        sizes = lengths  # images of several sizes; images and their labels
+    rows = next(iter(sizes), None) or 0
+    columns = [pair for path, one in lists.items() for pair in _columns_in(one, path, rows)]
+    if not columns or len(beside) > 1:  # tensors that disagree: a batch of tensors says so
+        return 0
+    for path, one in columns:
+        shapes = {getattr(entry, "shape", None) for entry in one}
+        shape = shapes.pop() if beside and len(shapes) == 1 else None
+        if len(one) != rows or shape is not None:
+            said = f"tensors of shape {tuple(shape)}: stack them if they are rows" if shape else "entries"
+            raise BatchError(
+                f"Expected a list with one entry for each of the {rows} rows at {path}, or tensors with the "
+                f"rows in their first axis, got {len(one)} {said}. What all rows share belongs in the model "
+                "or the loss."
+            )
+    return rows
+
+
+def _columns_in(node: Any, path: str, rows: int) -> Iterator[tuple[str, Sequence[Any]]]:
+    if _is_list(node) and _is_column(node, rows):
+        yield path, node
+    elif (found := tree.parts(node)) is not None:
+        for place, one in zip(tree.places(node), found, strict=True):
+            yield from _columns_in(one, f"{path}{place}", rows)
+
+
+def _sizes_in(entries: Sequence[Any]) -> set[int | None]:
+    """Return the first sizes of all tensors in a list; None among them for other entries."""
+    try:
+        return {leaf.size(0) if leaf.dim() else None for leaf in tree.flatten(entries).leaves}
+    except BatchError:
+        return {None}
+
+
+def _is_column(entries: Sequence[Any], rows: int) -> bool:
+    """Return False for a list of tensors of all rows, as several targets are, and for one without tensors."""
+    return not _sizes_in(entries) <= {rows} or (_are_alike(entries) and len(entries) == rows)
+
+
+def _column(node: Any, path: str, rows: int, *, is_top: bool = False) -> _Column:
+    if isinstance(node, Tensor):
+        return _Column(node.__getitem__, _stacked)
+    if node is None:
+        return _Column(_nothing, _nothing)
+    if not is_top and _is_list(node) and _is_column(node, rows):
+        return _Column(node.__getitem__, tree.mould(node))
+    found = tree.parts(node)
+    if found is None:
+        raise tree.no_tensor(node, path)
+    places = zip(tree.places(node), found, strict=True)
+    inner, fill = [_column(one, f"{path}{place}", rows) for place, one in places], tree.mould(node)
+
+    def row(at: int) -> list[Any]:
+        return [one.row(at) for one in inner]
+
+    def collate(several: Sequence[Any]) -> Any:
+        return fill([one.collate(each) for one, each in zip(inner, zip(*several, strict=True), strict=True)])
+
+    return _Column(row, collate)
+
+
+def _stacked(several: Sequence[Tensor]) -> Tensor:
+    return torch.stack([*several])
+
+
+def _nothing(_: Any) -> None:
+    pass
+
+
+def _lists_in(node: Any, path: str, *, is_top: bool = False) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield the lists and tuples of a nest that are neither its top nor in another, by their paths."""
+    if not is_top and _is_list(node):
+        yield path, node
+    elif (found := tree.parts(node)) is not None:
+        for place, one in zip(tree.places(node), found, strict=True):
+            yield from _lists_in(one, f"{path}{place}")
+
+
+def _sizes_beside(node: Any, *, is_top: bool = True) -> Iterator[int | None]:
+    """Yield the first size of each tensor that is in no such list."""
+    if isinstance(node, Tensor):
+        yield node.size(0) if node.dim() else None
+    elif is_top or not _is_list(node):
+        for one in tree.parts(node) or ():
+            yield from _sizes_beside(one, is_top=False)
+
+
+def _is_list(node: Any) -> bool:
+    return isinstance(node, list | tuple) and not hasattr(node, "_fields") and len(node) > 0
+
+
+def _are_alike(entries: Sequence[Any]) -> bool:
+    """Return True for mappings with the same keys, as labels of samples are."""
+    kinds = {frozenset(one) if isinstance(one, Mapping) else None for one in entries}
+    return len(kinds) == 1 and None not in kinds

@@ -1,0 +1,147 @@
+"""Lists with one entry for each row are cut as tensors are."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch import BatchLoss, Options, Step, Total
+from anybatch.check import check
+from anybatch.core import BatchError, batch_of
+
+ROWS = 6
+
+
+def boxes(counts: tuple[int, ...] = (2, 0, 1, 3, 1, 2)) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "boxes": torch.rand(n, 4, generator=generator, dtype=torch.float64),
+            "class": torch.arange(n) % 3,
+        }
+        for n in counts
+    ]
+
+
+def images(rows: int = ROWS) -> Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def loose(rows: int = ROWS) -> list[Tensor]:
+    """As images of several heights."""
+    return [torch.ones(2 + row, 8, dtype=torch.float64) * row for row in range(rows)]
+
+
+Y = torch.zeros(ROWS, 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "wanted"),
+    [
+        ((images(), boxes()), [2, 2, 2]),
+        ((tuple(loose()), tuple(boxes())), [2, 2, 2]),  # as detection's collate gives them
+        ({"pixel_values": images(), "labels": boxes()}, [2, 2, 2]),
+        ({"x": images(), "names": [*"abcdef"], "y": Y}, [2, 2, 2]),
+        ((images(), [1, 2, 3, 4, 5, 6]), [2, 2, 2]),
+        ((images(), loose()), [2, 2, 2]),
+        ((images(), [boxes((6,) * 6)]), [1, 1, 1]),  # deep inside
+        (([torch.ones(3, 4, 4)] * 2, boxes((3, 3))), [2]),  # three colours, three boxes
+    ],
+)
+def test_a_column_is_cut_with_the_rows(batch: Any, wanted: list[int]) -> None:
+    found = batch_of(batch)
+    parts = list(found.cut(2))
+    kind = type(batch)
+    assert all(type(micro) is kind for micro in parts)
+    last = [[*micro.values()][1] if kind is dict else micro[1] for micro in parts]
+    assert [len(one) for one in last] == wanted
+    whole = next(iter(found.cut(found.rows)))
+    first = next(iter(whole.values())) if kind is dict else whole[0]
+    given = next(iter(batch.values())) if kind is dict else batch[0]
+    assert all(torch.equal(one, other) for one, other in zip(first, given, strict=True))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (images(), [Y, Y]),  # several targets
+        (images(), (Y, (Y, Y))),
+        (images(), [{"a": Y}, {"a": Y}]),  # a pair of what all rows have
+        (images(), [{"a": Y}, {"b": Y}, {"c": Y}, {"d": Y}, {"e": Y}, {"f": Y}]),
+        (images(), []),
+        (images(), [None, Y]),
+        ([Y, Y], [Y, Y]),
+    ],
+)
+def test_tensors_of_all_rows_in_a_list_are_no_column(batch: Any) -> None:
+    assert type(batch_of(batch)).__name__ == "TensorBatch"
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ((images(), boxes((1, 2))), ["each of the 6 rows at [1]", "got 2 entries"]),
+        ((images(), [*"abc"]), ["each of the 6 rows at [1]", "got 3 entries"]),
+        ((images(2), (torch.ones(1, 2, 8), torch.ones(1, 2, 8))), ["2 tensors of shape (1, 2, 8)"]),
+        ((images(), "names"), ["a str at [1]"]),
+        ((images(), torch.zeros(5)), ["agree in their first axis"]),
+        ((images(), torch.zeros(5), boxes()), ["agree in their first axis"]),
+    ],
+)
+def test_a_list_of_another_length_is_refused(batch: Any, words: list[str]) -> None:
+    with pytest.raises(BatchError) as caught:
+        batch_of(batch)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+class Detector(nn.Module):
+    """As many boxes as there are, each held against the row's own features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 4, dtype=torch.float64)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.body(pixels)
+
+
+def detection(model: nn.Module, micro: Any) -> Total:
+    found = model(micro[0])
+    each = [((one[None] - label["boxes"]) ** 2).sum() for one, label in zip(found, micro[1], strict=True)]
+    return Total(torch.stack(each).sum(), sum(len(label["boxes"]) for label in micro[1]))
+
+
+def gradient(how: str, size: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, batch = Detector(), (images(), boxes())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    if how == "loop":
+        total = detection(model, batch)
+        (total.sum / total.weight).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+    if how == "batch_loss":
+        BatchLoss(model, detection, micro_batch=size)(batch).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+    options = {"memory": "1GiB"} if how == "memory" else {"micro_batch": size}
+    step = Step(model, detection, optimizer, options=Options(check="always"), **options)
+    if how == "window":
+        with step.window() as window:
+            for start in range(0, ROWS, size):
+                window.add((batch[0][start : start + size], batch[1][start : start + size]))
+    else:
+        assert step(batch).rows == ROWS
+    return [one - p.detach() for one, p in zip(before, model.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 6])
+@pytest.mark.parametrize("how", ["step", "window", "batch_loss", "memory"])
+def test_a_detector_is_trained_exactly_through_every_door(how: str, size: int) -> None:
+    for one, other in zip(gradient("loop", size), gradient(how, size), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_check_takes_columns() -> None:
+    report = check(Detector(), detection, (images(), boxes()))
+    assert report.exact
