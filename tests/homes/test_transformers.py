@@ -324,3 +324,29 @@ def test_ready_trainer_is_transformers_own_with_the_mixin() -> None:
 
     assert issubclass(Trainer, transformers.Trainer)
     assert Trainer.__mro__[1] is WholeBatchTrainer
+
+
+def detector() -> Any:
+    pytest.importorskip("scipy")  # matches boxes
+    torch.manual_seed(0)
+    sizes = {"image_size": [32, 32], "patch_size": 16, "num_detection_tokens": 4, "num_labels": 3}
+    width = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.YolosForObjectDetection(transformers.YolosConfig(**sizes, **width, **quiet))
+
+
+def test_a_detector_with_labels_in_a_list_is_trained_uncut_to_the_bit_and_its_cut_is_refused() -> None:
+    draw = torch.Generator().manual_seed(1)
+    labels = [
+        {"class_labels": torch.arange(count) % 3, "boxes": torch.rand(count, 4, generator=draw) * 0.4 + 0.2}
+        for count in (2, 1, 3, 1)
+    ]
+    batch = {"pixel_values": torch.randn(4, 3, 32, 32, generator=draw), "labels": labels}
+    plain, ours = detector(), detector()
+    plain(**batch).loss.backward()
+    ab.BatchLoss(ours, ab.ModelLoss())(batch).backward()
+    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or other.grad is None or torch.equal(one.grad, other.grad)
+    with pytest.raises(LossError, match="a sum that is divided afterwards"):  # by the number of boxes
+        ab.BatchLoss(ours, ab.ModelLoss(), micro_batch=2)(batch)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.compare import choose_rows
-from anybatch.core import LossError, PlanError, TensorBatch
+from anybatch.core import LossError, PlanError, batch_of
 from anybatch.homes.entries import apart, replaced
 from anybatch.losses import Additive, LossLike, ModelLoss
 from anybatch.precision import Precision
@@ -202,8 +202,8 @@ class _Seam:
 
     def _tells(self, model: nn.Module, inputs: Any) -> bool | None:
         """Return True if the loss of two rows divides by the number of items; None if they have no loss."""
-        batch, trainer = TensorBatch(inputs), self._trainer
-        rows = batch.only(choose_rows(batch)(2)).whole if batch.rows > 1 else inputs
+        batch, trainer = batch_of(inputs), self._trainer
+        rows = next(batch.only(choose_rows(batch)(2)).cut(2)) if batch.rows > 1 else inputs
         count = self._count(rows)
         noted = ObjectState([trainer, model], but_for=[*model.parameters()])
 
