@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from anybatch.core import BatchError, RankError, TensorBatch, has_written, tree
-from anybatch.parallel import all_gather_rows, exchange, rank, ranks
+from anybatch.parallel import all_gather_rows, digest_of, exchange, rank, ranks
 from anybatch.state import rng
 from anybatch.step import Step
 from anybatch.train.interrupt import Interruption
-from anybatch.train.serialize import digest_of
 
 
 class Share:
@@ -136,7 +135,7 @@ class Share:
         """Meet; warn if buffers, which are not summed over ranks, differ between them."""
         if self.is_many:
             model = self._step.model
-            digest = digest_of({name: one.cpu() for name, one in model.named_buffers()}, "")
+            digest = digest_of(dict(model.named_buffers()), "")
             if len({one["digest"] for one in self.meet(place, digest=digest)}) > 1 and not self.rank:
                 warnings.warn(
                     f"Buffers of {type(model).__name__} differ between ranks: checkpoints have those of rank "
