@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard as Placed
 
 import anybatch as ab
 from anybatch.core.errors import RankError
@@ -399,6 +400,42 @@ def resharded(rank: int, size: int, path: str) -> list[dict[str, str]]:
             found.append(trained(shard(make(), mesh), path, group=group, updates=2, name="adamw"))
         dist.barrier()
     return found
+
+
+LAYOUTS: dict[str, tuple[tuple[int, ...], int]] = {  # a mesh, and the dimension that is cut
+    "rows": ((4,), 0),
+    "columns": ((4,), 1),
+    "replicas of rows": ((2, 2), 0),
+    "replicas of columns": ((2, 2), 1),
+}
+
+
+def laid_out(rank: int, size: int, path: str) -> list[str]:
+    """Save in each layout and load into each other one, also of fewer rows than ranks; what went wrong."""
+
+    def make(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        shape, dim = LAYOUTS[layout]
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 6)).double()
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "cuts")[-len(shape) :])
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda one: Placed(min(dim, one.ndim - 1)))
+        return model, torch.optim.AdamW(model.parameters())
+
+    wrong: list[str] = []
+    for there in LAYOUTS:
+        model, optimizer = make(there, 0)
+        model(torch.randn(3, 8).double()).sum().backward()
+        optimizer.step()
+        checkpoint.save(f"{path}/{there}", 1, model=model, optimizers=[optimizer])
+        expected = bits(model, optimizer)
+        for here in LAYOUTS:
+            model, optimizer = make(here, 1)
+            loaded(f"{path}/{there}", model=model, optimizers=[optimizer])
+            if bits(model, optimizer) != expected:
+                wrong.append(f"{there} -> {here}")
+    found = checkpoint.load(f"{path}/columns").model  # by this rank alone, and whole
+    expected = {name: one.full_tensor() for name, one in model.state_dict().items()}
+    return wrong + [name for name, one in found.items() if not torch.equal(one, expected[name])]
 
 
 def broken(rank: int, size: int, path: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from anybatch.parallel.group import (
     Group as Group,
     all_gather_rows as all_gather_rows,
     exchange as exchange,
+    gather_values as gather_values,
     rank as rank,
     ranks as ranks,
     start_under_torchrun as start_under_torchrun,

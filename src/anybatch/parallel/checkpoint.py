@@ -21,7 +21,7 @@ from torch import Tensor, equal, float32, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.core import SHORT_DTYPES, CheckpointError, torch_private as private, tree
+from anybatch.core import SHORT_DTYPES, CheckpointError, check_whole, torch_private as private, tree
 from anybatch.parallel import stored
 from anybatch.parallel.group import Group, exchange, rank, ranks
 from anybatch.parallel.serialize import Packer, parse, unpack
@@ -48,7 +48,17 @@ class Checkpoint:
     random: dict[str, Any]
 
     def __init__(self, path: Path, *, is_hashed: bool) -> None:
-        self.path, index = path, parse(_regular(path / INDEX).read_bytes())
+        self.path = path
+        try:
+            self._open(is_hashed)
+        except _DAMAGE as error:
+            raise CheckpointError(
+                f"{path}: expected what `save` wrote, got {type(error).__name__}: {error}. It is truncated, "
+                "damaged or of another program; use an earlier checkpoint."
+            ) from None
+
+    def _open(self, is_hashed: bool) -> None:
+        path, index = self.path, parse(_regular(self.path / INDEX).read_bytes())
         digest = index.pop("sha256")
         if (index["format"], _digest(index)) != (FORMAT, digest):
             raise ValueError(f"the format {index['format']!r}, or a {INDEX} whose SHA-256 differs")
@@ -78,7 +88,13 @@ class Checkpoint:
         def read(key: str) -> Any:
             return self.tensors[key].read(likes.get(key, likes.get(key.rpartition("/")[0])))
 
-        return unpack(self.packed[part], cache(read))  # tied tensors are one
+        try:
+            return unpack(self.packed[part], cache(read))  # tied tensors are one
+        except _DAMAGE as error:
+            raise CheckpointError(
+                f"{self.path}: expected the files that were verified, got {type(error).__name__}: {error}. "
+                "Leave them in place until they are read."
+            ) from error
 
 
 def save(
@@ -110,7 +126,7 @@ def save(
         masters: the float32 master weights (`Step.masters`), saved instead of the 16-bit weights.
         progress: nested numbers, strings, tuples, lists, dicts and tensors of the caller; those of rank 0.
         random: the random state, from `anybatch.state.rng.capture_process`.
-        keep: how many folders stay, at least 1. Those of later steps, which will be repeated, do not.
+        keep: how many folders stay, at least the new one. Those of later steps are deleted.
         group: the ranks of a sharded model; None for the default process group.
 
     Raises:
@@ -128,6 +144,8 @@ def save(
         >>> found.progress
         {'epoch': 1}
     """
+    check_whole("step", step, least=0)
+    check_whole("keep", keep, least=0)
     root, name, packer, modules = Path(path), f"step-{step:08}", Packer(), _modules(model, loss)
     writing, is_many, me = root / f".{name}.tmp", is_sharded(model), rank()
     members = dist.get_process_group_ranks(group) if is_many else [me]
@@ -178,7 +196,7 @@ def save(
         os.replace(writing, made)
         stored.sync_folder(root)
         earlier = [one for one in there if _order(one)[0] < step]
-        for old in {*there} - {*earlier[: keep - 1]}:
+        for old in {*there} - {*earlier[: max(keep, 1) - 1]}:
             shutil.rmtree(old, ignore_errors=True)
         return made.name
 
@@ -284,9 +302,8 @@ def whole(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of a sharded model, gathered to the host of rank 0; all ranks call it."""
     found: dict[str, Any] = {}
     for name, value in model.state_dict().items():
-        gathered = tree.whole(value) if isinstance(value, Tensor) else value
-        if not rank():
-            found[name] = gathered.cpu() if isinstance(gathered, Tensor) else gathered
+        gathered: Any = tree.whole(value)
+        found |= {} if rank() else {name: gathered.cpu() if isinstance(gathered, Tensor) else gathered}
     return found
 
 
@@ -321,20 +338,17 @@ def _newest(root: Path) -> Checkpoint:
             f"{root}: expected a checkpoint, which is a folder, got a file, or those of anybatch 0.2, which "
             "only that version reads (pickled files are never opened). Finish the run with it."
         )
-    errors: list[str] = []
+    errors: list[CheckpointError] = []
     for folder in [*folders(root), *folders(root / BEST)]:
         try:
             found = Checkpoint(folder, is_hashed=True)
-        except _DAMAGE as error:
-            errors.append(
-                f"{folder}: expected what `save` wrote, got {type(error).__name__}: {error}. It is "
-                "truncated, damaged or of another program; use an earlier checkpoint."
-            )
+        except CheckpointError as error:
+            errors.append(error)
             continue
         if errors:
             warnings.warn(f"{errors[0]} Going on from {folder} instead.", stacklevel=4)
         return found
-    raise CheckpointError((errors or [reason])[0])
+    raise errors[0] if errors else CheckpointError(reason)
 
 
 def _regular(path: Path) -> Path:

@@ -20,11 +20,8 @@ _CODES = {  # the names of dtypes in safetensors
     **{getattr(torch, f"float{bits}"): f"F{bits}" for bits in (64, 32, 16)},
     **{getattr(torch, f"int{bits}"): f"I{bits}" for bits in (64, 32, 16, 8)},
     **{getattr(torch, f"uint{bits}"): f"U{bits}" for bits in (64, 32, 16, 8)},
-    torch.bfloat16: "BF16",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
+    **dict(zip((torch.bfloat16, torch.bool, torch.complex64), ("BF16", "BOOL", "C64"), strict=True)),
+    **dict(zip((torch.float8_e4m3fn, torch.float8_e5m2), ("F8_E4M3", "F8_E5M2"), strict=True)),
 }
 Slices = tuple[int, dict[int, tuple[int, int]], tuple[int, int]]  # dimension, of each rank, of this rank
 

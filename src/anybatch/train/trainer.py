@@ -241,7 +241,7 @@ class Trainer:
             return
         _refuse_window(self.step, "save")
         given: dict[str, Any] = _parts(self.step) | self._rest() | {"group": self._share.group}
-        given["keep"] = 1 if Path(path).name == checkpoint.BEST else max(self.keep, 1)
+        given["keep"] = 1 if Path(path).name == checkpoint.BEST else self.keep
         made = checkpoint.save(path, self.steps, **given)
         if not self._share.rank and (errors := self._tell(self._everyone, "save", self, made)):
             raise errors[0]
