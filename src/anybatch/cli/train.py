@@ -94,7 +94,7 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "seconds": seconds,
         "samples_per_second": rows / seconds if seconds else 0.0,
         "peak_bytes": peak_bytes(device),
-        "checkpoint": str(checkpoint.folders(out)[0]),
+        "checkpoint": str((checkpoint.folders(out) or [out])[0]),
         "log": str(out / "log.jsonl"),
         **({"servers": dict(strategy.counts)} if isinstance(strategy, ParameterServer) else {}),
     }

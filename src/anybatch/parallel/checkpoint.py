@@ -21,7 +21,7 @@ from torch import Tensor, equal, float32, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.core import SHORT_DTYPES, CheckpointError, check_whole, torch_private as private, tree
+from anybatch.core import SHORT_DTYPES, CheckpointError, check_whole, is_shard, torch_private as private, tree
 from anybatch.parallel import stored
 from anybatch.parallel.group import Group, exchange, rank, ranks
 from anybatch.parallel.serialize import Packer, parse, unpack
@@ -83,10 +83,14 @@ class Checkpoint:
         return found
 
     def read(self, part: str, likes: Mapping[str, Any] = MappingProxyType({})) -> Any:
-        """Read a part once more; for DTensors in `likes`, by key or its start, only this rank's slices."""
+        """Read a part once more; for DTensors in `likes`, by key or its start, only this rank's slices.
+
+        The slices of weights are local tensors on the CPU, those of optimizers DTensors.
+        """
 
         def read(key: str) -> Any:
-            return self.tensors[key].read(likes.get(key, likes.get(key.rpartition("/")[0])))
+            like = likes.get(key, likes.get(key.rpartition("/")[0]))
+            return self.tensors[key].read(like, is_local=part != "optimizers")
 
         try:
             return unpack(self.packed[part], cache(read))  # tied tensors are one
@@ -285,8 +289,14 @@ def restore(
         for (_, state, _), optimizer in zip(found["optimizers"], optimizers, strict=True):
             _load_optimizer(optimizer, state)
         for part, module in reversed(modules.items()):
-            named = {name: found[part][private.plain_name(name)] for name in module.state_dict()}
-            masters.load_state_dict(module, named)
+            weights = module.state_dict()
+            for name, value in weights.items():
+                saved = found[part][private.plain_name(name)]
+                if is_shard(value):  # in place: there may be no room for more on the device
+                    private.local(value).copy_(saved)
+                else:
+                    weights[name] = saved
+            masters.load_state_dict(module, weights)
     except Exception as error:
         for optimizer, (state, groups) in zip(optimizers, before, strict=True):
             optimizer.__setstate__({"state": state, "param_groups": groups})

@@ -101,12 +101,15 @@ class Stored:
     def _part(self, rows: int) -> tuple[int, ...]:
         return (*self._sizes[: self.dim], rows, *self._sizes[self.dim + 1 :])
 
-    def read(self, like: Any = None) -> Any:
-        """Read the tensor; for a DTensor of its shape only this rank's slice, as such a DTensor."""
+    def read(self, like: Any = None, *, is_local: bool = False) -> Any:
+        """Read the tensor; for a DTensor of its shape only this rank's slice, as such a DTensor or local."""
         if not is_shard(like) or like.shape != self.shape:
             return self._read(self.dim, 0, self._sizes[self.dim]).reshape(self.shape)
         dim, _, (start, stop) = slices_of(like)
-        mine = self._read(dim, start, stop).reshape(local(like).shape).to(local(like).device)
+        mine = self._read(dim, start, stop).reshape(local(like).shape)
+        if is_local:
+            return mine
+        mine = mine.to(local(like).device)
         kind = {"shape": like.shape, "stride": like.stride(), "run_check": False}
         return type(like).from_local(mine, like.device_mesh, like.placements, **kind)
 

@@ -477,7 +477,8 @@ def _how_to_go_on(trainer: Trainer) -> str:
     out = trainer.out
     saved = "nothing was saved, as out= is None"
     if out is not None:
-        saved = f"{checkpoint.folders(out)[0]} is saved; go on with trainer.resume({str(out)!r}) and fit()"
+        last = (checkpoint.folders(out) or [out])[0]
+        saved = f"{last} is saved; go on with trainer.resume({str(out)!r}) and fit()"
     return f"stopped at update {trainer.updates}; {saved}"
 
 
