@@ -20,7 +20,11 @@ from anybatch.parallel.parameter_server import ParameterServer as ParameterServe
 from anybatch.parallel.replicate import Replicate as Replicate
 from anybatch.parallel.serialize import Packer as Packer, digest_of as digest_of
 from anybatch.parallel.shard import Shard as Shard
-from anybatch.parallel.stored import sync_folder as sync_folder, write_tensors as write_tensors
+from anybatch.parallel.stored import (
+    sync_folder as sync_folder,
+    whole_state as whole_state,
+    write_tensors as write_tensors,
+)
 from anybatch.parallel.wrappers import (
     StrategyName as StrategyName,
     choose_strategy as choose_strategy,

@@ -21,7 +21,7 @@ from torch import Tensor, equal, float32, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.core import SHORT_DTYPES, CheckpointError, check_whole, is_shard, torch_private as private, tree
+from anybatch.core import SHORT_DTYPES, CheckpointError, check_whole, is_shard, torch_private as private
 from anybatch.parallel import stored
 from anybatch.parallel.group import Group, exchange, rank, ranks
 from anybatch.parallel.serialize import Packer, parse, unpack
@@ -137,16 +137,6 @@ def save(
         CheckpointError: a value cannot be written without pickle, or a rank cannot write. Earlier folders are
             unchanged.
         RankError: a rank has ended.
-
-    Example:
-        >>> from tempfile import mkdtemp
-        >>> model, folder = nn.Linear(3, 2), mkdtemp()
-        >>> save(folder, 10, model=model, progress={"epoch": 1}).name
-        'step-00000010'
-        >>> found = load(folder)
-        >>> restore(found, model=model)
-        >>> found.progress
-        {'epoch': 1}
     """
     check_whole("step", step, least=0)
     check_whole("keep", keep, least=0)
@@ -306,15 +296,6 @@ def restore(
             f"{checkpoint.path}: expected a state that the model, optimizers and schedulers take, got "
             f"{type(error).__name__}: {error}. Make them as they were when the checkpoint was written."
         ) from error
-
-
-def whole(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a sharded model, gathered to the host of rank 0; all ranks call it."""
-    found: dict[str, Any] = {}
-    for name, value in model.state_dict().items():
-        gathered: Any = tree.whole(value)
-        found |= {} if rank() else {name: gathered.cpu() if isinstance(gathered, Tensor) else gathered}
-    return found
 
 
 def folders(root: Path) -> list[Path]:

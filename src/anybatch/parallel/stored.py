@@ -11,9 +11,10 @@ from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from anybatch.core import CheckpointError, is_shard, local
+from anybatch.core import CheckpointError, is_shard, local, tree
+from anybatch.parallel.group import rank
 from anybatch.parallel.serialize import bytes_of
 
 _CODES = {  # the names of dtypes in safetensors
@@ -23,7 +24,6 @@ _CODES = {  # the names of dtypes in safetensors
     **dict(zip((torch.bfloat16, torch.bool, torch.complex64), ("BF16", "BOOL", "C64"), strict=True)),
     **dict(zip((torch.float8_e4m3fn, torch.float8_e5m2), ("F8_E4M3", "F8_E5M2"), strict=True)),
 }
-Slices = tuple[int, dict[int, tuple[int, int]], tuple[int, int]]  # dimension, of each rank, of this rank
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -128,10 +128,11 @@ class Stored:
         return torch.cat(parts, self.dim)
 
 
-def slices_of(value: Any, writer: int = 0) -> Slices:
-    """Return how a tensor is cut over ranks; one that is not cut is written by `writer` alone.
+def slices_of(value: Any, writer: int = 0) -> tuple[int, dict[int, tuple[int, int]], tuple[int, int]]:
+    """Return the dimension along which a tensor is cut, the slice of each rank that writes, and the own one.
 
-    Raises CheckpointError for a DTensor that is cut along two axes of its mesh, or holds parts of a sum.
+    One that is not cut is written by `writer` alone. Raises CheckpointError for a DTensor that is cut along
+    two axes of its mesh, or holds parts of a sum.
     """
     whole = 0, [*value.shape, 1][0]
     if not is_shard(value):
@@ -152,3 +153,12 @@ def slices_of(value: Any, writer: int = 0) -> Slices:
     slices = [(min(at * each, size), min((at + 1) * each, size)) for at in range(len(members))]
     written = {int(one): place for one, place in zip(members, slices, strict=True) if place[0] < place[1]}
     return dim, written if value.numel() else {}, slices[value.device_mesh.get_coordinate()[axis]]
+
+
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a sharded model, gathered to the host of rank 0; all ranks call it."""
+    found: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        gathered: Any = tree.whole(value)
+        found |= {} if rank() else {name: gathered.cpu() if isinstance(gathered, Tensor) else gathered}
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 from anybatch import core
 from anybatch.engine import learning_rate_of
 from anybatch.losses import summed_loss
-from anybatch.parallel import checkpoint
+from anybatch.parallel import checkpoint, whole_state
 from anybatch.state import rng
 from anybatch.step import Step, known_keywords
 from anybatch.train.callbacks import EMA, load_states, states
@@ -219,7 +219,7 @@ class Trainer:
         Raises:
             CheckpointError: the file cannot be written.
         """
-        state = checkpoint.whole(self.step.model) if self._share.is_lockstep else None
+        state = whole_state(self.step.model) if self._share.is_lockstep else None
         if self._share.rank:
             return
         with ExitStack() as stack:
