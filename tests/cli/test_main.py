@@ -42,7 +42,7 @@ def test_train_then_evaluate(mnist: Path, tmp_path: Path, capsys: pytest.Capture
     arguments = ["lenet5", "--data", mnist, *FAST, "--epochs", 4, "--out", out, "--json"]
     code, printed, _ = run(capsys, "train", *arguments)
     told = json.loads(printed)
-    assert (code, told["updates"], told["checkpoint"]) == (0, 4 * 4, str(out / "last.safetensors"))
+    assert (code, told["updates"], told["checkpoint"]) == (0, 4 * 4, str(out / "step-00000016"))
     assert told["accuracy"] > 0.9
     assert min(told[name] for name in ("loss", "seconds", "samples_per_second", "peak_bytes")) > 0, told
     assert "Infinity" not in (out / "settings.json").read_text()  # of --clip-norm: it is no JSON
@@ -66,22 +66,22 @@ def test_export_writes_weights_that_load(
     code, printed, _ = run(capsys, "train", *arguments)
     assert (code, printed.splitlines()[1]) == (
         0,
-        f"checkpoint  {out / 'last.safetensors'}",
+        f"checkpoint  {out / 'step-00000006'}",
     )
     assert "stopped     validation accuracy has not become better for 1 epochs" in printed
-    assert [path.name for path in out.glob("step-*")] == ["step-00000006.safetensors"]
+    assert [path.name for path in out.glob("step-*")] == ["step-00000006"]
     found: dict[str, Any] = {}
     for name, options in (("a.pt", []), ("b.pt", ["--ema"])):
         code, printed, _ = run(capsys, "export", out, "--out", tmp_path / name, *options, "--json")
         assert (code, json.loads(printed)["tensors"]) == (0, 10)
         found[name] = torch.load(tmp_path / name, weights_only=True)
-    kept = checkpoint.load(out / "best.safetensors")
+    kept = checkpoint.load(out / "best")
     assert same(dict(found["a.pt"]), kept.model)
     assert same(dict(found["b.pt"]), dict(kept.progress["callbacks"][0][1]["average"]))
     run(capsys, "train", "lenet5", "--data", mnist, *FAST, "--epochs", 1, "--out", tmp_path / "plain")
     for where, told in (
         (tmp_path / "plain", "with 0 averages. Train with --ema"),
-        (mnist, "no file of that"),
+        (mnist, "got no folder with one"),
     ):
         code, _, error = run(capsys, "export", where, "--out", tmp_path / "c.pt", "--ema")
         assert code == 1
@@ -114,7 +114,7 @@ def test_a_resumed_run_ends_like_an_undisturbed_one_and_is_evaluated(
     logged = [json.loads(line) for line in (tmp_path / "parts/log.jsonl").read_text().splitlines()]
     rates = [one["learning_rate"] for one in logged if one["event"] == "step"]
     assert rates == pytest.approx([rates[-1] / 3, rates[-1] * 2 / 3, *[rates[-1]] * 10])
-    whole, parts = (checkpoint.load(tmp_path / name / "last.safetensors") for name in ("whole", "parts"))
+    whole, parts = (checkpoint.load(tmp_path / name) for name in ("whole", "parts"))
     assert code == 0
     assert same(whole.model, parts.model)
     assert whole.progress["scale"] == parts.progress["scale"]
@@ -150,7 +150,7 @@ def test_resume_and_the_folder_are_enough(
     assert (settings["epochs"], settings["micro_batch"], settings["batch_size"]) == (2, 3, 16)
     code, printed, _ = run(capsys, "train", "--resume", "run", "--epochs", 3, "--micro-batch", 5, "--quiet")
     assert (code, "best" in printed) == (0, True)
-    whole, parts = (checkpoint.load(tmp_path / name / "last.safetensors") for name in ("whole", "run"))
+    whole, parts = (checkpoint.load(tmp_path / name) for name in ("whole", "run"))
     assert whole.progress["run"] == parts.progress["run"]
     assert whole.progress["updates"] == parts.progress["updates"] == 3 * 3
     code, printed, _ = run(capsys, "train", "--resume", "run", "--json")  # to epoch 3, which is done
@@ -170,12 +170,12 @@ def test_resume_and_the_folder_are_enough(
 def test_resume_refuses_options_that_the_run_did_not_have(
     started: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str
 ) -> None:
-    before = {path.name: path.read_bytes() for path in started.iterdir()}
+    before = {path: path.read_bytes() for path in started.rglob("*") if path.is_file()}
     code, printed, error = run(capsys, "train", "--resume", started, "--epochs", 2, *more)
     assert (code, printed) == (1, "")
     assert words in error
     assert "Leave them out, or start a new run" in error
-    assert {path.name: path.read_bytes() for path in started.iterdir()} == before
+    assert {path: path.read_bytes() for path in started.rglob("*") if path.is_file()} == before
     again = ["lenet5", *FAST, *STARTED, "--epochs", 2]  # the same once more is no contradiction
     assert run(capsys, "train", *again, "--resume", started, "--out", started)[0] == 0
 

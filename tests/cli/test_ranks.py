@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from anybatch.parallel.checkpoint import load
 from anybatch.testing import tolerance
-from anybatch.train.checkpoint import load
 
 FLOAT64 = tolerance(torch.float64, 1000)
 FLOAT32 = tolerance(torch.float32, 100)
@@ -101,10 +101,10 @@ def test_a_killed_rank_ends_all_with_one_sentence_and_the_run_goes_on(tmp_path: 
         _, err = one.communicate(timeout=WAIT)
     assert one.returncode == 130
     assert err == f"anybatch train: interrupted. {go_on}"
-    epochs = str(load(tmp_path / "run" / "last.safetensors").progress["epoch"] + 2)
+    epochs = str(load(tmp_path / "run").progress["epoch"] + 2)
     assert run(tmp_path, "--resume", "run", *options, epochs)[0] == 0  # on two ranks, as it was started
     assert run(tmp_path, "own:task", "--batch-size", "6", "--out", "alone", *options, epochs)[0] == 0
-    found, expected = [load(tmp_path / name / "last.safetensors") for name in ("run", "alone")]
+    found, expected = [load(tmp_path / name) for name in ("run", "alone")]
     assert found.progress["updates"] == expected.progress["updates"]
     for name, weight in expected.model.items():
         torch.testing.assert_close(found.model[name], weight, rtol=FLOAT64, atol=FLOAT64)

@@ -88,7 +88,7 @@ def test_a_function_is_trained_resumed_and_evaluated(
     assert run(capsys, *command, "--epochs", 1, "--out", "parts")[0] == 0
     code, printed, error = run(capsys, "train", "--resume", "parts", "--epochs", 3, "--json")
     assert (code, json.loads(printed)["updates"]) == (0, 3 * (3 if function == "held_out" else 2)), error
-    whole, parts = (checkpoint.load(Path(name, "last.safetensors")) for name in ("whole", "parts"))
+    whole, parts = (checkpoint.load(Path(name)) for name in ("whole", "parts"))
     assert same(whole.model, parts.model)
     kinds = {"held_out": "SGD", "own_optimizer": "Adam"}
     assert json.loads(Path("parts/settings.json").read_text())["recipe"] == f"{here}:{function}"
@@ -138,7 +138,7 @@ def test_a_run_records_its_gradient_flow_within_the_budget_and_shows_it(
         assert (flows(memory)[1]["ratio"][1] is not None) is has_ratio
     monkeypatch.setattr("anybatch.cli.train.GradientFlow", lambda model, ratio: [].append)
     run(capsys, *command, "--epochs", 8, "--out", "without")
-    ends = [checkpoint.load(Path(name, "last.safetensors")).model for name in ("whole", "parts", "without")]
+    ends = [checkpoint.load(Path(name)).model for name in ("whole", "parts", "without")]
     assert same(ends[0], ends[1])
     assert same(ends[0], ends[2])
 
@@ -296,6 +296,6 @@ def test_a_compiled_run_gives_the_numbers_of_a_plain_one_and_goes_on_as_such(tmp
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert main([*asked, "--out", str(plain)]) == 0
-    ends = [checkpoint.load(folder / "last.safetensors").model for folder in (ours, plain)]
+    ends = [checkpoint.load(folder).model for folder in (ours, plain)]
     assert relative_error(*ends) <= tolerance(torch.float32, 10**4)
     assert main(["train", "--resume", str(ours), "--no-compile", "--epochs", "2", "--quiet"]) == 0

@@ -8,6 +8,7 @@ each life ended is JSON on standard output.
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -22,13 +23,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from anybatch import EMA, EarlyStopping
 from anybatch.core import MicroBatchDone
-from anybatch.train.folder import LAST
+from anybatch.parallel import checkpoint
 from anybatch.train.trainer import Trainer
 from tests.train.runs import EPOCHS, TRAIN, make_rows, make_trainer
 
 Death = list[Any]
 NEVER: Death = ["never", 0]
-REPLACE = os.replace
+REPLACE, REMOVE = os.replace, shutil.rmtree
 
 
 def die() -> None:
@@ -54,7 +55,7 @@ def born(life: Callable[[], object], killed_after_s: float | None = None) -> int
 
 
 def make(out: Path | None, **options: Any) -> Trainer:
-    """From a loader, with callbacks that have a state, and checkpoints that are numbered."""
+    """From a loader, with callbacks that have a state, and two checkpoints."""
     rows = DataLoader(TensorDataset(*make_rows(TRAIN)), batch_size=3, shuffle=True)
     stopping = EarlyStopping("accuracy", patience=EPOCHS, larger_is_better=True)
     kept = {"save_every": 1, "keep": 2} if out else {}
@@ -71,22 +72,30 @@ def train(folder: Path, death: Death) -> None:
             die()
 
     def replace_or_die(source: Path, target: Path) -> None:
-        name = "numbered" if target.name.startswith("step-") else target.name
+        is_checkpoint = target.name.startswith("step-")
+        name = ("best" if target.parent.name == "best" else "last") if is_checkpoint else target.name
         reap("before " + name)  # the new file is written, the old one still in place
         REPLACE(source, target)
         reap("after " + name)
 
+    def remove_or_die(path: Path, **options: Any) -> None:
+        reap("before deleting")
+        if path.exists():
+            next(path.iterdir()).unlink()
+            reap("while deleting")
+        REMOVE(path, **options)
+
     def listen(event: object) -> None:
         reap("micro-batch" if isinstance(event, MicroBatchDone) else "update")
 
-    os.replace = replace_or_die
+    os.replace, shutil.rmtree = replace_or_die, remove_or_die
     # Syncing takes most of the time, and saves from power cuts, not from kills.
     os.fsync = lambda descriptor: None
     trainer = make(folder, listen=listen)
     trainer.step.model.register_forward_pre_hook(lambda module, inputs: reap("forward"))
     for parameter in trainer.step.model.parameters():
         parameter.register_hook(lambda gradient: reap("backward"))
-    if (folder / LAST).exists():
+    if checkpoint.has_run(folder):
         trainer.resume(folder)
     trainer.fit(epochs=EPOCHS)
 

@@ -195,7 +195,7 @@ def a_training_stopped_and_resumed_is_not_interrupted(stops: list[int], kind: st
                     raise KeyboardInterrupt
 
             trainer = make_trainer(folder, kind, listen=listen, save_every=1)
-            if (folder / "last.safetensors").exists():
+            if [*folder.glob("step-*")]:
                 trainer.resume(folder)
             elif any(folder.iterdir()):
                 trainer = make_trainer(None, kind, listen=listen)

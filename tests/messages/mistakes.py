@@ -394,7 +394,7 @@ COMMANDS: Mistakes = {
     "plan lenet5 --batch-size -3": ("--batch-size to be at least 1, got -3",),
     "plan lenet6": ("Expected a target, got 'lenet6'",),
     "eval nowhere.safetensors": ("nowhere.safetensors", "Check the path"),
-    "eval notes.txt": ("notes.txt", "safetensors"),
+    "eval notes.txt": ("notes.txt", "got a file"),
     "report nowhere": ("nowhere",),
 }
 

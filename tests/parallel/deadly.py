@@ -26,7 +26,6 @@ from anybatch.parallel.on_ray import RayCluster
 from anybatch.parallel.scheduler import Scheduler
 from anybatch.parallel.server import ServerShard
 from anybatch.parallel.worker import Worker
-from anybatch.train.folder import LAST
 from tests.faults.mortal import REPLACE, born, make
 from tests.faults.test_kill import assert_same_end
 from tests.parallel.inline import Inline
@@ -116,7 +115,7 @@ def train(out: Path, server: ParameterServer) -> None:
     """To the end, from where the last one came to."""
     step = make_step("AdamW", batch_norm="frozen", micro_batch=1, strategy=server)
     trainer = make(out, step=step)
-    if (out / LAST).exists():
+    if [*out.glob("step-*")]:
         trainer.resume(out)
     trainer.fit(epochs=EPOCHS)
     server.stop()

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard as Placed
 
 import anybatch as ab
 from anybatch.core.errors import RankError
-from anybatch.parallel import Shard, rank as rank_of, ranks, shard_files
+from anybatch.parallel import Shard, checkpoint, rank as rank_of, ranks
 from tests.parallel.cases import digest, draw_sizes, share
 from tests.parallel.sharded import OPTIMIZERS, WORDS, error_of, make, rows, said_by, shard, tokens, whole
 
@@ -362,16 +363,25 @@ def trained(
     everything = {"model": parts, "optimizers": [optimizer], "schedulers": [scheduler], "group": group}
     found, done = {}, 0
     if Path(path).exists():
-        done = shard_files.restore(path, **everything)["done"]
+        done = loaded(path, **everything)["done"]
         found["loaded"] = bits(parts, optimizer) + str(optimizer.param_groups[0]["lr"])
     size, rank = ranks(group), rank_of(group)
     for number in range(updates):
         batch = rows(7, seed=number)
         step(share(batch, draw_sizes(random.Random(number), 7, size), rank))
     if updates or save_at:
-        shard_files.save(path, save_at or done + updates, progress={"done": done + updates}, **everything)
+        checkpoint.save(
+            path, save_at or done + updates, progress={"done": done + updates}, keep=2, **everything
+        )
         found["saved"] = bits(parts, optimizer) + str(optimizer.param_groups[0]["lr"])
     return found
+
+
+def loaded(path: str, *, group: Any = None, **everything: Any) -> dict[str, Any]:
+    """Load the newest checkpoint by all ranks; return what the caller had saved in it."""
+    found = checkpoint.load(path, is_many=True, group=group)
+    checkpoint.restore(found, **everything, group=group)
+    return found.progress
 
 
 def bits(parts: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -392,6 +402,42 @@ def resharded(rank: int, size: int, path: str) -> list[dict[str, str]]:
     return found
 
 
+LAYOUTS: dict[str, tuple[tuple[int, ...], int]] = {  # a mesh, and the dimension that is cut
+    "rows": ((4,), 0),
+    "columns": ((4,), 1),
+    "replicas of rows": ((2, 2), 0),
+    "replicas of columns": ((2, 2), 1),
+}
+
+
+def laid_out(rank: int, size: int, path: str) -> list[str]:
+    """Save in each layout and load into each other one, also of fewer rows than ranks; what went wrong."""
+
+    def make(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        shape, dim = LAYOUTS[layout]
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 6)).double()
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "cuts")[-len(shape) :])
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda one: Placed(min(dim, one.ndim - 1)))
+        return model, torch.optim.AdamW(model.parameters())
+
+    wrong: list[str] = []
+    for there in LAYOUTS:
+        model, optimizer = make(there, 0)
+        model(torch.randn(3, 8).double()).sum().backward()
+        optimizer.step()
+        checkpoint.save(f"{path}/{there}", 1, model=model, optimizers=[optimizer])
+        expected = bits(model, optimizer)
+        for here in LAYOUTS:
+            model, optimizer = make(here, 1)
+            loaded(f"{path}/{there}", model=model, optimizers=[optimizer])
+            if bits(model, optimizer) != expected:
+                wrong.append(f"{there} -> {here}")
+    found = checkpoint.load(f"{path}/columns").model  # by this rank alone, and whole
+    expected = {name: one.full_tensor() for name, one in model.state_dict().items()}
+    return wrong + [name for name, one in found.items() if not torch.equal(one, expected[name])]
+
+
 def broken(rank: int, size: int, path: str) -> dict[str, Any]:
     """A save that fails at the last moment, and one whose files are damaged afterwards."""
     told: dict[str, Any] = {}
@@ -407,26 +453,26 @@ def broken(rank: int, size: int, path: str) -> dict[str, Any]:
         optimizer = OPTIMIZERS["adamw"](parts.parameters())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            progress = shard_files.restore(path, model=parts, optimizers=[optimizer])
+            progress = loaded(path, model=parts, optimizers=[optimizer])
         return progress["done"], " ".join(str(one.message) for one in caught)
 
     attempt("nothing", load)
     for number in (1, 2):
         attempt(f"saved {number}", lambda: trained(shard(make()), path, group=None, updates=1, name="adamw"))
-    with mock.patch("anybatch.parallel.shard_files.os.replace", side_effect=OSError(28, "No space left")):
+    with mock.patch("anybatch.parallel.checkpoint.os.replace", side_effect=OSError(28, "No space left")):
         attempt("full", lambda: trained(shard(make()), path, group=None, updates=1, name="adamw"))
     attempt("after full", load)
     dist.barrier()
     newest = max(Path(path).glob("step-*"))
     if not rank:
-        file = next(one for one in newest.glob("*.distcp"))
+        file = next(one for one in newest.glob("*.safetensors"))
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
     dist.barrier()
     attempt("damaged", load)
     wide = shard(make(blocks=1))
-    attempt("another model", lambda: shard_files.restore(path, model=wide))
+    attempt("another model", lambda: loaded(path, model=wide))
     sgd = torch.optim.SGD((same := shard(make())).parameters())
-    attempt("another optimizer", lambda: shard_files.restore(path, model=same, optimizers=[sgd]))
+    attempt("another optimizer", lambda: loaded(path, model=same, optimizers=[sgd]))
     return told

@@ -1,6 +1,7 @@
 """A trainer of a sharded model makes the run of one process, and its last whole checkpoint outlives kills."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-import anybatch as ab
 from anybatch.core import CheckpointError
+from anybatch.parallel import checkpoint
 from tests.parallel import sharded_trainings
 from tests.parallel.spawned import Ranks, spawned
 from tests.parallel.test_trainer import assert_alike
@@ -130,21 +131,20 @@ def test_what_is_refused_by_name(two: Ranks, tmp_path: Path) -> None:
         assert "Leave ab.EMA out" in told["averaged"]
         assert "expected a folder without an earlier run" in told["another run"]
         assert "seed 0 there and 1 here" in told["another seed"]
-        assert "another's: 0.bias is (6,) there and (5,) here" in told["another model"]
+        assert "another's: 0.weight: float64 (6, 4) there, float64 (5, 4) here" in told["another model"]
         assert told["unchanged"] == "True"
 
 
 def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
     trainer = sharded_trainings.build(plain=True)
     parts = {"model": trainer.step.model, "optimizers": trainer.step.optimizers}
-    files = ab.parallel.shard_files
     for step, given in ((8, 0), (9, 1), (9, 2), (9, 3), (7, 4)):
-        files.save(tmp_path, step, progress={"given": given}, keep=2, **parts)
-        assert files.restore(tmp_path, **parts) == {"given": given}
+        checkpoint.save(tmp_path, step, progress={"given": given}, keep=2, **parts)
+        assert checkpoint.load(tmp_path).progress == {"given": given}
         with (
-            mock.patch.object(files.os, "replace", side_effect=OSError(28, "full")),
+            mock.patch.object(os, "replace", side_effect=OSError(28, "full")),
             pytest.raises(CheckpointError),
         ):
-            files.save(tmp_path, step, keep=1, **parts)
-        assert files.restore(tmp_path, **parts) == {"given": given}
+            checkpoint.save(tmp_path, step, keep=1, **parts)
+        assert checkpoint.load(tmp_path).progress == {"given": given}
     assert [one.name for one in tmp_path.glob("step-*")] == ["step-00000007"]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from anybatch.parallel.checkpoint import load
 from anybatch.testing import tolerance
-from anybatch.train.checkpoint import load
 from tests.parallel import trainings
 from tests.parallel.spawned import Ranks, spawned
 
@@ -83,11 +83,11 @@ def test_with_dropout_a_resumed_run_is_the_same_to_the_bit(four: Ranks, tmp_path
 
 def test_rank_0_alone_writes(four: Ranks, tmp_path: Path) -> None:
     four.run(trainings.saved, str(tmp_path / "run"))
-    names = ["best.safetensors", "last.safetensors", "log.jsonl"]
+    names = ["best", "log.jsonl", f"step-{2 * trainings.UPDATES:08}"]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == names
     events = [json.loads(line)["event"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [one for one in events if one != "step"] == ["start", "epoch", "epoch", "stop"]
-    assert load(tmp_path / "run" / "last.safetensors").progress["steps"] == 2 * trainings.UPDATES
+    assert load(tmp_path / "run").progress["steps"] == 2 * trainings.UPDATES
 
 
 CASES = {  # the error of the rank that is odd, what others say of it, and the updates made

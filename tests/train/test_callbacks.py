@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import anybatch as ab
 from anybatch.core.errors import AnybatchError, CheckpointError, LossError, PlanError, WindowError
-from anybatch.train import checkpoint, folder
-from anybatch.train.folder import BEST, LAST, numbered
+from anybatch.train import checkpoint, files
 from anybatch.train.trainer import Trainer
 from tests.snapshots import changes, same
 from tests.train.runs import (
@@ -78,6 +77,11 @@ def make(out: Path | None, feed: str = "a loader, gathered", **options: Any) -> 
     return make_trainer(out, **settings | asked | options)
 
 
+def numbered(out: Path) -> list[int]:
+    """Return the steps of the checkpoints, the newest first."""
+    return [int(path.name[5:13]) for path in checkpoint.folders(out)]
+
+
 def whole_state(trainer: Trainer) -> dict[str, Any]:
     states = [dict(one.state_dict()) for one in trainer.callbacks if one.state_dict()]
     return state(trainer) | {"callbacks": states, "stopped": trainer.stopped}
@@ -104,49 +108,40 @@ def test_resumed_is_unbroken_wherever_it_was_stopped(feed: str, tmp_path: Path) 
         error = stopped(("update", 2 + lives % 2), LossError("stopped"))
         again = make(tmp_path, feed, callbacks=[error])
         again.resume(tmp_path)
-        assert again.steps == numbered(tmp_path).popitem()[0] + 1 or len(numbered(tmp_path)) < 2
+        assert again.steps == numbered(tmp_path)[-1] + 1 or len(numbered(tmp_path)) < 2
     assert lives >= 3
     assert changes(whole_state(whole), whole_state(again)) == []
     assert same(told, reports)
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log if line["event"] == "step"] == list(range(1, whole.steps + 1))
-    assert [*numbered(tmp_path)] == [whole.steps, whole.steps - 1]
+    assert numbered(tmp_path) == [whole.steps, whole.steps - 1]
     again = make(tmp_path, feed)
     again.resume(tmp_path)
     assert again.fit(epochs=9) == []  # it stays stopped
 
 
-@pytest.mark.parametrize("damage", [[LAST], [LAST, 0], [LAST, 0, 1]])
+@pytest.mark.parametrize("damage", [1, 2])
 def test_where_the_newest_is_damaged_an_earlier_one_comes_to_the_same_end(
-    damage: list[Any], tmp_path: Path
+    damage: int, tmp_path: Path
 ) -> None:
     whole = make(None)
     whole.fit(epochs=EPOCHS)
     make(tmp_path).fit(epochs=1)
-    paths = [LAST, *[path.name for path in numbered(tmp_path).values()], BEST]
-    for one in damage:
-        path = tmp_path / (paths[1 + one] if isinstance(one, int) else one)
-        data = path.read_bytes()
-        path.unlink()  # or its other name would be damaged, too
-        path.write_bytes(data[:-1])
+    paths = [*checkpoint.folders(tmp_path), *checkpoint.folders(tmp_path / "best")]
+    for path in paths[:damage]:
+        file = path / "rank-0.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
     again = make(tmp_path)
-    expected = paths[len(damage)]
-    with pytest.warns(UserWarning, match=rf"{LAST}: expected a whole.* Going on from .*{expected} instead"):
+    told = rf"{re.escape(str(paths[0]))}: expected what .* Going on from .*{paths[damage].name} instead"
+    with pytest.warns(UserWarning, match=told):
         again.resume(tmp_path)
     again.fit(epochs=EPOCHS)
     assert changes(whole_state(whole), whole_state(again)) == []
-    assert [*numbered(tmp_path)] == [again.steps, again.steps - 1]
-    for path in tmp_path.glob("*.safetensors"):
+    assert numbered(tmp_path) == [again.steps, again.steps - 1]
+    for path in tmp_path.rglob("*.safetensors"):
         path.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=LAST):
+    with pytest.raises(CheckpointError, match=f"step-{again.steps:08}.*: expected what"):
         again.resume(tmp_path)
-
-
-def test_checkpoints_of_steps_that_are_made_once_more_are_deleted(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / LAST, model=nn.Linear(1, 1))
-    for step, kept in ((8, [8]), (9, [9, 8]), (10, [10, 9]), (5, [5]), (6, [6, 5])):
-        folder.number(tmp_path, step, keep=2)
-        assert [*numbered(tmp_path)] == kept
 
 
 def test_callbacks_of_trainer_and_step_are_found_by_class_and_order(tmp_path: Path) -> None:
@@ -268,13 +263,13 @@ def test_exported_weights_are_a_plain_state_dict(precision: str, tmp_path: Path)
     tied = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     tied[1].weight = tied[0].weight
     for name in ("b.pth", "b.safetensors"):
-        checkpoint.export(tied.state_dict(), tmp_path / name)
+        files.export(tied.state_dict(), tmp_path / name)
     assert load_file(tmp_path / "b.safetensors").keys() == torch.load(tmp_path / "b.pth").keys()
     for name, told in (("a.bin", "ends in .safetensors, .pt or .pth, got '.bin'"), ("no/a.pt", "be written")):
         with pytest.raises(CheckpointError, match=told):
             trainer.export(tmp_path / name)
     with pytest.raises(CheckpointError, match="state dict of tensors, got int for 'x'"):
-        checkpoint.export({"x": 3}, tmp_path / "a.safetensors")
+        files.export({"x": 3}, tmp_path / "a.safetensors")
 
 
 def test_validation_uses_the_average_if_asked_and_training_does_not() -> None:
@@ -349,7 +344,7 @@ def test_a_torn_update_does_not_replace_the_last_checkpoint(error: Exception, tm
     trainer = make(tmp_path)
     optimizer: Any = trainer.step.optimizers[0]
     trainer.fit(epochs=1)
-    saved, written = (tmp_path / LAST).read_bytes(), optimizer.step
+    saved, written = checkpoint.folders(tmp_path), optimizer.step
 
     def fail() -> None:
         written()
@@ -358,7 +353,7 @@ def test_a_torn_update_does_not_replace_the_last_checkpoint(error: Exception, tm
     optimizer.step = fail
     with pytest.raises((RuntimeError, MemoryError), match=r"broken|cannot be undone"):
         trainer.fit(epochs=2)
-    assert (tmp_path / LAST).read_bytes() == saved
+    assert checkpoint.folders(tmp_path) == saved
 
 
 def test_an_error_of_the_data_costs_nothing(tmp_path: Path) -> None:
@@ -435,4 +430,4 @@ def test_monitor_prints_lines_and_checkpoints_are_saved_by_the_clock(
     form = r"epoch (\d)  step (\d)  loss \d\.\d+  [\d.]+ ms an update  [\d,]+ rows/s"
     found = [re.fullmatch(form, line) for line in lines]
     assert [one and one.groups() for one in found] == [("1", "2"), ("2", "4"), ("2", "6")]
-    assert [*numbered(tmp_path)] == [6, 5, 4, 3, 2, 1]
+    assert numbered(tmp_path) == [6, 5, 4, 3, 2, 1]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +18,8 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.core.errors import CheckpointError
+from anybatch.parallel.checkpoint import load, restore, save
 from anybatch.state import rng
-from anybatch.train.checkpoint import load, restore, save
 from tests.device import needs_cpu
 from tests.snapshots import same
 
@@ -43,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trip(folder: Path, **progress: Any) -> dict[str, Any]:
-    save(folder / "trip", model=nn.Linear(1, 1), progress=progress)
+    save(folder / "trip", 0, model=nn.Linear(1, 1), progress=progress)
     return load(folder / "trip").progress
 
 
@@ -79,7 +80,7 @@ def test_special_bits_views_and_ties_come_back_and_do_not_hang_on_the_file(folde
     view, value = torch.tensor([1 + 2j, 3 - 4j]).conj(), torch.arange(3)
     two = {"three": value, "equal": value.clone()}
     found = trip(folder, bits=bits.view(torch.float32), view=view, one=[value], two=two)
-    (folder / "trip").write_bytes(b"")
+    shutil.rmtree(folder / "trip")
     assert same(found["bits"], bits.view(torch.float32))
     assert torch.equal(found["view"].resolve_conj(), view.resolve_conj())
     assert found["one"][0] is found["two"]["three"] is not found["two"]["equal"]
@@ -99,7 +100,7 @@ def test_special_bits_views_and_ties_come_back_and_do_not_hang_on_the_file(folde
 )
 def test_a_value_that_needs_pickle_is_refused_with_its_place(tmp_path: Path, value: Any, path: str) -> None:
     with pytest.raises(CheckpointError, match=f"^{path}: expected .* got .*[.] "):
-        save(tmp_path / "a", model=nn.Linear(1, 1), progress=value)
+        save(tmp_path / "a", 0, model=nn.Linear(1, 1), progress=value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -124,23 +125,24 @@ def test_a_model_comes_back_in_place_with_its_ties(tmp_path: Path) -> None:
     model.norm(torch.randn(3, 4))
     model.extra = 7
     weight = other.first.weight
-    save(tmp_path / "a", model=model)
+    made = save(tmp_path / "a", 0, model=model)
     restore(load(tmp_path / "a"), model=other)
     assert same(dict(other.state_dict()), dict(model.state_dict()))
     assert other.first.weight is weight is other.last.weight
     assert other.extra == 7
-    found = load_file(tmp_path / "a")  # as another program reads it: one weight is stored once
+    found = load_file(made / "rank-0.safetensors")  # as another program reads it: one weight is stored once
     assert torch.equal(found["model/first.weight"], weight)
     assert sum(value.shape == (4, 4) for value in found.values()) == 1
 
 
-def test_the_header_is_json_for_everyone(tmp_path: Path) -> None:
+def test_the_values_are_json_for_everyone(tmp_path: Path) -> None:
     """Also NaN and infinities, which JSON itself does not have."""
-    save(tmp_path / "a", model=nn.Linear(1, 1), progress={"best": math.inf, "loss": math.nan})
-    data = (tmp_path / "a").read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-    document = json.loads(header["document"], parse_constant=pytest.fail)
-    assert document["progress"].keys() == {"best", "loss"}
+    made = save(tmp_path, 3, model=nn.Linear(2, 1), progress={"best": math.inf, "loss": math.nan})
+    assert sorted(one.name for one in made.iterdir()) == ["checkpoint.json", "rank-0.safetensors"]
+    found = json.loads((made / "checkpoint.json").read_text(), parse_constant=pytest.fail)
+    assert found["document"]["progress"].keys() == {"best", "loss"}
+    weight = {"dtype": "float32", "shape": [1, 2], "dim": 0, "slices": [["rank-0.safetensors", 0, 1]]}
+    assert found["tensors"]["model/weight"] == weight
 
 
 def two_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
@@ -207,7 +209,7 @@ def test_every_optimizer_and_scheduler_goes_on(
     parts, path = make(0), tmp_path / "a"
     train(parts, range(5))
     model, optimizers, schedulers = parts
-    save(path, model=model, optimizers=optimizers, schedulers=schedulers, random=rng.capture_process())
+    save(path, 0, model=model, optimizers=optimizers, schedulers=schedulers, random=rng.capture_process())
     train(parts, range(5, 10))
 
     found, other = load(path), make(1)

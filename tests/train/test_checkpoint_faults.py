@@ -1,33 +1,34 @@
 """A checkpoint that is damaged or foreign is refused; one that cannot be written leaves the earlier one."""
 
 import copy
+import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load as parse, save_file
+from safetensors.torch import save_file
 from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR, StepLR
 
 from anybatch.core.errors import CheckpointError
-from anybatch.train import checkpoint, serialize
-from anybatch.train.checkpoint import load, restore, save
+from anybatch.parallel import stored
+from anybatch.parallel.checkpoint import INDEX, load, restore, save
 from tests.snapshots import same
 
 
 def write(path: Path, number: float = 1.0) -> Path:
     model = nn.Linear(2, 2)
     nn.init.constant_(model.weight, number)
-    save(path, model=model, optimizers=[optim.SGD(model.parameters(), lr=0.1)], progress={"number": number})
-    return path
+    optimizers = [optim.SGD(model.parameters(), lr=0.1)]
+    return save(path, 0, model=model, optimizers=optimizers, progress={"number": number})
 
 
 def number_in(path: Path) -> float:
@@ -43,88 +44,209 @@ class Evil:
 
 # ---- reading
 
+FILE = "rank-0.safetensors"
+Index = dict[str, Any]
+
+
+def signed(folder: Path, change: Callable[[Index], object]) -> None:
+    """Change the JSON of a checkpoint, with the right digests: as one who means harm would."""
+    index = json.loads((folder / INDEX).read_bytes())
+    del index["sha256"]
+    index["files"] = {FILE: hashlib.sha256((folder / FILE).read_bytes()).hexdigest()}
+    change(index)
+    index["sha256"] = hashlib.sha256(json.dumps(index).encode()).hexdigest()
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def refused(folder: Path, told: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"expected .*{told}.*[.;] \w") as caught:
+        load(folder)
+    assert str(folder) in str(caught.value)
+
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "got no file of that name"),
-        (lambda path: path.mkdir(), "got no file of that name"),
-        (lambda path: path.touch(), "cannot be read"),
-        (lambda path: path.write_text("weights"), "cannot be read"),
+        (lambda path: None, "got no folder"),
+        (lambda path: path.mkdir(), "got no folder"),
+        (lambda path: path.touch(), "got a file"),
         (lambda path: torch.save(Evil(), path), "pickled files are never opened"),
-        (lambda path: save_file({"weight": torch.ones(2)}, path), "got 'a file of another program'"),
-        (lambda path: save_file({}, path, {"anybatch": "checkpoint 2"}), "got 'checkpoint 2'"),
-        (lambda path: save_file({}, path, {"anybatch": "checkpoint 1"}), "SHA-256 differs"),
+        (lambda path: (path.mkdir(), save_file({}, path / "last.safetensors")), "only that version reads"),
+        (lambda path: (path.mkdir(), (path / "whole.json").touch()), "only that version reads"),
+        (lambda path: (path.mkdir(), (path / INDEX).touch()), "JSONDecodeError"),
+        (lambda path: (path.mkdir(), torch.save(Evil(), path / INDEX)), "UnicodeDecodeError"),
+        (lambda path: (path.mkdir(), (path / INDEX).write_text("{}")), "KeyError"),
+        (lambda path: (path.mkdir(), (path / INDEX).mkdir()), "got no folder"),
     ],
-    ids=["missing", "folder", "empty", "text", "pickle", "others", "later", "unsigned"],
+    ids=["missing", "folder", "file", "pickle", "old", "old shards", "empty", "pickled", "others", "folders"],
 )
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, make: Callable[[Path], Any], message: str) -> None:
-    path = tmp_path / "some.safetensors"
-    make(path)
-    with pytest.raises(CheckpointError, match=rf"some\.safetensors: expected .*{message}.*[.;] \w"):
-        load(path)
+    make(tmp_path / "some")
+    refused(tmp_path / "some", message)
 
 
-def test_a_file_with_less_or_more_than_its_bytes_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "a")
-    data = path.read_bytes()
+@pytest.mark.parametrize("name", [FILE, INDEX])
+def test_a_file_with_less_or_more_than_its_bytes_is_refused(tmp_path: Path, name: str) -> None:
+    made = write(tmp_path)
+    data = (made / name).read_bytes()
     for changed in (*[data[: len(data) * part // 16] for part in range(16)], data + b"\0"):
-        path.write_bytes(changed)
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            load(path)
+        (made / name).write_bytes(changed)
+        refused(made, "truncated, damaged")
 
 
-def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path) -> None:
-    """Or means the same, as upper case does in the digits of an escaped letter."""
-    path = write(tmp_path / "a")
-    data, expected = path.read_bytes(), load(path)
-    accepted = []
+@pytest.mark.parametrize("name", [FILE, INDEX])
+def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path) / name
+    data = path.read_bytes()
     for place in range(len(data)):
         changed = bytearray(data)
         changed[place] ^= 1 << place % 8
         path.write_bytes(changed)
-        try:
-            found = load(path)
-        except CheckpointError as error:
-            assert str(path) in str(error)  # noqa: PT017
-        else:
-            accepted.append(place)
-            for name in ("model", "progress", "optimizers"):
-                assert same(getattr(found, name), getattr(expected, name))
-    assert len(accepted) <= len("formatpt"), f"bytes {accepted}"  # a note to other programs: "format": "pt"
+        refused(path.parent, "")
 
 
 @pytest.mark.parametrize(
-    ("change", "signed"),
+    "change",
     [
-        (lambda document: document["progress"].update(number=2.0), False),
-        (lambda document: document["optimizers"].clear(), False),
-        (lambda document: document.pop("random"), True),
-        (lambda document: document.update(more=1), True),
+        lambda index: index["document"].pop("random"),
+        lambda index: index["document"].update(more=1),
+        lambda index: index.update(format="checkpoint 3"),
+        lambda index: index.update(files=[FILE]),
         *[
-            (lambda document, number=number: document["progress"].update(number=number), True)
-            for number in ({"$": "tensor", "of": "nowhere"}, {"$": "dict", "of": 3}, {"$": "function"})
+            (lambda index, value=value: index["document"]["progress"].update(number=value))
+            for value in ({"$": "tensor", "of": "nowhere"}, {"$": "dict", "of": 3}, {"$": "function"})
         ],
     ],
     ids=map(str, range(7)),
 )
-def test_other_json_is_refused_and_so_is_what_means_nothing_with_the_right_digest(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object], signed: bool
+def test_values_that_save_does_not_write_are_refused(
+    tmp_path: Path, change: Callable[[Index], object]
 ) -> None:
-    path = write(tmp_path / "a")
-    data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    metadata = header["__metadata__"]
-    document = json.loads(metadata["document"])
-    change(document)
-    metadata["document"] = json.dumps(document)
-    if signed:
-        metadata["sha256"] = serialize.digest_of(parse(data), metadata["document"])
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
-    with pytest.raises(CheckpointError, match="what `save` writes" if signed else "SHA-256 differs"):
-        load(path)
+    made = write(tmp_path)
+    signed(made, change)
+    refused(made, "what `save` wrote")
+
+
+def weight(**values: Any) -> Callable[[Index], object]:
+    return lambda index: index["tensors"]["model/weight"].update(values)
+
+
+def sliced(*slices: Any) -> Callable[[Index], object]:
+    return weight(slices=[[FILE, *one] for one in slices])
+
+
+LIES: dict[str, Callable[[Index], object]] = {
+    "overlapping": sliced((0, 2), (1, 2)),
+    "the same twice": sliced((0, 2), (0, 2)),
+    "missing": sliced((0, 1)),
+    "none": sliced(),
+    "a gap": sliced((0, 1), (2, 3)),
+    "out of range": sliced((0, 3)),
+    "negative": sliced((-2, 0), (0, 2)),
+    "backward": sliced((2, 0)),
+    "empty": sliced((0, 0), (0, 2)),
+    "no numbers": sliced((0, "2")),
+    "NaN": sliced((0, float("nan"))),
+    "nested": sliced((0, [2])),
+    "too many": weight(slices=[[FILE, 0, 2, 4]]),
+    "another dimension": weight(dim=2),
+    "no dimension": weight(dim=None),
+    "a larger shape": weight(shape=[2, 3]),
+    "an absurd shape": weight(shape=[2**40, 2**40]),
+    "a negative shape": weight(shape=[-2, -2]),
+    "an infinite shape": weight(shape=[2, 1e999]),
+    "a wider dtype": weight(dtype="float64"),
+    "a dtype of the same size": weight(dtype="int32"),
+    "no dtype": weight(dtype="load"),
+    "nothing of torch": weight(dtype="no dtype"),
+    "more": weight(more=1),
+    "of another file": weight(slices=[["rank-1.safetensors", 0, 2]]),
+    "of no file": weight(slices=[[None, 0, 2]]),
+    "no tensor": lambda index: index["tensors"].update(other=index["tensors"]["model/weight"]),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_slices_shapes_and_dtypes_that_lie_are_refused(tmp_path: Path, lie: str) -> None:
+    made = write(tmp_path)
+    signed(made, LIES[lie])
+    refused(made, "what `save` wrote")
+
+
+def linked(folder: Path) -> None:
+    shutil.move(folder / FILE, folder.parent / "elsewhere")
+    (folder / FILE).symlink_to("../elsewhere")
+
+
+def renamed(name: str) -> Callable[[Path], object]:
+    return lambda folder: signed(folder, lambda index: index.update(files={name: index["files"][FILE]}))
+
+
+def headed(header: bytes, size: int | None = None) -> Callable[[Path], object]:
+    """The weights' file gets another header."""
+
+    def change(folder: Path) -> None:
+        path = folder / FILE
+        data = path.read_bytes()
+        rest = data[8 + int.from_bytes(data[:8], "little") :]
+        path.write_bytes((len(header) if size is None else size).to_bytes(8, "little") + header + rest)
+        signed(folder, lambda index: None)
+
+    return change
+
+
+def text(value: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / INDEX).write_text(value)
+
+
+def piped(folder: Path) -> None:
+    (folder / FILE).unlink()
+    os.mkfifo(folder / FILE)
+
+
+def pickled(folder: Path) -> None:
+    torch.save(Evil(), folder / FILE)
+    signed(folder, lambda index: None)
+
+
+ENTRY = b'{"dtype": "F32", "shape": [2, 2], "data_offsets": [%d, %d]}'
+ODD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pickle": (pickled, "SafetensorError"),
+    "a symlink": (linked, "a link or no file"),
+    "a pipe": (piped, "a link or no file"),
+    "a path upward": (renamed("../" + FILE), "a file named"),
+    "an absolute path": (renamed("/etc/passwd"), "a file named"),
+    "a header of 2^60 bytes": (headed(b"{}", 2**60), "SafetensorError"),
+    "a header of 90 MB in a small file": (headed(b"{}", 90_000_000), "SafetensorError"),
+    "a nested header": (headed(b"[" * 1_000_000), "SafetensorError"),
+    "an offset beyond the end": (headed(b'{"model/weight": %s}' % (ENTRY % (0, 2**50))), "SafetensorError"),
+    "a dtype of another size": (headed(b'{"model/weight": %s}' % (ENTRY % (0, 24))), "SafetensorError"),
+    "a hole": (headed(b'{"model/weight": %s}' % (ENTRY % (8, 24))), "SafetensorError"),
+    "NaN": (text('{"sha256": NaN}'), "not JSON"),
+    "infinity": (text('{"sha256": -Infinity}'), "not JSON"),
+    "a name twice": (text('{"sha256": "", "files": {}, "files": {}}'), "a name twice"),
+    "10 MB of brackets": (text("[" * 10_000_000), "RecursionError"),
+    "10 MB of objects": (text('{"":' * 2_500_000), "RecursionError"),
+    "a long number": (text('{"sha256": ' + "9" * 5000 + "}"), "ValueError"),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_files_that_mean_harm_are_refused_by_name(tmp_path: Path, what: str) -> None:
+    """Nothing is run, followed or allocated; the earlier checkpoint is taken."""
+    first = save(tmp_path, 1, model=nn.Linear(2, 2), keep=2)
+    shutil.copytree(write(tmp_path / "other"), made := tmp_path / "step-00000002")
+    change, told = ODD[what]
+    change(made)
+    refused(made, told)
+    with pytest.warns(UserWarning, match=f"Going on from {first} instead"):
+        assert load(tmp_path).path == first
+
+
+def test_files_of_two_checkpoints_are_no_checkpoint(tmp_path: Path) -> None:
+    made, other = write(tmp_path / "a", 1.0), write(tmp_path / "b", 2.0)
+    shutil.copy(other / FILE, made)
+    refused(made, f"other bytes in {FILE}")
 
 
 # ---- writing
@@ -141,14 +263,14 @@ def failing(error: BaseException) -> Callable[..., None]:
     return fail
 
 
-def half_written(tensors: dict[str, Any], path: Path, **options: Any) -> None:
+def half_written(path: Path, tensors: dict[str, Any]) -> None:
     path.write_bytes(b"half")
     raise OSError(28, "No space left on device")
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "full disk": (checkpoint, "save_file", half_written),
-    "killed in the middle": (checkpoint, "save_file", failing(Killed())),
+    "full disk": (stored, "write_tensors", half_written),
+    "killed in the middle": (stored, "write_tensors", failing(Killed())),
     "interrupted": (os, "fsync", failing(KeyboardInterrupt())),
     "not on disk": (os, "fsync", failing(OSError(5, "Input/output error"))),
     "not replaced": (os, "replace", failing(PermissionError(13, "Permission denied"))),
@@ -158,21 +280,19 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("earlier", [False, True])
-def test_a_failed_write_leaves_the_earlier_file_and_no_other(
+def test_a_failed_write_leaves_the_earlier_checkpoint_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, earlier: bool
 ) -> None:
-    path = tmp_path / "a.safetensors"
-    if earlier:
-        write(path, 1.0)
+    made = [write(tmp_path, 1.0)] if earlier else []
     with monkeypatch.context() as patched:
         patched.setattr(*FAULTS[fault])
         with pytest.raises((CheckpointError, Killed, KeyboardInterrupt)) as caught:
-            write(path, 2.0)
+            write(tmp_path, 2.0)
     if caught.type is CheckpointError:
-        assert re.search(r"a\.safetensors: expected a file that can be written, got: \w+", str(caught.value))
-    assert list(tmp_path.iterdir()) == [path] * earlier
+        assert re.search(r"expected a checkpoint that can be written.*, got: \w+", str(caught.value))
+    assert list(tmp_path.iterdir()) == made
     if earlier:
-        assert number_in(path) == 1.0
+        assert number_in(tmp_path) == 1.0
 
 
 def test_a_folder_that_cannot_be_synced_is_no_failure(
@@ -190,46 +310,48 @@ def test_a_folder_that_cannot_be_synced_is_no_failure(
 
 
 def test_a_new_checkpoint_takes_the_place_of_the_earlier_one(tmp_path: Path) -> None:
-    path = tmp_path / "a[1]"
-    for name in (".a[1].123.tmp", ".a1.123.tmp"):  # the first was left by a process that was killed
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "half").write_bytes(b"of a file")
-    assert number_in(write(path, 1.0)) == 1.0
-    assert number_in(write(path, 2.0)) == 2.0
-    assert {path.name for path in tmp_path.iterdir()} == {"a[1]", ".a1.123.tmp"}
+    (tmp_path / ".step-00000007.tmp").mkdir()  # left by a process that was killed
+    (tmp_path / ".step-00000007.tmp" / "half").write_bytes(b"of a file")
+    for number in range(4):
+        assert number_in(write(tmp_path, number).parent) == number
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000+3"]
 
 
-@pytest.mark.parametrize("fault", [None, "full disk", "killed before it counts"])
-def test_a_link_stays_a_link_and_its_target_is_written_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str | None
-) -> None:
-    link, between, target = tmp_path / "link", tmp_path / "between", tmp_path / "disk" / "a"
-    target.parent.mkdir()
-    link.symlink_to("between")
-    between.symlink_to("disk/a")
-    write(link, 1.0)  # a link without a file makes one
-    with monkeypatch.context() as patched:
-        if fault:
-            patched.setattr(*FAULTS[fault])
-        with pytest.raises((CheckpointError, Killed)) if fault else nullcontext():
-            write(link, 2.0)
-    assert link.is_symlink()
-    assert between.is_symlink()
-    assert not target.is_symlink()
-    assert number_in(link) == number_in(target) == (1.0 if fault else 2.0)
-    assert list(target.parent.iterdir()) == [target]
-    (tmp_path / "other").touch()  # others may read a checkpoint as they may read any file
-    assert target.stat().st_mode == (tmp_path / "other").stat().st_mode
+def test_newest_folders_stay_and_later_ones_go(tmp_path: Path) -> None:
+    def names(step: int, keep: int) -> list[str]:
+        save(tmp_path, step, model=nn.Linear(1, 1), keep=keep)
+        (tmp_path / "step-of-mine").mkdir(exist_ok=True)
+        return sorted(path.name[-2:] for path in tmp_path.iterdir())
+
+    assert names(1, 2) == ["01", "ne"]
+    assert names(3, 2) == ["01", "03", "ne"]
+    assert names(4, 2) == ["03", "04", "ne"]
+    assert names(5, 3) == ["03", "04", "05", "ne"]
+    assert names(4, 3) == ["+1", "03", "ne"]
+    assert load(tmp_path).path.name == "step-00000004+1"
+    assert names(10**9, 1) == ["00", "ne"]  # of more digits
+    assert names(10**9 + 1, 2) == ["00", "01", "ne"]
+    assert load(tmp_path).path.name == f"step-{10**9 + 1}"
+
+
+def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    write(tmp_path / "link", 1.0)
+    assert (tmp_path / "link").is_symlink()
+    assert number_in(tmp_path / "link") == number_in(tmp_path / "disk") == 1.0
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("no/a", "No such file"), (".", "[Ii]s a directory|busy"), ("circle", "[Ll]evels")]
+    ("name", "reason"),
+    [("file/a", "Not a directory"), ("file", "File exists"), ("circle", "[Ll]evels|File exists")],
 )
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "circle").symlink_to("circle")
-    with pytest.raises(CheckpointError, match=f"expected a file that can be written, got: .*({reason})"):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=f"expected a checkpoint that can be written.*got: ({reason})"):
         write(tmp_path / name)
-    assert list(tmp_path.rglob("*")) == [tmp_path / "circle"]
+    assert {*tmp_path.rglob("*")} == {tmp_path / "circle", tmp_path / "file"}
 
 
 # ---- of another model, optimizer or scheduler
@@ -287,17 +409,21 @@ def prepare(parts: dict[str, Any]) -> tuple[nn.Module, Optimizers, Schedulers]:
 @pytest.mark.parametrize(
     ("there", "here", "message"),
     [
-        ({"model": lambda: nn.Linear(3, 3)}, {}, "checkpoint of this Net, .*one.bias: nothing there"),
+        (
+            {"model": lambda: nn.Linear(3, 3)},
+            {},
+            "checkpoint of this Net, .*bias: .* there, nothing here",
+        ),
         ({"model": partial(Net, width=4)}, {}, r"one.bias: float32 \(4,\) there, float32 \(3,\) here"),
         ({}, {"model": partial(Net, tied=True)}, "one.weight and two.weight: two values there, one tied"),
-        ({"optimizers": lambda m: [optim.AdamW(m.parameters())]}, {}, r"\['SGD'\], got \['AdamW'\]"),
-        ({"optimizers": sgd("one", "two")}, {}, r"groups of \[4\] parameters, got \[2, 2\]"),
+        ({"optimizers": lambda m: [optim.AdamW(m.parameters())]}, {}, "optimizer 0: AdamW there, SGD here"),
+        ({"optimizers": sgd("one", "two")}, {}, "group 0, parameter 2: nothing there, two.weight here"),
         (
             {"optimizers": sgd("one", "two")},
             {"optimizers": sgd("two", "one")},
-            "two.weight where it has one.weight",
+            "group 0, parameter 0: one.weight there, two.weight here",
         ),
-        ({"schedulers": steps(2, 3)}, {}, r"schedulers \['StepLR'\], got \['SequentialLR'\]"),
+        ({"schedulers": steps(2, 3)}, {}, "scheduler 0: SequentialLR there, StepLR here"),
         ({"schedulers": steps(2, 3, 4)}, {"schedulers": steps(2, 3)}, "schedulers take, got IndexError"),
         # Too late for its own parameters, but optimizers and schedulers go back.
         ({"model": Refusing}, {"model": Refusing}, "RuntimeError: refused"),
@@ -307,14 +433,14 @@ def prepare(parts: dict[str, Any]) -> tuple[nn.Module, Optimizers, Schedulers]:
 def test_another_model_optimizer_or_scheduler_is_refused_and_left_as_it_was(
     tmp_path: Path, there: dict[str, Any], here: dict[str, Any], message: str
 ) -> None:
-    path = tmp_path / "a.safetensors"
+    path = tmp_path / "a"
     model, optimizers, schedulers = prepare(there)
-    save(path, model=model, optimizers=optimizers, schedulers=schedulers)
+    save(path, 0, model=model, optimizers=optimizers, schedulers=schedulers)
     model, optimizers, schedulers = prepare(here)
     parts = (*optimizers, *schedulers)
     weights = copy.deepcopy(dict(model.state_dict()))
     before = copy.deepcopy([part.state_dict() for part in parts])
-    with pytest.raises(CheckpointError, match=rf"a\.safetensors: expected .*{message}.*[.] \w") as caught:
+    with pytest.raises(CheckpointError, match=rf"a.step-00000000: expected .*{message}.*[.] \w") as caught:
         restore(load(path), model=model, optimizers=optimizers, schedulers=schedulers)
     if not isinstance(model, Refusing):
         assert same(dict(model.state_dict()), weights), caught.value
@@ -325,7 +451,7 @@ def test_another_model_optimizer_or_scheduler_is_refused_and_left_as_it_was(
 
 def test_ties_there_may_be_two_parameters_here(tmp_path: Path) -> None:
     one, other = Net(tied=True), Net()
-    save(tmp_path / "a", model=one)
+    save(tmp_path / "a", 0, model=one)
     restore(load(tmp_path / "a"), model=other)
     assert torch.equal(other.one.weight, one.one.weight)
     assert torch.equal(other.two.weight, one.one.weight)

@@ -21,7 +21,6 @@ from anybatch.core import EpochReport, RunInfo
 from anybatch.core.errors import PlanError
 from anybatch.core.report import StepReport
 from anybatch.train import checkpoint, progress
-from anybatch.train.folder import BEST, LAST
 from anybatch.train.loggers import JsonLog
 from anybatch.train.progress import ProgressBar
 from tests.train.runs import BATCH, TRAIN, UPDATES, Diary, make_step, make_trainer, raising
@@ -166,7 +165,7 @@ def test_after_a_resume_the_log_has_each_update_and_each_epoch_once(
         file.write('{"event": "step", "st')  # the process died while it wrote
     before = strict(tmp_path / "log.jsonl", whole=True)
     again = make_trainer(tmp_path, save_every=save_every)
-    if (tmp_path / LAST).exists():
+    if checkpoint.folders(tmp_path):
         again.resume(tmp_path)
     done = again.epoch
     reports = again.fit(epochs=3)
@@ -179,7 +178,7 @@ def test_after_a_resume_the_log_has_each_update_and_each_epoch_once(
     assert [line for line in lines if line in kept][: len(kept)] == kept  # nothing else is lost
     again.fit(epochs=4)
     back = make_trainer(tmp_path)
-    back.resume(tmp_path / BEST)  # of some epoch before: what came after it is trained once more
+    back.resume(tmp_path / "best")  # of some epoch before: what came after it is trained once more
     back.fit(epochs=4)
     assert numbers(tmp_path) == list(range(1, 4 * UPDATES + 1))
     assert numbers(tmp_path, "epoch") == [1, 2, 3, 4]

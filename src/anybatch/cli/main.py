@@ -20,7 +20,7 @@ from anybatch.observe import report_page
 from anybatch.parallel import is_launched, rank, record
 from anybatch.precision import NAMED, NON_FINITE_POLICIES
 from anybatch.recipes import RECIPES
-from anybatch.train import checkpoint, to_json, version
+from anybatch.train import files, to_json, version
 
 _TARGET = "package.module:function that returns (model, loss, batch), or a recipe"
 _ROWS = "package.module:function that returns (model, loss, training rows, validation rows)"
@@ -113,7 +113,7 @@ def _report(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     page = report_page(first, *others).encode()
     default = Path(first).parent / "compare.html" if others else Path(first, "report.html")
     path = Path(options.out or default)
-    checkpoint.write(path, lambda file: file.write_bytes(page), "Name another with --out.", DataError)
+    files.write(path, lambda file: file.write_bytes(page), "Name another with --out.", DataError)
     return {"report": str(path), "bytes": len(page)}, f"report      {path}  ({format_bytes(len(page))})"
 
 
@@ -150,7 +150,7 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     add("--validation", type=float, default=0.0, help="fraction of training rows held out, from 0 to below 1")
     add("--patience", type=int, help="stop after so many epochs without a better validation accuracy")
     add("--ema", type=float, help="average the weights with this decay, from 0 to below 1, such as 0.99")
-    add("--keep", type=int, default=0, help="numbered checkpoints to keep besides the last and the best")
+    add("--keep", type=int, default=0, help="checkpoints to keep, besides the best one")
     add("--save-minutes", type=float, default=0.0, help="also save after so many minutes, 0 for never")
     add("--seed", type=int, default=0, help="determines initial weights and the order of rows")
     add("--out", help="folder for checkpoints and logs, by default runs/RECIPE; no run overwrites another")

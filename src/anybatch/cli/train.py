@@ -25,15 +25,13 @@ from anybatch.parallel import ParameterServer, is_launched, launch, rank, start_
 from anybatch.recipes import RECIPES, Training, find_recipe
 from anybatch.step import Step
 from anybatch.train import (
-    BEST,
     EMA,
-    LAST,
     EarlyStopping,
     Metrics,
     Trainer,
     accuracy,
     checkpoint,
-    load_newest,
+    files,
     peak_bytes,
     to_json,
 )
@@ -96,7 +94,7 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "seconds": seconds,
         "samples_per_second": rows / seconds if seconds else 0.0,
         "peak_bytes": peak_bytes(device),
-        "checkpoint": str(out / LAST),
+        "checkpoint": str((checkpoint.folders(out) or [out])[0]),
         "log": str(out / "log.jsonl"),
         **({"servers": dict(strategy.counts)} if isinstance(strategy, ParameterServer) else {}),
     }
@@ -110,7 +108,7 @@ def start_ranks(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     try:
         launch(options.ranks, ["anybatch", *arguments, "--out", str(out)])
     except (errors.RankError, KeyboardInterrupt) as error:
-        how = f"Go on with: anybatch train --resume {out}" if (out / LAST).is_file() else ""
+        how = f"Go on with: anybatch train --resume {out}" if checkpoint.folders(out) else ""
         raise type(error)(f"{error} {how}".strip()) from None
 
 
@@ -143,9 +141,9 @@ def _check(options: argparse.Namespace) -> None:
     _servers(options)
     has_rows = options.patience is None or options.validation > 0
     _check_range(options, "patience", "given with --validation above 0", has_rows)
-    if options.resume and not Path(options.resume, LAST).is_file():
+    if options.resume and not checkpoint.has_run(Path(options.resume)):
         raise errors.CheckpointError(
-            f"{options.resume}: expected the folder of a run, got no file {LAST} in it. Check the path."
+            f"{options.resume}: expected the folder of a run, got none with a checkpoint. Check the path."
         )
     if options.recipe is None:
         if options.resume:
@@ -169,7 +167,7 @@ def read_settings(folder: str) -> dict[str, Any]:
             raise ValueError("those of asynchronous workers, which an earlier version had")
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise errors.CheckpointError(
             f"{path}: expected the options of a run as JSON, got {error}. Delete the file, and name the "
             "recipe and all options that the run was started with."
@@ -209,7 +207,7 @@ def _write_settings(options: argparse.Namespace, path: Path) -> None:
     if options.data not in (None, *[recipe.data for recipe in RECIPES.values()]):
         kept["data"] = os.path.abspath(options.data)  # a resume may have another working directory
     text = to_json(kept) + "\n"
-    checkpoint.write(
+    files.write(
         path, lambda file: file.write_text(text, encoding="utf-8"), "Choose another folder.", errors.DataError
     )
 
@@ -353,7 +351,7 @@ def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
         done = f"finished    already, after {counted(trainer.epoch, 'epoch')}; train on with --epochs\n"
     best = f"stopped     {trainer.stopped}\n" if trainer.stopped else ""
     if trainer.best is not None:
-        best += f"best        {out / BEST}  (validation {trainer.best_by} {trainer.best:.4f})\n"
+        best += f"best        {out / checkpoint.BEST}  (validation {trainer.best_by} {trainer.best:.4f})\n"
     if told := {name: many for name, many in result.get("servers", {}).items() if many}:
         best += f"servers     {', '.join(f'{name} {many:,}' for name, many in told.items())}\n"
     return (
@@ -366,7 +364,7 @@ def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
 def export(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Run `anybatch export`: write only the weights of a checkpoint."""
     path = Path(options.checkpoint)
-    found = checkpoint.load(path / BEST) if (path / BEST).is_file() else load_newest(path)
+    found = checkpoint.load(_best(path))
     state = found.model
     if options.ema:
         averages = [kept["average"] for name, kept in found.progress.get("callbacks", ()) if name == "EMA"]
@@ -377,10 +375,15 @@ def export(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             )
         tied = {id(state[name]): value for name, value in averages[0].items()}  # one tensor under two names
         state = {name: tied.get(id(value), value) for name, value in state.items()}
-    checkpoint.export(state, options.out)
+    files.export(state, options.out)
     tensors = sum(isinstance(value, torch.Tensor) for value in state.values())
     text = f"checkpoint  {found.path}\nweights     {options.out}  ({tensors} tensors)"
     return {"weights": options.out, "tensors": tensors, "checkpoint": str(found.path)}, text
+
+
+def _best(path: Path) -> Path:
+    best = path / checkpoint.BEST
+    return best if checkpoint.folders(best) else path
 
 
 def _figures(result: dict[str, Any]) -> str:
@@ -390,10 +393,8 @@ def _figures(result: dict[str, Any]) -> str:
 def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Run `anybatch eval`: evaluate a checkpoint on held-out rows."""
     check_ranges(options)
-    path = Path(options.checkpoint)
-    if path.is_dir():
-        path = path / (BEST if (path / BEST).exists() else LAST)
-    found = checkpoint.load(path)
+    found = checkpoint.load(_best(Path(options.checkpoint)))
+    path = found.path
     config = found.progress.get("config", {})
     if "recipe" not in config:
         raise errors.CheckpointError(
@@ -402,7 +403,8 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         )
     name, seed = config["recipe"], found.progress["run"]["seed"]
     asked = {} if ":" in name else {one: config[one] for one in find_recipe(name).options if one in config}
-    data = read_settings(str(path.parent)).get("data") if options.data is None else options.data
+    first = {key: one for folder in path.parents[1::-1] for key, one in read_settings(str(folder)).items()}
+    data = first.get("data") if options.data is None else options.data
     torch.manual_seed(seed)  # as `train` does: the user's function may draw its rows
     training = find_training(name, data, seed, asked)
     if training.vocabulary != config.get("vocabulary", ""):
@@ -438,7 +440,7 @@ def _folder(options: argparse.Namespace) -> Path:
 
 def _free_folder(wanted: Path) -> Path:
     folder, number = wanted, 1
-    while any((folder / name).exists() for name in (LAST, SETTINGS, "log.jsonl")):
+    while checkpoint.has_run(folder) or any((folder / name).exists() for name in (SETTINGS, "log.jsonl")):
         number += 1
         folder = wanted.with_name(f"{wanted.name}-{number}")
     return folder

@@ -1,6 +1,6 @@
 """Many processes: data parallelism over ranks, parameter servers, compression."""
 
-from anybatch.parallel import shard_files as shard_files
+from anybatch.parallel import checkpoint as checkpoint
 from anybatch.parallel.compression import (
     Cast as Cast,
     Codec as Codec,
@@ -10,6 +10,7 @@ from anybatch.parallel.group import (
     Group as Group,
     all_gather_rows as all_gather_rows,
     exchange as exchange,
+    gather_values as gather_values,
     rank as rank,
     ranks as ranks,
     start_under_torchrun as start_under_torchrun,
@@ -17,7 +18,13 @@ from anybatch.parallel.group import (
 from anybatch.parallel.launch import is_launched as is_launched, launch as launch, record as record
 from anybatch.parallel.parameter_server import ParameterServer as ParameterServer
 from anybatch.parallel.replicate import Replicate as Replicate
+from anybatch.parallel.serialize import Packer as Packer, digest_of as digest_of
 from anybatch.parallel.shard import Shard as Shard
+from anybatch.parallel.stored import (
+    sync_folder as sync_folder,
+    whole_state as whole_state,
+    write_tensors as write_tensors,
+)
 from anybatch.parallel.wrappers import (
     StrategyName as StrategyName,
     choose_strategy as choose_strategy,

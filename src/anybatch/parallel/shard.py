@@ -1,6 +1,5 @@
 """Sharded models (FSDP2): each rank holds a shard of every weight; micro-batches run in lockstep."""
 
-import io
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
@@ -14,7 +13,7 @@ from anybatch.core import OpenBatch, PlanError, RankError, is_shard, local, torc
 from anybatch.engine import Gradient, Part, Plan, Restart, Sums, Task, accompany, norm_of
 from anybatch.integrations import wants_router_loss
 from anybatch.losses import ModelTerms, WholeBatch
-from anybatch.parallel.group import Group, all_gather_rows, answered, leave_error, rank
+from anybatch.parallel.group import Group, answered, gather_values, leave_error, rank
 from anybatch.parallel.replicate import Replicate
 from anybatch.state import rng
 
@@ -340,17 +339,10 @@ class Shard(Replicate):
         self._orders.setdefault(self._is_first, [*self._calls])
 
     def _share_row(self, source: int) -> None:
-        file = io.BytesIO()
-        if rank(self.group) == source:
-            torch.save(self._row, file)
-        mine = torch.frombuffer(bytearray(file.getvalue() or b" "), dtype=torch.uint8).to(self._device)
-        sizes = [one["bytes"] for one in self._agree({"bytes": len(mine)})]
-        (joined,) = all_gather_rows([mine], sizes, self.group)
+        mine = self._row if rank(self.group) == source else None
+        rows = gather_values(mine, lambda size: self._agree({"bytes": size}), self._device, self.group)
         if self._row is None:
-            packed = io.BytesIO(bytes(joined.split(sizes)[source].tolist()))
-            # Safe to unpickle: packed by another process of this program.
-            self._row = torch.load(packed, map_location=self._device, weights_only=False)
-            self._row_of = self._updates
+            self._row, self._row_of = rows[source], self._updates
 
     # ---- the end
 

@@ -1,8 +1,8 @@
 """The training loop: data, metrics, callbacks, checkpoints, logs and the trainer."""
 
-from anybatch.train import checkpoint as checkpoint
+from anybatch.parallel import checkpoint as checkpoint
+from anybatch.train import files as files
 from anybatch.train.callbacks import EMA as EMA, EarlyStopping as EarlyStopping, LossMonitor as LossMonitor
-from anybatch.train.folder import BEST as BEST, LAST as LAST, load_newest as load_newest
 from anybatch.train.loggers import to_json as to_json, version as version
 from anybatch.train.metrics import Metrics as Metrics, accuracy as accuracy
 from anybatch.train.progress import peak_bytes as peak_bytes

@@ -6,7 +6,7 @@ from typing import Any
 
 from anybatch.core import CheckpointError, PlanError
 from anybatch.losses import function_of
-from anybatch.train.checkpoint import Checkpoint
+from anybatch.parallel import checkpoint
 from anybatch.train.loader import Stream
 
 
@@ -27,15 +27,9 @@ def identity(trainer: Any) -> dict[str, Any]:
     }
 
 
-def check_run(found: Checkpoint, now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a checkpoint's run has another identity, or it holds an open window."""
-    if found.progress.get("window") is not None:
-        raise CheckpointError(
-            f"{found.path}: expected a checkpoint between two updates, got one with an open window. Use "
-            "another checkpoint."
-        )
-    old = {"precision": "float32", "non_finite": "raise"}  # missing in older checkpoints
-    was = old | dict(found.progress.get("run", {}))
+def check_run(found: checkpoint.Checkpoint, now: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a checkpoint's run has another identity."""
+    was = dict(found.progress.get("run", {}))
     changed = {name: (was.get(name), value) for name, value in now.items() if was.get(name) != value}
     if changed:
         raise CheckpointError(

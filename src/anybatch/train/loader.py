@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from anybatch.core import BatchError, CheckpointError, SampleBatch, TensorBatch, accelerator, tree
+from anybatch.parallel import Packer, digest_of
 from anybatch.state import rng
 from anybatch.step import Step
-from anybatch.train.serialize import Packer, digest_of
 from anybatch.train.share import Share
 
 

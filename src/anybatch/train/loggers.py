@@ -18,11 +18,11 @@ from typing import Any, cast
 import torch
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import EpochReport, RunInfo, StepReport, accelerator
+from anybatch.core import DataError, EpochReport, RunInfo, StepReport, accelerator
 from anybatch.losses import function_of
 from anybatch.step import Step
 from anybatch.train.callbacks import TrainerCallback, records
-from anybatch.train.checkpoint import write_whole
+from anybatch.train.files import write
 
 FORMAT = 2  # of `JsonLog`; the first format had no number
 _FIELDS = ("loss", "terms", "weights", "rows", "micro_batches", "grad_norm", "updated", "learning_rate")
@@ -194,4 +194,4 @@ def _drop(path: Path, is_redone: Callable[[bytes], bool]) -> None:
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept = [line for line in lines if line.endswith(b"\n") and not is_redone(line)]
     if kept != lines:
-        write_whole(path, lambda file: file.write_bytes(b"".join(kept)))
+        write(path, lambda file: file.write_bytes(b"".join(kept)), kind=DataError)

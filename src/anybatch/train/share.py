@@ -1,19 +1,15 @@
 """Ranks of one logical batch: the rows of each, and the points where all ranks meet."""
 
-import io
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
-
 from anybatch.core import BatchError, RankError, TensorBatch, has_written, tree
-from anybatch.parallel import all_gather_rows, exchange, rank, ranks
+from anybatch.parallel import digest_of, exchange, gather_values, rank, ranks
 from anybatch.state import rng
 from anybatch.step import Step
 from anybatch.train.interrupt import Interruption
-from anybatch.train.serialize import digest_of
 
 
 class Share:
@@ -136,7 +132,7 @@ class Share:
         """Meet; warn if buffers, which are not summed over ranks, differ between them."""
         if self.is_many:
             model = self._step.model
-            digest = digest_of({name: one.cpu() for name, one in model.named_buffers()}, "")
+            digest = digest_of(dict(model.named_buffers()), "")
             if len({one["digest"] for one in self.meet(place, digest=digest)}) > 1 and not self.rank:
                 warnings.warn(
                     f"Buffers of {type(model).__name__} differ between ranks: checkpoints have those of rank "
@@ -149,11 +145,4 @@ class Share:
         if not self.is_many:
             return [value]
         device = next(self._step.model.parameters()).device
-        file = io.BytesIO()
-        torch.save(value, file)
-        mine = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(device)
-        sizes = [one["bytes"] for one in self.meet(place, bytes=len(mine))]
-        (joined,) = all_gather_rows([mine], sizes, self.group)
-        parts = [io.BytesIO(bytes(part.tolist())) for part in joined.split(sizes)]
-        # Safe to unpickle: packed by the other processes of this program.
-        return [torch.load(part, map_location=device, weights_only=False) for part in parts]
+        return gather_values(value, lambda size: self.meet(place, bytes=size), device, self.group)

@@ -4,19 +4,17 @@ import math
 import time
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from anybatch import core
 from anybatch.engine import learning_rate_of
 from anybatch.losses import summed_loss
-from anybatch.parallel import shard_files
+from anybatch.parallel import checkpoint, whole_state
 from anybatch.state import rng
 from anybatch.step import Step, known_keywords
-from anybatch.train import checkpoint
 from anybatch.train.callbacks import EMA, load_states, states
-from anybatch.train.folder import BEST, LAST, has_run, is_of, make_folder, number, read_run, write_run
+from anybatch.train.files import export, make_folder
 from anybatch.train.identity import check_config, check_run, identity
 from anybatch.train.interrupt import Interruption, deferred
 from anybatch.train.loader import Rows, Stream, open_data
@@ -38,7 +36,7 @@ class Trainer:
 
     With several ranks (`anybatch.parallel`) each has the same data and computes its part of each batch, so
     that batches do not depend on the number of ranks. Rank 0 writes checkpoints and logs; any number of ranks
-    can resume from them. Of a model with `fully_shard` all ranks write them, as folders `step-N` in `out`.
+    can resume from them. Of a model with `fully_shard` all ranks write them.
 
     Args:
         step: the step, with model, loss and optimizer. Its `order` applies within each batch; the seed
@@ -54,7 +52,7 @@ class Trainer:
         larger_is_better: True if larger values of `best_by` are better.
         out: folder for checkpoints and logs. None to write nothing.
         save_every, save_minutes: also save after so many batches of an epoch, or minutes. 0 for never.
-        keep: numbered checkpoints (`step-00000012.safetensors`) to keep besides the last and the best.
+        keep: how many checkpoints to keep, besides the best one; the last one always stays.
         config: values stored in every checkpoint, such as a recipe's name. A resumed run must have the same.
         progress: show a progress bar with throughput and memory, and a line per epoch, on standard error.
         callbacks: objects such as `ab.Metrics` (see `ab.Callback`); functions, called with each `StepReport`.
@@ -160,11 +158,10 @@ class Trainer:
             return self._fit(epochs, interruption)
 
     def _fit(self, epochs: int, interruption: Interruption) -> list[core.EpochReport]:
-        if self.out is not None and not self._is_ours and has_run(self.out):
+        if self.out is not None and not self._is_ours and checkpoint.has_run(self.out):
             raise core.CheckpointError(
                 f"{self.out}: expected a folder without an earlier run, got one with checkpoints. Go on with "
-                f"that run by resume({str(self.out)!r}), or choose another folder. A run that resumes with "
-                "fully_shard what was saved without it, or the other way round, needs another folder, too."
+                f"that run by resume({str(self.out)!r}), or choose another folder."
             )
         per_epoch = self.train.per_epoch(self.batch_size)
         info = core.RunInfo(
@@ -222,29 +219,31 @@ class Trainer:
         Raises:
             CheckpointError: the file cannot be written.
         """
-        state = shard_files.whole(self.step.model) if self._share.is_lockstep else None
+        state = whole_state(self.step.model) if self._share.is_lockstep else None
         if self._share.rank:
             return
         with ExitStack() as stack:
             if ema is not None:
                 stack.enter_context(ema.weights(self.step))
-            checkpoint.export(state or self.step.masters.state_dict(self.step.model), path)
+            export(state or self.step.masters.state_dict(self.step.model), path)
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint atomically; rank 0 writes.
+        """Write a checkpoint `step-N` in a folder; rank 0 writes, or with `fully_shard` all ranks.
 
         Args:
-            path: the file; its folder must exist. With `fully_shard` a folder, without the ending.
+            path: the folder, in which the newest `keep` checkpoints stay, at least this one.
 
         Raises:
-            CheckpointError: the file cannot be written.
+            CheckpointError: it cannot be written; earlier ones are unchanged.
             WindowError: the step has an open window.
         """
         if not self._share.is_writing:
             return
         _refuse_window(self.step, "save")
-        write_run(Path(path), self._share, _parts(self.step), self._rest, step=self.steps, keep=self.keep)
-        if not self._share.rank and (errors := self._tell(self._everyone, "save", self, Path(path))):
+        given: dict[str, Any] = _parts(self.step) | self._rest() | {"group": self._share.group}
+        given["keep"] = 1 if Path(path).name == checkpoint.BEST else self.keep
+        made = checkpoint.save(path, self.steps, **given)
+        if not self._share.rank and (errors := self._tell(self._everyone, "save", self, made)):
             raise errors[0]
 
     def _rest(self) -> dict[str, Any]:
@@ -262,29 +261,29 @@ class Trainer:
         are matched by class and order; a warning names those without a match.
 
         Args:
-            path: a checkpoint, or the folder of a run. In a folder, `last.safetensors` is loaded or, if it is
-                damaged, the newest numbered one or the best one that is intact, with a warning.
+            path: the folder of a run, or a checkpoint in it. In a folder, the last one is loaded or, if it is
+                damaged, the newest one or the best one that is intact, with a warning.
 
         Raises:
-            CheckpointError: the file is missing, damaged, of another model or of another run; nothing was
-                changed.
+            CheckpointError: there is none, or it is of another model or of another run; nothing was changed.
             WindowError: the step has an open window.
         """
         _refuse_window(self.step, "resume")
-        found = read_run(Path(path), self._share, _parts(self.step), partial(check_run, now=identity(self)))
+        found = checkpoint.load(path, is_many=self._share.is_lockstep, group=self._share.group)
+        check_run(found, identity(self))
+        checkpoint.restore(found, **_parts(self.step), group=self._share.group)
         then = found.progress
         self.epoch, self._batch, self.updates = then["epoch"], then["batch"], then["updates"]
         self.seconds, self.best = then["seconds"], then["best"]
-        steps = self.epoch * (self.train.per_epoch(self.batch_size) or 0) + self._batch
-        self.steps = then.get("steps", steps)  # missing in old checkpoints, as is the next
-        self._digest = then.get("digest", "")
-        self.epoch_loss = RunningLoss(then["totals"], **then.get("counts", {}))
-        self.step.scale.load(then.get("scale", self.step.scale.state()))
+        self.steps, self._digest = then["steps"], then["digest"]
+        self.epoch_loss = RunningLoss(then["totals"], **then["counts"])
+        self.step.scale.load(then["scale"])
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
-            self.step.planning.budget.load(then.get("plans", ()))
-        load_states(found.path, [*self.callbacks, *self.step.callbacks], then.get("callbacks", ()))
+            self.step.planning.budget.load(then["plans"])
+        load_states(found.path, [*self.callbacks, *self.step.callbacks], then["callbacks"])
         rng.restore_process(found.random)
-        self._is_ours = self.out is not None and is_of(found.path, self.out, self._share)
+        homes = found.path.resolve().parents[:2]  # out/step-N, or out/best/step-N
+        self._is_ours = self.out is not None and self.out.resolve() in homes
 
     def __repr__(self) -> str:
         return f"Trainer(epoch {self.epoch}, update {self.updates}, out={self.out}, {self.step!r})"
@@ -308,8 +307,10 @@ class Trainer:
         # Before the save: a checkpoint's epochs are in the logs and in the state of callbacks.
         errors = self._tell(self._everyone, "epoch", self, done)
         if is_best:
-            self._save(BEST)  # first, so that the last checkpoint never refers to a missing best one
-        self._save(LAST)
+            self._save(
+                checkpoint.BEST
+            )  # first, so that the last checkpoint never refers to a missing best one
+        self._save()
         if errors:
             raise errors[0]
         self._share.meet_with_signal(f"the checkpoint of epoch {self.epoch}", interruption, self.stopped)
@@ -342,7 +343,7 @@ class Trainer:
             stop = interruption.signal  # read once: a later signal waits for the next update
             is_due = bool(stop or errors or self.stopped or self._is_time_to_save())
             if self._share.agrees(f"batch {self.steps}", is_due):
-                self._save(LAST)
+                self._save()
             if errors:
                 raise errors[0]
             if stop:
@@ -389,18 +390,15 @@ class Trainer:
             yield
         except BaseException as error:  # between updates, or in one that was not begun to write
             if self._share.can_save(error, self.steps) and self._written != (self.epoch, self.steps):
-                self._save(LAST)
+                self._save()
             raise
 
-    def _save(self, name: str) -> None:
+    def _save(self, name: str = "") -> None:
         if self.out is not None:
             self._written = self.epoch, self.steps  # before: a save that fails is not tried again
             self.save(self.out / name)
             self._is_ours = True
-            if name == LAST:
-                self._saved = time.monotonic()
-                if self.keep and not self._share.is_lockstep:
-                    number(self.out, self.steps, keep=self.keep)
+            self._saved = self._saved if name else time.monotonic()
 
 
 def _made(step: Step, batch: Any, reports: list[core.StepReport]) -> list[Exception]:
@@ -479,7 +477,8 @@ def _how_to_go_on(trainer: Trainer) -> str:
     out = trainer.out
     saved = "nothing was saved, as out= is None"
     if out is not None:
-        saved = f"{out / LAST} is saved; go on with trainer.resume({str(out)!r}) and fit()"
+        last = (checkpoint.folders(out) or [out])[0]
+        saved = f"{last} is saved; go on with trainer.resume({str(out)!r}) and fit()"
     return f"stopped at update {trainer.updates}; {saved}"
 
 

@@ -1,27 +1,26 @@
 """Nested values split into tensors and JSON, and rebuilt, without pickle."""
 
-import ctypes
 import hashlib
+import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor, strided
 
-from anybatch.core import CheckpointError
+from anybatch.core import CheckpointError, torch_private as private
 
 _TAG = "$"  # marks types that JSON lacks: {"$": "tuple", "of": [...]}
 
 
 class Packer:
-    """A converter of nested values to JSON and dense CPU `tensors`; tied tensors are stored once."""
+    """A converter of nested values to JSON and `tensors`, which are not copied; tied ones are kept once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._keys: dict[tuple[object, ...], str] = {}  # identity -> key
-        self._seen: list[Tensor] = []  # references, so that no address is reused
-        self._storages: set[int] = set()
 
     def pack(self, value: Any, path: str) -> Any:
         """Return JSON for a value; store its tensors under their paths."""
@@ -49,59 +48,72 @@ class Packer:
         )
 
     def _keep(self, value: Tensor, path: str) -> str:
-        value = value.detach()
-        if value.layout != strided or value.is_meta or value.is_quantized:
+        value, own = value.detach(), private.local(value)
+        if own.layout != strided or own.is_meta or own.is_quantized:
             raise CheckpointError(
-                f"{path}: expected a dense tensor that holds values, got {value.layout} on {value.device}. "
+                f"{path}: expected a dense tensor that holds values, got {own.layout} on {own.device}. "
                 "Make it dense, or leave it out."
             )
-        identity = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-        if value.numel() and identity in self._keys:
+        identity = (own.data_ptr(), value.shape, own.stride(), value.dtype, own.device)
+        if own.numel() and identity in self._keys:
             return self._keys[identity]
         while path in self.tensors:  # another value has this path: {"a/b": ...} and {"a": {"b": ...}}
             path += "'"
         self._keys[identity] = path
-        self._seen.append(value)
-        stored = value.cpu().resolve_conj().resolve_neg().contiguous()
-        if stored.untyped_storage().data_ptr() in self._storages:
-            stored = stored.clone()  # safetensors refuses tensors that overlap
-        self._storages.add(stored.untyped_storage().data_ptr())
-        self.tensors[path] = stored
+        self.tensors[path] = value
         return path
 
 
-def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild the value of `Packer.pack`; other JSON raises an error."""
+def unpack(value: Any, read: Callable[[str], Any]) -> Any:
+    """Rebuild the value of `Packer.pack`, with `read` of a tensor's key; other JSON raises an error."""
     if isinstance(value, list):
-        return [unpack(item, tensors) for item in cast("list[Any]", value)]
+        return [unpack(item, read) for item in cast("list[Any]", value)]
     if not isinstance(value, dict):
         return value
     mapping = cast("dict[str, Any]", value)
     of: Any = mapping.get("of")
     match mapping.get(_TAG):
         case None:
-            return {key: unpack(item, tensors) for key, item in mapping.items()}
+            return {key: unpack(item, read) for key, item in mapping.items()}
         case "tensor":
-            return tensors[of]
+            return read(of)
         case "float":
             return float(of)
         case "tuple":
-            return tuple(unpack(of, tensors))
+            return tuple(unpack(of, read))
         case "dict":
-            return {key: unpack(item, tensors) for key, item in of}
+            return {key: unpack(item, read) for key, item in of}
         case "counter":
-            return Counter({key: unpack(item, tensors) for key, item in of})
+            return Counter({key: unpack(item, read) for key, item in of})
         case kind:
             raise ValueError(f"a value of the kind {kind!r}")
 
 
+def parse(text: bytes) -> Any:
+    """Return the value of JSON; raise ValueError for a name that occurs twice, NaN and infinity."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant}, which is not JSON")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError(f"a name twice in one object, among {[name for name, _ in pairs][:9]}")
+        return found
+
+    return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+
+
+def bytes_of(value: Tensor) -> Any:
+    """Return the bytes of a tensor as a buffer; it is the tensor's memory if that is dense on the CPU."""
+    host = private.local(value).detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return host.reshape(-1).view(torch.uint8).numpy()
+
+
 def digest_of(tensors: Mapping[str, Tensor], text: str) -> str:
-    """Return the SHA-256 of names, dtypes, shapes and bytes of all tensors, and of the JSON."""
+    """Return the SHA-256 of names, dtypes, shapes and bytes of all tensors, and of a text."""
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         value = tensors[name]
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        if value.numel():
-            size = value.numel() * value.element_size()
-            digest.update((ctypes.c_ubyte * size).from_address(value.data_ptr()))  # no copy
+        digest.update(bytes_of(value))
     return digest.hexdigest()

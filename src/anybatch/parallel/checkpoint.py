@@ -1,0 +1,483 @@
+"""Checkpoints: folders of safetensors files, one of each rank that writes, and one JSON; never unpickled."""
+
+import copy
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, equal, float32, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from anybatch.core import SHORT_DTYPES, CheckpointError, check_whole, is_shard, torch_private as private
+from anybatch.parallel import stored
+from anybatch.parallel.group import Group, exchange, rank, ranks
+from anybatch.parallel.serialize import Packer, parse, unpack
+from anybatch.parallel.wrappers import is_sharded
+from anybatch.precision import Masters
+
+FORMAT, INDEX, BEST = "checkpoint 2", "checkpoint.json", "best"
+_FOLDER = re.compile(r"step-(\d+)(?:\+(\d+))?")  # numbered where a step was saved again
+_FILE = re.compile(r"rank-\d+\.safetensors")
+_PARTS = ("model", "loss", "optimizers", "schedulers", "progress", "random")
+_DAMAGE = OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError
+_NO_MASTERS = Masters()
+
+
+class Checkpoint:
+    """A verified checkpoint; see `load`. Its parts are read to the CPU when they are first used."""
+
+    path: Path  # the folder `step-N`
+    model: dict[str, Any]  # state dict, with float32 master weights instead of 16-bit weights
+    loss: dict[str, Any]  # state dict, empty if the loss is no module
+    optimizers: list[tuple[str, dict[str, Any], list[list[str]]]]  # class, state dict, names in each group
+    schedulers: list[tuple[str, dict[str, Any], list[list[str]]]]  # class, state dict, nothing
+    progress: dict[str, Any]
+    random: dict[str, Any]
+
+    def __init__(self, path: Path, *, is_hashed: bool) -> None:
+        self.path = path
+        try:
+            self._open(is_hashed)
+        except _DAMAGE as error:
+            raise CheckpointError(
+                f"{path}: expected what `save` wrote, got {type(error).__name__}: {error}. It is truncated, "
+                "damaged or of another program; use an earlier checkpoint."
+            ) from None
+
+    def _open(self, is_hashed: bool) -> None:
+        path, index = self.path, parse(_regular(self.path / INDEX).read_bytes())
+        digest = index.pop("sha256")
+        if (index["format"], _digest(index)) != (FORMAT, digest):
+            raise ValueError(f"the format {index['format']!r}, or a {INDEX} whose SHA-256 differs")
+        files = index["files"]
+        for name in files:
+            if not _FILE.fullmatch(name):
+                raise ValueError(f"a file named {name!r}")
+            with _regular(path / name).open("rb") as file:
+                if is_hashed and hashlib.file_digest(file, "sha256").hexdigest() != files[name]:
+                    raise ValueError(f"other bytes in {name}: their SHA-256 differs")
+        forms = {name: stored.forms_in(path / name) for name in files}
+        self.tensors = {key: stored.Stored(key, path, forms, **one) for key, one in index["tensors"].items()}
+        self.packed: dict[str, Any] = index["document"]
+        if self.packed.keys() != {*_PARTS}:
+            raise ValueError(f"the parts {sorted(self.packed)}")
+        unpack(self.packed, self.tensors.__getitem__)  # raises for what `save` does not write
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _PARTS:
+            raise AttributeError(name)
+        vars(self)[name] = found = self.read(name)
+        return found
+
+    def read(self, part: str, likes: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """Read a part once more; for DTensors in `likes`, by key or its start, only this rank's slices.
+
+        The slices of weights are local tensors on the CPU, those of optimizers DTensors.
+        """
+
+        def read(key: str) -> Any:
+            like = likes.get(key, likes.get(key.rpartition("/")[0]))
+            return self.tensors[key].read(like, is_local=part != "optimizers")
+
+        try:
+            return unpack(self.packed[part], cache(read))  # tied tensors are one
+        except _DAMAGE as error:
+            raise CheckpointError(
+                f"{self.path}: expected the files that were verified, got {type(error).__name__}: {error}. "
+                "Leave them in place until they are read."
+            ) from error
+
+
+def save(
+    path: str | Path,
+    step: int,
+    *,
+    model: nn.Module,
+    loss: nn.Module | None = None,
+    optimizers: Sequence[Optimizer] = (),
+    schedulers: Sequence[LRScheduler] = (),
+    masters: Masters = _NO_MASTERS,
+    progress: Mapping[str, Any] | None = None,
+    random: Mapping[str, Any] | None = None,
+    keep: int = 1,
+    group: Group = None,
+) -> Path:
+    """Write the folder `path/step-N` and return it; the last complete one stays until this one is complete.
+
+    It is written under another name, synced, and renamed. Of a model with `fully_shard` all ranks call this,
+    and each writes its slices; of another one a single rank does. Shared tensors (tied weights) are written
+    once. Values go into `checkpoint.json`, with a SHA-256 of it and of each file.
+
+    Args:
+        path: the folder of the run, which all ranks see; it is made if there is none.
+        step: the number N of updates made.
+        model: module whose state dict is saved.
+        loss: a loss that is a module; it may hold trained parameters.
+        optimizers, schedulers: in the order for `restore`.
+        masters: the float32 master weights (`Step.masters`), saved instead of the 16-bit weights.
+        progress: nested numbers, strings, tuples, lists, dicts and tensors of the caller; those of rank 0.
+        random: the random state, from `anybatch.state.rng.capture_process`.
+        keep: how many folders stay, at least the new one. Those of later steps are deleted.
+        group: the ranks of a sharded model; None for the default process group.
+
+    Raises:
+        CheckpointError: a value cannot be written without pickle, or a rank cannot write. Earlier folders are
+            unchanged.
+        RankError: a rank has ended.
+    """
+    check_whole("step", step, least=0)
+    check_whole("keep", keep, least=0)
+    root, name, packer, modules = Path(path), f"step-{step:08}", Packer(), _modules(model, loss)
+    writing, is_many, me = root / f".{name}.tmp", is_sharded(model), rank()
+    members = dist.get_process_group_ranks(group) if is_many else [me]
+    together, is_first = partial(_together, path=root, group=group, is_many=is_many), me == members[0]
+    document: dict[str, Any] = {}
+    cuts: dict[str, Any] = {}
+
+    def begin() -> None:
+        values: dict[str, Any] = {
+            part: _plain(masters.state_dict(module)) for part, module in modules.items()
+        }
+        values |= {"progress": dict(progress or {}), "random": dict(random or {})}
+        for what, mine in (("optimizers", optimizers), ("schedulers", schedulers)):
+            values[what] = [
+                (type(one).__name__, one.state_dict(), _parameter_names(modules, one)) for one in mine
+            ]
+        document.update({part: packer.pack(values.get(part, {}), part) for part in _PARTS})
+        cuts.update({key: stored.slices_of(value, members[0]) for key, value in packer.tensors.items()})
+        if others := {one for _, slices, _ in cuts.values() for one in slices} - {*members}:
+            raise CheckpointError(
+                f"{path}: expected a model with fully_shard, or whole tensors on this rank, got slices on "
+                f"the ranks {sorted(others)}. Save it with torch.distributed.checkpoint."
+            )
+        if is_first:
+            root.mkdir(parents=True, exist_ok=True)
+            for stray in root.glob(".step-*.tmp"):  # left by killed processes
+                shutil.rmtree(stray)
+            writing.mkdir()
+
+    def write() -> str:
+        mine = {key: value for key, value in packer.tensors.items() if me in cuts[key][1]}
+        return stored.write_tensors(writing / _file(me), mine)
+
+    def finish() -> str:
+        index = {
+            "format": FORMAT,
+            "files": {_file(member): digest for member, digest in zip(members, digests, strict=True)},
+            "tensors": {key: _entry(value, *cuts[key]) for key, value in packer.tensors.items()},
+            "document": document,
+        }
+        with (writing / INDEX).open("wb") as file:
+            file.write(json.dumps(index | {"sha256": _digest(index)}, allow_nan=False).encode())
+            stored.sync(file)
+        stored.sync_folder(writing)
+        there = folders(root)
+        again = [_order(one)[1] + 1 for one in there if _order(one)[0] == step]
+        made = root / (f"{name}+{again[0]}" if again else name)
+        os.replace(writing, made)
+        stored.sync_folder(root)
+        earlier = [one for one in there if _order(one)[0] < step]
+        for old in {*there} - {*earlier[: max(keep, 1) - 1]}:
+            shutil.rmtree(old, ignore_errors=True)
+        return made.name
+
+    try:
+        together(begin)
+        digests = together(write, path=writing / _file(me))
+        return root / together(finish, is_mine=is_first)[0]
+    finally:
+        if is_first:
+            shutil.rmtree(writing, ignore_errors=True)
+
+
+def load(path: str | Path, *, is_many: bool = False, group: Group = None) -> Checkpoint:
+    """Find the newest intact checkpoint of a folder; every byte is verified.
+
+    Args:
+        path: the folder of a run, or one of its folders `step-N`.
+        is_many: True if all ranks call this, to load the same one: rank 0 verifies it for all.
+        group: the ranks.
+
+    Raises:
+        CheckpointError: there is no intact checkpoint. A warning tells if it is not the last one.
+    """
+    root, found = Path(path), list[Checkpoint]()
+
+    def find() -> str:
+        found.append(_newest(root))
+        return str(found[0].path.relative_to(root))
+
+    is_mine = not is_many or rank(group) == 0
+    name = _together(find, path=root, group=group, is_many=is_many, is_mine=is_mine)[0]
+    return found[0] if found else Checkpoint(root / name, is_hashed=False)
+
+
+def restore(
+    checkpoint: Checkpoint,
+    *,
+    model: nn.Module,
+    loss: nn.Module | None = None,
+    optimizers: Sequence[Optimizer] = (),
+    schedulers: Sequence[LRScheduler] = (),
+    masters: Masters = _NO_MASTERS,
+    group: Group = None,
+) -> None:
+    """Load a checkpoint into a model, optimizers and schedulers; everything is checked and read first.
+
+    Any number of ranks loads what any number wrote, with `fully_shard` or without; each reads the slices that
+    it needs. 16-bit weights are float32 in a checkpoint, so a float32 model can load them too. Without
+    optimizers other 16-bit tensors may also be float32 in the model, which is exact.
+
+    Args:
+        checkpoint: the result of `load`; it is not changed.
+        model: model with the same parameters and buffers: names, shapes and dtypes.
+        loss: loss module with the same parameters and buffers; None to leave it out.
+        optimizers, schedulers: of the same classes and parameter groups; empty to leave them out.
+        masters: `Step.masters`; they are loaded, and the 16-bit weights are rounded from them.
+        group: the ranks of a model with `fully_shard`, which all call this.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, optimizer or scheduler; nothing was changed.
+    """
+    modules = _modules(model, loss)
+    found: dict[str, Any] = {}
+
+    def read() -> None:
+        _check(checkpoint, modules, optimizers, schedulers, masters)
+        likes: dict[str, Any] = {
+            f"{part}/{private.plain_name(name)}": value
+            for part, module in modules.items()
+            for name, value in module.state_dict().items()
+        }
+        for number, optimizer in enumerate(optimizers):
+            parameters = chain(*(group["params"] for group in optimizer.param_groups))
+            likes |= {f"optimizers/{number}/1/state/{at}": one for at, one in enumerate(parameters)}
+        found.update({part: checkpoint.read(part, likes) for part in modules})
+        found["optimizers"] = checkpoint.read("optimizers", likes) if optimizers else []
+        found["schedulers"] = checkpoint.read("schedulers") if schedulers else []
+
+    _together(read, path=checkpoint.path, group=group, is_many=is_sharded(model))
+    # load_state_dict may still refuse a state; then everything is put back.
+    before = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
+    earlier = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+    try:
+        for (_, state, _), scheduler in zip(found["schedulers"], schedulers, strict=True):
+            scheduler.load_state_dict(state)
+        for (_, state, _), optimizer in zip(found["optimizers"], optimizers, strict=True):
+            _load_optimizer(optimizer, state)
+        for part, module in reversed(modules.items()):
+            weights = module.state_dict()
+            for name, value in weights.items():
+                saved = found[part][private.plain_name(name)]
+                if is_shard(value):  # in place: there may be no room for more on the device
+                    private.local(value).copy_(saved)
+                else:
+                    weights[name] = saved
+            masters.load_state_dict(module, weights)
+    except Exception as error:
+        for optimizer, (state, groups) in zip(optimizers, before, strict=True):
+            optimizer.__setstate__({"state": state, "param_groups": groups})
+        for scheduler, state in zip(schedulers, earlier, strict=True):
+            scheduler.load_state_dict(state)
+        raise CheckpointError(
+            f"{checkpoint.path}: expected a state that the model, optimizers and schedulers take, got "
+            f"{type(error).__name__}: {error}. Make them as they were when the checkpoint was written."
+        ) from error
+
+
+def folders(root: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the newest first; or the folder itself, if it is one."""
+    if os.path.isfile(root / INDEX):  # Path.is_file() raises on names that are too long
+        return [root]
+    found = root.glob("step-*") if os.path.isdir(root) else ()
+    return sorted(filter(_order, found), key=_order, reverse=True)
+
+
+def has_run(root: Path) -> bool:
+    """Return True if a folder has checkpoints, also those that only earlier versions read."""
+    return bool(folders(root)) or _is_old(root)
+
+
+def _order(folder: Path) -> tuple[int, ...]:
+    found = _FOLDER.fullmatch(folder.name)
+    return tuple(int(one or 0) for one in found.groups()) if found else ()
+
+
+def _is_old(path: Path) -> bool:
+    return os.path.isfile(path) or any(
+        os.path.exists(path / name) for name in ("last.safetensors", "whole.json")
+    )
+
+
+def _newest(root: Path) -> Checkpoint:
+    reason = f"{root}: expected a checkpoint, got no folder with one. Check the path."
+    if _is_old(root):
+        reason = (
+            f"{root}: expected a checkpoint, which is a folder, got a file, or those of anybatch 0.2, which "
+            "only that version reads (pickled files are never opened). Finish the run with it."
+        )
+    errors: list[CheckpointError] = []
+    for folder in [*folders(root), *folders(root / BEST)]:
+        try:
+            found = Checkpoint(folder, is_hashed=True)
+        except CheckpointError as error:
+            errors.append(error)
+            continue
+        if errors:
+            warnings.warn(f"{errors[0]} Going on from {folder} instead.", stacklevel=4)
+        return found
+    raise errors[0] if errors else CheckpointError(reason)
+
+
+def _regular(path: Path) -> Path:
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise ValueError(f"{path.name}, which is a link or no file")
+    return path
+
+
+def _file(member: int) -> str:
+    return f"rank-{member}.safetensors"
+
+
+def _entry(value: Tensor, dim: int, slices: Mapping[int, tuple[int, int]], own: object) -> dict[str, Any]:
+    return {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": [*value.shape],
+        "dim": dim,
+        "slices": [(_file(member), *place) for member, place in slices.items()],
+    }
+
+
+def _digest(index: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, allow_nan=False).encode()).hexdigest()
+
+
+def _together(
+    work: Callable[[], str | None], *, path: Path, group: Group, is_many: bool, is_mine: bool = True
+) -> list[str]:
+    """Do some work on this rank; return its results on all ranks, or raise on all if it fails on one."""
+    failed: Exception | None = None
+    told = ""
+    try:
+        told = (work() or "") if is_mine else ""
+    except OSError as error:
+        failed = CheckpointError(
+            f"{error.filename or path}: expected a checkpoint that can be written and read, got: "
+            f"{error.strerror or error}. Make room, or choose another folder; earlier ones are unchanged."
+        )
+        failed.__cause__ = error
+    except Exception as error:
+        failed = error
+    said = {"failed": type(failed).__name__ if failed else "", "said": str(failed)[:300], "told": told}
+    heard = exchange(said, group) if is_many and ranks(group) > 1 else [said]
+    if failed is not None:
+        raise failed
+    for number, one in enumerate(heard):
+        if one.get("failed"):
+            raise CheckpointError(
+                f"Expected all ranks to finish a checkpoint, got {one['failed']} on rank {number}: "
+                f"{one['said']}"
+            )
+    return [one.get("told", "") for one in heard]
+
+
+def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    optimizer.load_state_dict(dict(state))  # casts the state to the dtype of the parameters, undone below
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, index in zip(group["params"], saved["params"], strict=True):
+            own: dict[str, Any] = optimizer.state.get(parameter, {})
+            for name, value in state["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and isinstance(own.get(name), Tensor):
+                    own[name] = own[name] if own[name].dtype == value.dtype else value.to(own[name].device)
+
+
+def _check(
+    checkpoint: Checkpoint,
+    modules: Mapping[str, nn.Module],
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[LRScheduler],
+    masters: Masters,
+) -> None:
+    """Raise CheckpointError if a checkpoint is of another model, loss, optimizer or scheduler."""
+    there: dict[str, str] = {}
+    here: dict[str, str] = {}
+    ties: list[str] = []
+    for part, module in modules.items():
+        state = unpack(checkpoint.packed[part], checkpoint.tensors.__getitem__)
+        own = _plain(masters.state_dict(module))
+        there |= _forms(part, state, {} if optimizers else own)
+        here |= _forms(part, own, {})
+        names: dict[int, str] = {}
+        for name, value in _plain(module.state_dict(keep_vars=True)).items():
+            first = names.setdefault(id(value), name) if isinstance(value, Tensor) else name
+            one, other = state.get(first), state.get(name)
+            if one and other and one is not other and not equal(one.read(), other.read()):
+                ties.append(f"{first} and {name}: two values there, one tied parameter here")
+    for what, mine in (("optimizers", optimizers), ("schedulers", schedulers)):
+        if mine:
+            there |= _labels(what, [(kind, names) for kind, _, names in unpack(checkpoint.packed[what], str)])
+            here |= _labels(what, [(type(one).__name__, _parameter_names(modules, one)) for one in mine])
+    odd = ties + [
+        f"{name}: {there.get(name, 'nothing')} there, {here.get(name, 'nothing')} here"
+        for name in there | here
+        if there.get(name) != here.get(name)
+    ]
+    if odd:
+        shown = "; ".join(odd[:3]) + f"; and {len(odd) - 3} more" * (len(odd) > 3)
+        raise CheckpointError(
+            f"{checkpoint.path}: expected a checkpoint of this {type(modules['model']).__name__}, its "
+            f"optimizers and schedulers, got another's: {shown}. Make them as they were when it was written."
+        )
+
+
+def _modules(model: nn.Module, loss: nn.Module | None) -> dict[str, nn.Module]:
+    return {"model": model} if loss is None else {"model": model, "loss": loss}
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {private.plain_name(name): value for name, value in state.items()}
+
+
+def _forms(part: str, state: Mapping[str, Any], wide: Mapping[str, Any]) -> dict[str, str]:
+    """Return dtype and shape of each tensor; 16-bit tensors that are float32 in `wide` count as float32."""
+    forms: dict[str, str] = {}
+    for name, value in state.items():
+        form = "a value"
+        if isinstance(value, Tensor | stored.Stored):
+            is_wide = value.dtype in SHORT_DTYPES and getattr(wide.get(name), "dtype", None) == float32
+            form = f"{float32 if is_wide else value.dtype} {tuple(value.shape)}".removeprefix("torch.")
+        forms[f"{'loss ' * (part == 'loss')}{name}"] = form
+    return forms
+
+
+def _labels(what: str, found: Iterable[tuple[str, list[list[str]]]]) -> dict[str, str]:
+    """Return the class of each optimizer or scheduler, and the name of each parameter in its groups."""
+    labels: dict[str, str] = {}
+    for number, (kind, groups) in enumerate(found):
+        labels[f"{what[:-1]} {number}"] = kind
+        for place, names in enumerate(groups):
+            start = f"{what[:-1]} {number}, group {place}, parameter"
+            labels |= {f"{start} {at}": name for at, name in enumerate(names)}
+    return labels
+
+
+def _parameter_names(modules: Mapping[str, nn.Module], optimizer: Any) -> list[list[str]]:
+    names: dict[int, str] = {}
+    for part, module in modules.items():
+        for name, parameter in module.named_parameters(prefix="loss" * (part == "loss")):
+            names.setdefault(id(parameter), private.plain_name(name))
+    groups = [group["params"] for group in getattr(optimizer, "param_groups", ())]
+    return [[names.get(id(one), "not the model's") for one in group] for group in groups]

@@ -1,0 +1,164 @@
+"""Tensors in safetensors files: each rank's slice, written in one pass, and read as far as it is needed."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from anybatch.core import CheckpointError, is_shard, local, tree
+from anybatch.parallel.group import rank
+from anybatch.parallel.serialize import bytes_of
+
+_CODES = {  # the names of dtypes in safetensors
+    **{getattr(torch, f"float{bits}"): f"F{bits}" for bits in (64, 32, 16)},
+    **{getattr(torch, f"int{bits}"): f"I{bits}" for bits in (64, 32, 16, 8)},
+    **{getattr(torch, f"uint{bits}"): f"U{bits}" for bits in (64, 32, 16, 8)},
+    **dict(zip((torch.bfloat16, torch.bool, torch.complex64), ("BF16", "BOOL", "C64"), strict=True)),
+    **dict(zip((torch.float8_e4m3fn, torch.float8_e5m2), ("F8_E4M3", "F8_E5M2"), strict=True)),
+}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write and sync a safetensors file, one tensor after the other; return its SHA-256.
+
+    Of a DTensor this rank's slice is written. Raises CheckpointError for a dtype that the format lacks.
+    """
+    values = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))  # aligned
+    header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
+    for name, value in values.items():
+        if value.dtype not in _CODES:
+            raise CheckpointError(f"{name}: expected one of {[*_CODES]}, got {value.dtype}. Convert it.")
+        start, end = end, end + local(value).numel() * value.dtype.itemsize
+        shape = [*local(value).shape]
+        header[name] = {"dtype": _CODES[value.dtype], "shape": shape, "data_offsets": [start, end]}
+    text, digest = json.dumps(header).encode(), hashlib.sha256()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        for part in chain([len(text).to_bytes(8, "little"), text], map(bytes_of, values.values())):
+            digest.update(part)
+            file.write(part)
+        sync(file)
+    return digest.hexdigest()
+
+
+def sync(file: BinaryIO) -> None:
+    """Flush a file to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Flush the names in a folder to the disk, if the system can."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def forms_in(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of each tensor in a file."""
+    with safe_open(path, framework="pt") as file:
+        found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (views: nothing is read)
+        return {key: (value.dtype, tuple(value.shape)) for key, value in found.items()}
+
+
+class Stored:
+    """A tensor in the files of a checkpoint, each of which has a slice [start, stop) along a dimension.
+
+    `forms` are the results of `forms_in` by name of a file; a slice is [file, start, stop]. Raises an error
+    if the slices are not the tensor, or a file has others.
+    """
+
+    def __init__(
+        self, key: str, folder: Path, forms: Mapping[str, Any], dtype: str, shape: Any, dim: int, slices: Any
+    ) -> None:
+        self.key, self.folder, self.shape, self.dim = key, folder, tuple(shape), dim
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self._sizes = self.shape or (1,)
+        torch.empty(self.shape, dtype=self.dtype, device="meta")  # raises for what is no shape
+        self._slices: list[tuple[str, int, int]] = [*map(tuple, slices)]
+        end = 0 if all(self._sizes) else self._sizes[dim]  # nothing is stored of an empty tensor
+        for name, start, stop in self._slices:
+            expected = self.dtype, self._part(stop - start)[: len(self.shape)]
+            if not start == end < stop or forms[name][key] != expected:
+                raise ValueError(
+                    f"{key} in {name} as {forms[name][key]}, as [{start}, {stop}) of {self.shape}"
+                )
+            end = stop
+        if end != self._sizes[dim]:
+            raise ValueError(f"{key} up to {end} of {self.shape}")
+
+    def _part(self, rows: int) -> tuple[int, ...]:
+        return (*self._sizes[: self.dim], rows, *self._sizes[self.dim + 1 :])
+
+    def read(self, like: Any = None, *, is_local: bool = False) -> Any:
+        """Read the tensor; for a DTensor of its shape only this rank's slice, as such a DTensor or local."""
+        if not is_shard(like) or like.shape != self.shape:
+            return self._read(self.dim, 0, self._sizes[self.dim]).reshape(self.shape)
+        dim, _, (start, stop) = slices_of(like)
+        mine = self._read(dim, start, stop).reshape(local(like).shape)
+        if is_local:
+            return mine
+        mine = mine.to(local(like).device)
+        kind = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+        return type(like).from_local(mine, like.device_mesh, like.placements, **kind)
+
+    def _read(self, dim: int, start: int, stop: int) -> Tensor:
+        """Read [start, stop) along a dimension: files are mapped, so hardly any other bytes are read."""
+        first, last = (start, stop) if dim == self.dim else (0, self._sizes[self.dim])
+        parts = [torch.empty(self._part(0), dtype=self.dtype)]
+        for name, begin, end in self._slices:
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                with safe_open(self.folder / name, framework="pt") as file:
+                    piece: Tensor = file.get_tensor(self.key).reshape(self._part(end - begin))
+                parts.append(piece.narrow(self.dim, low - begin, high - low))
+        if dim != self.dim:
+            parts = [one.narrow(dim, start, stop - start) for one in parts]
+        return torch.cat(parts, self.dim)
+
+
+def slices_of(value: Any, writer: int = 0) -> tuple[int, dict[int, tuple[int, int]], tuple[int, int]]:
+    """Return the dimension along which a tensor is cut, the slice of each rank that writes, and the own one.
+
+    One that is not cut is written by `writer` alone. Raises CheckpointError for a DTensor that is cut along
+    two axes of its mesh, or holds parts of a sum.
+    """
+    whole = 0, [*value.shape, 1][0]
+    if not is_shard(value):
+        return 0, {writer: whole} if value.numel() else {}, whole
+    cut = [(axis, one.dim % value.ndim) for axis, one in enumerate(value.placements) if one.is_shard()]
+    if len(cut) > 1 or any(one.is_partial() for one in value.placements):
+        raise CheckpointError(
+            f"Expected tensors that are cut along one axis of a mesh, as fully_shard makes them, got "
+            f"{value.placements}. Save such a model with torch.distributed.checkpoint."
+        )
+    mesh: Tensor = value.device_mesh.mesh
+    if not cut:
+        return slices_of(local(value), int(mesh.flatten()[0]))
+    ((axis, dim),) = cut
+    members = mesh.movedim(axis, 0).flatten(1)[:, 0] if mesh.ndim > 1 else mesh
+    size = value.shape[dim]
+    each = -(-size // len(members))  # as torch.chunk
+    slices = [(min(at * each, size), min((at + 1) * each, size)) for at in range(len(members))]
+    written = {int(one): place for one, place in zip(members, slices, strict=True) if place[0] < place[1]}
+    return dim, written if value.numel() else {}, slices[value.device_mesh.get_coordinate()[axis]]
+
+
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a sharded model, gathered to the host of rank 0; all ranks call it."""
+    found: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        gathered: Any = tree.whole(value)
+        found |= {} if rank() else {name: gathered.cpu() if isinstance(gathered, Tensor) else gathered}
+    return found

@@ -1,0 +1,81 @@
+"""Files written as a whole: weights alone, pages, settings; and the folder of a run."""
+
+import errno
+import glob
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.core import AnybatchError, CheckpointError, DataError, torch_private as private
+from anybatch.parallel import sync_folder, write_tensors
+
+
+def make_folder(path: Path) -> Path:
+    """Create a folder if it does not exist; raise DataError if it is not writable."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()  # an existing folder may be read-only
+    except OSError as error:
+        raise DataError(
+            f"Expected a folder that can be written, got {path}: {error.strerror}. Choose another one."
+        ) from None
+    return path
+
+
+def write(
+    path: Path,
+    make: Callable[[Path], object],
+    advice: str = "Choose another place.",
+    kind: type[AnybatchError] = CheckpointError,
+) -> None:
+    """Write a file as a whole: `make` writes one beside it, which is synced and takes its place.
+
+    If the path is a symlink, its target is written. If that fails, an earlier file is unchanged, and an error
+    of this kind is raised, with the advice.
+    """
+    real = Path(os.path.realpath(path))
+    beside = real.with_name(f".{real.name}.{os.getpid()}.tmp")
+    try:
+        if real.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        for stray in real.parent.glob(f".{glob.escape(real.name)}.*.tmp"):  # left by a killed process
+            stray.unlink()
+        make(beside)
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, real)
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
+        reason = getattr(error, "strerror", None) or error
+        raise kind(f"{path}: expected a file that can be written, got: {reason}. {advice}") from None
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_folder(real.parent)
+
+
+def export(state: Mapping[str, Any], path: str | Path) -> None:
+    """Write a plain state dict as .safetensors, .pt or .pth, for `load_state_dict` in any program.
+
+    Raises CheckpointError for another ending, a value that is no tensor for .safetensors, or a file that
+    cannot be written. An earlier file of that name is unchanged.
+    """
+    path, plain = Path(path), {private.plain_name(name): value for name, value in state.items()}
+    if path.suffix not in (".safetensors", ".pt", ".pth"):
+        raise CheckpointError(
+            f"{path}: expected a file name that ends in .safetensors, .pt or .pth, got {path.suffix!r}. "
+            "Choose the format by one of these."
+        )
+    if path.suffix != ".safetensors":
+        plain = {name: one.detach().cpu() if isinstance(one, Tensor) else one for name, one in plain.items()}
+        return write(path, lambda file: torch.save(plain, file))
+    for name, value in plain.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{path}: expected a state dict of tensors, got {type(value).__name__} for {name!r}. "
+                "Choose a name that ends in .pt."
+            )
+    write(path, lambda file: write_tensors(file, plain))
