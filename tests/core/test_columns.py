@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from anybatch import BatchLoss, Options, Step, Total
 from anybatch.check import check
 from anybatch.core import BatchError, batch_of
+from anybatch.parallel import ParameterServer
+from tests.parallel.inline import Inline
 
 ROWS = 6
 
@@ -125,7 +127,8 @@ def gradient(how: str, size: int) -> list[Tensor]:
         BatchLoss(model, detection, micro_batch=size)(batch).backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
     options = {"memory": "1GiB"} if how == "memory" else {"micro_batch": size}
-    step = Step(model, detection, optimizer, options=Options(check="always"), **options)
+    servers = ParameterServer(servers=2, workers=2, cluster=Inline()) if how == "server" else "auto"
+    step = Step(model, detection, optimizer, options=Options(check="always", strategy=servers), **options)
     if how == "window":
         with step.window() as window:
             for start in range(0, ROWS, size):
@@ -136,7 +139,7 @@ def gradient(how: str, size: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 6])
-@pytest.mark.parametrize("how", ["step", "window", "batch_loss", "memory"])
+@pytest.mark.parametrize("how", ["step", "window", "batch_loss", "memory", "server"])
 def test_a_detector_is_trained_exactly_through_every_door(how: str, size: int) -> None:
     for one, other in zip(gradient("loop", size), gradient(how, size), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

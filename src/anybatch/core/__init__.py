@@ -28,7 +28,7 @@ from anybatch.core.callback import (
     call as call,
     check_callbacks as check_callbacks,
 )
-from anybatch.core.columns import batch_of as batch_of
+from anybatch.core.columns import ColumnBatch as ColumnBatch, batch_of as batch_of
 from anybatch.core.errors import (
     AnybatchError as AnybatchError,
     BatchError as BatchError,

@@ -47,7 +47,15 @@ def batch_of(value: Any, collate: Collate | None = None) -> Batch:
     if not rows:
         return TensorBatch(value)
     column = _column(value, "", rows, is_top=True)
-    return SampleBatch([*map(column.row, range(rows))], column.collate)
+    return ColumnBatch([*map(column.row, range(rows))], column.collate)
+
+
+class ColumnBatch(SampleBatch):
+    """Rows of a batch with columns, as samples; a step that gets them has no `collate` of its own."""
+
+    __slots__ = ()
+
+    draws = False
 
 
 class _Column(NamedTuple):

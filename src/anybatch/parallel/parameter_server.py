@@ -363,6 +363,8 @@ def _ranges(rows: int, parts: int) -> list[range]:
 
 
 def _rows(batch: core.Batch, indices: range) -> Any:
+    if isinstance(batch, core.ColumnBatch):
+        return next(batch.only(indices).cut(len(indices)))
     if isinstance(batch, core.SampleBatch):
         return [batch.given[row] for row in indices]
     assert isinstance(batch, core.TensorBatch)  # noqa: S101 - there is no other that a step admits
