@@ -4,6 +4,7 @@ from anybatch.recompute import offload as offload
 from anybatch.recompute.apply import apply_policies as apply_policies
 from anybatch.recompute.blocks import (
     POLICIES as POLICIES,
+    WHOLE as WHOLE,
     Asked as Asked,
     Choice as Choice,
     choose_blocks as choose_blocks,
