@@ -111,9 +111,11 @@ class Offload:
     another device and those in `stay` (parameters and buffers) are never moved.
     """
 
+    most = 0  # the most bytes that waited in host memory in one forward of this process; a reader resets it
+
     def __init__(self, stay: Iterable[Tensor], *, is_tight: bool = False) -> None:
         self._stay = {private.storage_key(tensor) for tensor in stay}
-        self._is_tight, self._largest = is_tight, 0
+        self._is_tight, self._largest, self._sent = is_tight, 0, 0
         self._links: dict[torch.device, HostLink] = {}
         self._known: WeakValueDictionary[Key, _Moved] = WeakValueDictionary()
         self._order: list[ReferenceType[_Moved]] = []
@@ -176,6 +178,8 @@ class Offload:
         while self._new and self._new[0][0] < operation:
             moved = self._new.pop(0)[1]()
             if moved is not None:
+                self._sent = moved.host.nbytes + (self._sent if moved.place else 0)
+                Offload.most = max(Offload.most, self._sent)
                 with moving():
                     moved.host, moved.mark = self._link(moved.device).away(moved.host)
                 self._leaving.append(ref(moved))
