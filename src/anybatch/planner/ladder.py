@@ -66,7 +66,7 @@ class Ladder:
         """Return the bytes alive throughout a step, without its gradient sums."""
         states = sum(len(one.state) for one in task.optimizers)
         if self._static[:2] != (task, states) or self._steps < FROZEN:
-            to_come, self._one_by_one = _update_to_come(task)
+            to_come, self._one_by_one = update_to_come(task)
             self._static = task, states, _held(task) + (0 if states else to_come)
             for rung in self.rungs.values():
                 rung.readings.update = max(rung.readings.update, self._one_by_one)
@@ -295,7 +295,7 @@ def _held(task: Task) -> int:
     return sum({one.data_ptr(): one.nbytes() for one in here}.values())
 
 
-def _update_to_come(task: Task) -> tuple[int, float]:
+def update_to_come(task: Task) -> tuple[int, float]:
     """Return the bytes of state that the first update makes, and those that later ones take for a moment.
 
     They are those of updates of parameters without data, one by one. Only optimizers of torch are asked:

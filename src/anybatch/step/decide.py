@@ -360,7 +360,6 @@ class Planning:
             like=_of_size(self.settings, rows, size),
             cut_refused=_why_uncut(task, self.settings),
             blocks=tuple(self._blocks(task)),
-            without=tuple({policy for _, policy in self._distrusted} - {"recompute"}),
             sizes=() if self.micro_batch is None else (size,),
         )
 
