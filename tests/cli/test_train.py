@@ -133,7 +133,7 @@ def test_a_run_records_its_gradient_flow_within_the_budget_and_shows_it(
     )  # needs no rows first
     run(capsys, "report", "whole")
     assert '<figure id="flow"' in Path("whole/report.html").read_text()
-    for memory, has_ratio in (("2MB", False), ("4MB", True)):  # weights of 363 kB
+    for memory, has_ratio in (("2.2MB", False), ("4MB", True)):  # weights of 363 kB
         run(capsys, "train", f"{here}:wide", *FAST, "--memory", memory, "--epochs", 1, "--out", memory)
         assert (flows(memory)[1]["ratio"][1] is not None) is has_ratio
     monkeypatch.setattr("anybatch.cli.train.GradientFlow", lambda model, ratio: [].append)

@@ -140,31 +140,33 @@ def test_what_is_chosen_fits_to_the_byte_and_the_smallest_budget_is_the_smallest
     assert refused.value.smallest == least
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:a100"])
-def test_no_other_plan_that_fits_is_faster_by_far(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the estimate, of those with one policy for all blocks; on the host ones as good as even count."""
+def test_a_plan_climbs_as_a_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer rows, then as few recomputed blocks as needed, then their inputs offloaded, then all that is."""
     monkeypatch.setattr(offload, "SMALLEST", 0)
-    step, batch = (make(), rows_of(24, 40, 8)) if device == "cpu" else (make(Wide), rows_of(512, 512))
-    asked = request(step, batch, device=find_device(device))
-    settled = [
-        within(replace(asked, sizes=(size,), blocks=(), like=asked.uniform(size, policy)), 2**40)
-        for size in asked.all_sizes[:9:3]
-        for policy in ("keep", *asked.policies)
-    ]
-    least, most = min(one.peak for one in settled), max(one.peak for one in settled)
-    for part in (0.02, 0.3):
-        budget = int(least + part * (most - least))
-        fastest = min(one.seconds for one in settled if one.peak <= budget)
-        assert within(asked, budget).seconds <= 1.1 * fastest
+    step, batch = make(Wide), rows_of(512, 512)
+    host, card = [request(step, batch, device=find_device(one)) for one in ("cpu", "cuda:a100")]
+    assert host.policies == ("recompute",)
+    assert card.policies == ("recompute", "inputs", "offload")
+    whole = within(card, 2**40).peak
+    cut = within(card, whole - 1).plan
+    assert cut.micro_batch == 256
+    assert not cut.blocks
+    uncut = replace(card, cut_refused="rows meet")
+    plans = [uncut.uniform(512, policy) for policy in card.policies]
+    peaks = [trace(plan, uncut.task, uncut.batch, device="cuda").peak for plan in plans]
+    assert whole > peaks[0] > peaks[2]
+    found = [within(uncut, budget).plan.blocks for budget in (whole - 1, peaks[0], peaks[2])]
+    again = uncut.uniform(512, "recompute").blocks
+    assert found[0] == again[: len(found[0])] != again
+    assert found[1:] == [plans[0].blocks, plans[2].blocks]
 
 
-def test_of_plans_as_fast_on_the_host_the_smallest_is_taken() -> None:
-    """GPT-2 small with 8 x 512 tokens takes 1.6 times as long at once as row by row."""
-    asked = request(make(Wide), rows_of(512, 512))
-    host, card = [within(replace(asked, device=find_device(one)), 2**40) for one in ("cpu", "cuda:a100")]
-    assert host.peak < card.peak
-    assert ["10 %" in note for note in host.notes] == [True]
-    assert not card.notes
+def test_a_budget_below_the_floor_is_refused_after_few_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, plans = request(make(Wide), rows_of(512, 512), device=find_device("cuda:a100")), list[Plan]()
+    monkeypatch.setattr(search, "trace", lambda plan, *a, **k: (plans.append(plan), trace(plan, *a, **k))[1])
+    least = smallest(asked)
+    assert len(plans) <= 4
+    assert within(asked, least).peak <= least
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.7])
@@ -186,9 +188,9 @@ def test_a_budget_above_all_changes_nothing_and_one_below_rebuilds_or_cuts() -> 
     asked = request(small(), vectors())
     whole = within(asked, 2**40)
     assert whole.plan == asked.like
-    seconds = [one.seconds for one in (whole, *whole.options)]
+    seconds = [one.seconds for one in whole.options]
     assert seconds == sorted(seconds)
-    assert 3 <= len(seconds) <= 7
+    assert len(seconds) <= 7
     assert whole.plan not in [option.plan for option in whole.options]
     assert within(asked, whole.peak).plan == asked.like
     tight = within(asked, whole.peak - 1)

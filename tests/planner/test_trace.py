@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import Optimizer
 
-from anybatch import ModelLoss, Options, Step, Terms, Total, WholeBatch
+from anybatch import ModelLoss, Options, Step, Terms, Total, WholeBatch, plan
 from anybatch.core import Callbacks
 from anybatch.core.batch import SampleBatch, TensorBatch
 from anybatch.core.errors import TraceError
@@ -330,3 +330,29 @@ def test_threads_trace_one_after_another() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         assert len(set(threads.map(peak, range(12)))) == 1
+
+
+def layers(dropout: float, device: str) -> nn.Module:
+    with torch.device(device):
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=dropout, batch_first=True)
+        return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(32, 4))
+
+
+def planned(model: nn.Module, device: str, precision: str = "float32") -> int:
+    batch = torch.zeros(2, 128, 32), torch.zeros(2, 128, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return plan(model, nn.MSELoss(), optimizer, batch, rows=16, device=device, precision=precision).peak
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16-mixed", "fp16-mixed"])
+def test_a_model_on_the_meta_device_is_planned_as_one_on_the_cpu(precision: str) -> None:
+    there, here = [planned(layers(0.0, device), "cuda:a100", precision) for device in ("meta", "cpu")]
+    assert 0.98 * here <= there <= 1.02 * here
+    assert there < planned(layers(0.0, "meta"), "cuda:a100") or precision == "float32"
+
+
+def test_attention_with_dropout_keeps_no_scores_on_a_card() -> None:
+    """Dropout outside of attention keeps a mask of bools; scores would take several times as much."""
+    without, dropped = [planned(layers(p, "meta"), "cuda:a100") for p in (0.0, 0.1)]
+    assert without < dropped <= 1.2 * without
+    assert planned(layers(0.1, "cpu"), "cpu") > 1.5 * dropped

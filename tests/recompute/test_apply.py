@@ -304,24 +304,3 @@ def test_less_is_held() -> None:
     kept, rebuilt = peak(()), peak(every(model, "recompute"))
     assert rebuilt < 0.6 * kept
     assert rebuilt < peak(every(model, "selective")) < kept
-
-
-def test_neighbours_of_what_is_moved_are_watched_but_for_what_is_compiled() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(2, 2)
-
-    model = nn.ModuleDict({one: nn.Sequential(Block(), Block()) for one in ("plain", "compiled")})
-    vars(model["compiled"])["_compiled_call_impl"] = "as compile() leaves it"
-    for name, policy, watched in (
-        ("plain.0", "offload", ["plain.0", "plain.1"]),
-        ("plain.0", "recompute", ["plain.0"]),
-        ("plain.0.inner", "offload", ["plain.0.inner", "plain.1"]),  # what is around it is not beside it
-    ):
-        with apply_policies(model, ((name, policy),)):
-            own = [name for name, module in model.named_modules() if "forward" in vars(module)]
-        assert sorted(own) == watched
-    model["plain"] = model["plain"][:1]  # what is no longer there is looked for again
-    with apply_policies(model, (("plain.0", "offload"),)):
-        assert "forward" in vars(model["plain"][0])

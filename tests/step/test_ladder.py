@@ -1,5 +1,6 @@
 """The ladder of a step in a budget: fewer rows, then blocks that run again, then refusal; all are read."""
 
+import copy
 import re
 from typing import Any
 
@@ -286,15 +287,19 @@ def test_gradients_are_no_activations_of_the_micro_batch(made: list[Any]) -> Non
     assert not made
 
 
-def test_a_budget_below_what_is_always_held_is_refused_before_anything_runs() -> None:
+def test_a_budget_below_what_is_always_held_is_refused_with_one_that_holds(made: list[Any]) -> None:
     """Also the state of the optimizer counts, which the first update is still to make."""
     batch, model = batch_of(96, 1), Heavy()
     floor = 4 * HEAVY + sum(leaf.nbytes for leaf in batch)
-    handle = model.register_forward_pre_hook(lambda *_: pytest.fail("ran"))
-    least = refused(make(floor - 10_000, model=model), batch, "above parameters, gradients, optimizer state")
-    assert least == 0  # nothing was read
-    handle.remove()
-    refused(make(floor + 10_000, model=model), batch, "By readings")
+    for memory in (1_000, floor - 10_000):
+        told = "above parameters, gradients, optimizer state"
+        least = refused(make(memory, model=model), batch, told)
+        assert floor < least < 1.3 * floor
+    step = make(least, model=copy.deepcopy(model))
+    assert [step(batch).updated for _ in range(4)] == [True] * 4
+    assert metered(step, lambda: step(batch), batch) <= least
+    refused(make(int(0.9 * least), model=model), batch, "smallest")
+    assert not made
 
 
 def test_what_the_update_takes_for_a_moment_is_within_the_budget() -> None:

@@ -50,7 +50,8 @@ def names_of_batch_norms(model: nn.Module, modules: Iterable[nn.Module]) -> str:
 def refuse_batch_norms(model: nn.Module, norms: Sequence[BatchNorm], *, over_ranks: bool = False) -> None:
     """Raise PlanError for BatchNorms whose statistics would depend on the split."""
     if norms:
-        whole = 'Step(..., memory="auto") without micro_batch, which keeps the batch whole; '
+        whole = 'Step(..., memory="auto") without micro_batch, which is exact: the batch stays '
+        whole += "whole, its blocks run again or wait in host memory; "
         raise PlanError(
             f"Expected no BatchNorm in training mode in a batch that is split{' over ranks' * over_ranks}, "
             f"got module {names_of_batch_norms(model, norms)}: its statistics would depend on the split. "

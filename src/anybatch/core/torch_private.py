@@ -229,6 +229,10 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+#: Returns the number of nodes that autograd has made in this thread, one per operation that it records.
+operations: Callable[[], int] = torch.autograd._get_sequence_nr
+
+
 def holders(tensor: Tensor) -> int:
     """Return the reference count of a tensor's storage; above `ALONE` if it is shared, or if missing."""
     return _count_holders(tensor.untyped_storage()._cdata)

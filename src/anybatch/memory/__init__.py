@@ -17,5 +17,5 @@ from anybatch.memory.fake import (
 )
 from anybatch.memory.ledger import OWNERS as OWNERS, Ledger as Ledger
 from anybatch.memory.meter import Meter as Meter
-from anybatch.memory.reading import MemoryReading as MemoryReading
+from anybatch.memory.reading import Following as Following, MemoryReading as MemoryReading
 from anybatch.memory.recording import Mark as Mark, Recording as Recording, continued as continued

@@ -47,7 +47,7 @@ class MemoryReading:
             if any(one.type != "cpu" for one in found):
                 if accelerator.in_use() is not None:
                     is_counted = all(accelerator.forget_peak(one) is not None for one in found)
-                    start = _start_statistics if is_counted else _Following
+                    start = _start_statistics if is_counted else Following
                     reading = cls(partial(start, found), is_exact=is_counted)
             elif not private.is_profiling() and _has_events():
                 reading = cls(private.start_memory_events, is_exact=_mallinfo() is not None)
@@ -107,7 +107,7 @@ def _start_statistics(devices: Iterable[torch.device]) -> Callable[[], list[int]
     return changes
 
 
-class _Following(private.TorchDispatchMode):
+class Following(private.TorchDispatchMode):
     """The beginnings and ends of the storages that operations return, in bytes; called, it ends."""
 
     def __init__(self, devices: Set[torch.device]) -> None:
@@ -117,6 +117,7 @@ class _Following(private.TorchDispatchMode):
         self.__enter__()
 
     def __call__(self) -> list[int]:
+        """End it, and return the changes in order."""
         self.__exit__(None, None, None)
         return self._changes
 

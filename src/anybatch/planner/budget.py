@@ -40,6 +40,7 @@ class Budget:
             if found is None:
                 found = Ladder(parse_memory(self.memory, device_of(task)), settings)
                 self._ladders[key] = found
+            found.offloads = any(map(accelerator.has_streams, task.network.devices))
             self._last = task, kind, found
         return self._last[2]
 

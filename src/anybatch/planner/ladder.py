@@ -1,8 +1,9 @@
-"""The ladder of a step within a budget: fewer rows, then blocks that run again, then refusal; all read."""
+"""The ladder of a step within a budget: fewer rows, recomputed blocks, offload, then refusal; all read."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from anybatch import core
 from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task
-from anybatch.planner.rung import FROZEN, Rung, Want, even, smallest
+from anybatch.memory import Following, find_device, parse_memory
+from anybatch.planner.rung import FROZEN, RAN_OUT, SURE, Rung, Want, even, smallest
+from anybatch.recompute import WHOLE, Choice
 
 Read = Callable[[Rung, tuple[int, ...]], None]  # runs micro-batches of a few rows, and puts all back
 
@@ -27,15 +30,21 @@ class Ladder:
 
     The first rung keeps all blocks of the model. If not even its smallest micro-batch fits, all blocks run
     again in backward; then as many of the last blocks are kept as a straight line between the two readings
-    promises. Each rung is read before it is used, and again in steps.
+    promises. Below are two rungs of devices with streams: all blocks run again and what is saved beside them,
+    their inputs, waits in host memory; no block runs again and all that is saved waits there. Each rung is
+    read before it is used, and again in steps.
     """
 
     def __init__(self, num_bytes: int, settings: Plan) -> None:
         self.num_bytes = num_bytes
-        self.rungs = {0: Rung(num_bytes, settings)}  # by the number of the first blocks that run again
+        # By the number of the first blocks that run again; the rungs with offload have higher numbers.
+        self.rungs = {0: Rung(num_bytes, settings)}
+        self.offloads = False  # the device has a host that copies run to
         self.refused = ""  # the reason why the batch must not be cut
+        self.short = ""  # the reason why nothing is offloaded: the host lacks memory
         self.looks = 0  # looks at a few rows, with readings or without
         self._static: tuple[Task | None, int, int] = None, 0, 0
+        self._one_by_one = 0.0  # bytes that an update takes for a moment, parameter by parameter
         self._steps = 0
 
     @property
@@ -57,7 +66,10 @@ class Ladder:
         """Return the bytes alive throughout a step, without its gradient sums."""
         states = sum(len(one.state) for one in task.optimizers)
         if self._static[:2] != (task, states) or self._steps < FROZEN:
-            self._static = task, states, _held(task) + (0 if states else _state_to_come(task))
+            to_come, self._one_by_one = update_to_come(task)
+            self._static = task, states, _held(task) + (0 if states else to_come)
+            for rung in self.rungs.values():
+                rung.readings.update = max(rung.readings.update, self._one_by_one)
         grads = [core.local(p.grad) for p in task.network.everyone if p.grad is not None]
         found = [one for one in grads if one.layout is torch.strided]
         # Existing gradients are kept and added to the step's, hence twice.
@@ -88,13 +100,14 @@ class Ladder:
             found = self.known(want)
             if found is not None:
                 return found
-            if not self._climb(want, read, find):
-                last = self.rungs[max(self.rungs)]
-                if not last.readings.law.readings:  # the step itself will tell why
-                    smallest_parts = even(want.rows, -(-want.rows // want.size))
-                    return last, tuple(core.cut_sizes(want.rows, want.only)) if want.only else smallest_parts
-                if not self._update_one_by_one(want):
-                    raise self._refusal(want)
+            if self._climb(want, read, find):
+                continue
+            last = self.rungs[max(self.rungs)]
+            if not last.has_read(want):  # the step itself will tell why
+                smallest_parts = even(want.rows, -(-want.rows // want.size))
+                return last, tuple(core.cut_sizes(want.rows, want.only)) if want.only else smallest_parts
+            if not (self._read_more_rows(want, read) or self._update_one_by_one(want)):
+                raise self._refusal(want)
 
     def finish(self, rung: Rung, *, is_random: bool) -> None:
         """End a step on a rung."""
@@ -103,31 +116,74 @@ class Ladder:
 
     def _climb(self, want: Want, read: Read, find: Callable[[], Sequence[str]]) -> bool:
         """Read something that may fit where nothing known does; return False if there is nothing left."""
-        top = max(self.rungs)
-        last = self.rungs[top]
-        if self._read_smallest(last, want, read):
-            return True
-        blocks = () if top or self.plain.settings.blocks or want.is_shared else tuple(find())
-        if not blocks:
-            return self._read_loss(last, want, read)
-        every = self._rung(blocks, len(blocks))
-        self._read_smallest(every, want, read)
-        if every.sizes(want):
-            self._give_back(blocks, want, read)
-        return True
+        top, last = max(self.rungs), self.rungs[max(self.rungs)]
+        blocks = () if self.plain.settings.blocks or want.is_shared else tuple(find())
+        for level, choice in self._levels(blocks, want):
+            if level >= top:
+                rung = last = self._rung(level, choice)
+                if self._read_smallest(rung, want, read) or self._read_whole(rung, want, read):
+                    if level == len(blocks) and rung.sizes(want):
+                        self._give_back(blocks, want, read)
+                    return True
+        return self._read_loss(last, want, read)
+
+    def _levels(self, blocks: Sequence[str], want: Want) -> Iterator[tuple[int, Choice]]:
+        """Yield number and policies of the rungs but for those that keep some blocks, the fastest first."""
+        yield 0, self.plain.settings.blocks
+        again = _again(blocks)
+        if blocks:
+            yield len(blocks), again
+        if self.offloads and not (self.plain.settings.blocks or want.is_shared):
+            needed, free = self.plain.takes(want), parse_memory("auto", find_device("cpu"))
+            self.short = f" On the host {core.format_bytes(free)} are free, and offload takes up to "
+            self.short += f"{core.format_bytes(int(needed))}."
+            if needed <= free:
+                self.short = ""
+                if blocks:
+                    yield len(blocks) + 1, (WHOLE, *again)
+                yield len(blocks) + 2, (WHOLE,)
 
     def _read_smallest(self, rung: Rung, want: Want, read: Read) -> bool:
         """Read the smallest micro-batch if that is new; return True if it was."""
         size = want.size if want.size < want.rows else 1
         size = max(size if 2 * size <= want.rows else 1, want.least)
-        if 2 * size > want.rows or (size, want.length) in rung.readings.law.readings:
+        is_known = (size, want.length) in rung.readings.law.readings
+        if 2 * size > want.rows or is_known or (want.is_whole and WHOLE in rung.settings.blocks):
             return False
         before = len(rung.readings.law.readings)
         read(rung, (size, size))
         while not rung.readings.law.readings and size < _FEW and 4 * size <= want.rows:
             size *= 2  # a model may refuse fewer
             read(rung, (size, size))
+        if want.is_whole and 8 * size <= want.rows and rung is not self.plain:  # two sizes tell what is fixed
+            read(rung, (4 * size, 4 * size))
         return len(rung.readings.law.readings) > before
+
+    def _read_whole(self, rung: Rung, want: Want, read: Read) -> bool:
+        """Read a batch that may not be cut, unless a few rows tell that it fits or does not."""
+        size, known = (want.rows, want.length), rung.readings
+        if not want.is_whole or size in known.whole or not (known.law.readings or rung is not self.plain):
+            return False
+        if known.law.readings:
+            share = known.law(size) / max(1.0, rung.room(want) + known.gradients)
+            if not SURE < share < 1 / SURE:
+                return False
+        read(rung, (want.rows,))
+        known.whole.setdefault(size, RAN_OUT)
+        return True
+
+    def _read_more_rows(self, want: Want, read: Read) -> bool:
+        """Read two and four rows where one may take more; return True if that is new."""
+        rung = self.rungs[max(self.rungs)]
+        found = rung.readings.law.readings
+        for size in (2, 4):
+            fewer = found.get((size // 2, want.length))
+            if want.only is None and 2 * size <= want.rows and fewer and (size, want.length) not in found:
+                if size > 2 and min(fewer) > min(found.get((1, want.length), [0.0])):
+                    return False
+                read(rung, (size, size))
+                return (size, want.length) in found
+        return False
 
     def _read_loss(self, rung: Rung, want: Want, read: Read) -> bool:
         """Read the loss over all rows if it was only guessed at; return True if it was read."""
@@ -139,73 +195,68 @@ class Ladder:
 
     def _update_one_by_one(self, want: Want) -> bool:
         """Update parameter by parameter if all at once take too much; return True if that is new."""
-        if self.plain.settings.foreach is not None or self.plain.readings.update <= self.plain.room(want):
+        most = max(self._one_by_one, self.plain.room(want))
+        if self.plain.settings.foreach is not None or self.plain.readings.update <= most:
             return False
         for rung in self.rungs.values():
-            rung.settings, rung.readings.update = replace(rung.settings, foreach=False), 0.0
+            rung.settings, rung.readings.update = replace(rung.settings, foreach=False), self._one_by_one
         return True
 
     def _give_back(self, blocks: tuple[str, ...], want: Want, read: Read) -> None:
         """Find the fewest blocks that must run again, by a line between two rungs of which one fits."""
         low, high = 0, len(blocks)  # `high` fits, `low` does not
-        size = want.size, want.length
         for _ in range(_TRIES):
-            more, less = [self.rungs[one].readings.law for one in (low, high)]
-            if not (more.readings and less.readings):
+            more, less = [self.rungs[one].takes(want) for one in (low, high)]
+            if not more > less > 0:
                 return
-            per_block = (more(size) - less(size)) / (high - low)
-            free = self.rungs[high].room(want) / _CLOSE - less(size)
-            again = high - int(max(0.0, free) / max(1.0, per_block))
-            again = max(low + 1, again)
+            free = self.rungs[high].room(want) / _CLOSE - less
+            again = max(low + 1, high - int(max(0.0, free) / ((more - less) / (high - low))))
             if again >= high:
                 return
-            rung = self._rung(blocks, again)
-            self._read_smallest(rung, want, read)
+            rung = self._rung(again, _again(blocks[:again]))
+            while self._read_smallest(rung, want, read) or self._read_whole(rung, want, read):
+                pass
             low, high = (low, again) if rung.sizes(want) else (again, high)
 
-    def _rung(self, blocks: tuple[str, ...], again: int) -> Rung:
-        """Return the rung on which the first `again` blocks run again; backward frees the last first."""
-        if again not in self.rungs:
-            chosen = tuple((name, "recompute") for name in blocks[:again])
-            made = Rung(self.num_bytes, replace(self.plain.settings, blocks=chosen))
+    def _rung(self, level: int, choice: Choice) -> Rung:
+        """Return the rung of a level, which is new at first; what no policy changes is known from above."""
+        if level not in self.rungs:
+            made = Rung(self.num_bytes, replace(self.plain.settings, blocks=choice))
             made.readings.gradients = self.plain.readings.gradients
             made.readings.update = self.plain.readings.update
             made.readings.first = self.plain.readings.first
-            self.rungs[again] = made
-        return self.rungs[again]
-
-    def refuse_below_floor(self, task: Task, want: Want) -> None:
-        """Refuse a budget below parameters, gradients, optimizer state and the batch."""
-        least = want.static + sum(core.local(p).nbytes for p in task.network.parameters)
-        if least > self.num_bytes:
-            raise core.BudgetError(
-                f"Expected a budget above parameters, gradients, optimizer state and batch, which take "
-                f"{core.format_bytes(least)} together, got {core.format_bytes(self.num_bytes)}. "
-                "Activations come on top; 16-bit weights, fewer trained parameters or another optimizer "
-                "take less."
-            )
+            self.rungs[level] = made
+        return self.rungs[level]
 
     def _refusal(self, want: Want) -> core.BudgetError:
-        least = int(_SLACK * min(smallest(rung, want) for rung in self.rungs.values()))
+        found = [one for one in (smallest(rung, want) for rung in self.rungs.values()) if one < RAN_OUT]
+        least = int(_SLACK * min(found))
         size = int(min(max(want.size, self.plain.readings.law.least), want.rows))
-        again = ", all blocks recomputed" if len(self.rungs) > 1 else ""
+        last = self.rungs[max(self.rungs)].settings.blocks
+        how = ", all that is saved offloaded" if WHOLE in last else ", all blocks recomputed" * bool(last)
+        how += " (a budget on shards recomputes nothing; Options(recompute=...) does)" * want.is_shared
         why = f" The batch may not be cut: {self.refused.rstrip('.')}." if self.refused else ""
-        again += " (a budget on shards recomputes nothing; Options(recompute=...) does)" * want.is_shared
+        floor = int(want.static + self.plain.readings.gradients)
+        expected = f"room for {core.counted(size, 'row')} at a time{how}"
+        if floor > self.num_bytes:
+            expected = "a budget above parameters, gradients, optimizer state and batch, which take "
+            expected += f"{core.format_bytes(floor)} together"
         return core.BudgetError(
-            f"Expected room for {core.counted(size, 'row')} at a time{again}, got "
-            f"{core.format_bytes(self.num_bytes)}. By readings the smallest budget for "
-            f"{core.counted(want.rows, 'row')} is {core.format_bytes(least)} ({least} "
-            f"bytes).{why} Allow that much, or use a smaller model or smaller rows.",
+            f"Expected {expected}, got {core.format_bytes(self.num_bytes)}. By readings the smallest budget "
+            f"for {core.counted(want.rows, 'row')} is {core.format_bytes(least)} ({least} bytes)."
+            f"{why}{self.short} Allow that much, or use a smaller model or smaller rows.",
             smallest=least,
         )
 
     def note(self, rung: Rung) -> str:
         """Return the basis of a cut, for a report."""
-        read = rung.readings
+        read, chosen = rung.readings, rung.settings.blocks if rung is not self.plain else ()
         count = sum(map(len, read.law.readings.values())) + len(read.whole)
         allowed = "" if read.is_exact else ", with an allowance for what readings cannot see here"
-        again = len(rung.settings.blocks) if rung is not self.plain else 0
+        again = len(chosen) - (WHOLE in chosen)
         blocks = f"; {core.counted(again, 'block')} recomputed, as no row fits without" if again else ""
+        host = f"; {core.format_bytes(read.host)} saved for backward wait in host memory"
+        blocks += host if WHOLE in chosen else ""
         return f"cut by memory that was read in {count} runs of micro-batches{allowed}{blocks}"
 
     def state(self) -> list[dict[str, Any]]:
@@ -219,6 +270,10 @@ class Ladder:
             rung.load(one)
             self.rungs[int(one["again"])] = rung
             self._steps = max(self._steps, rung.steps)
+
+
+def _again(blocks: Sequence[str]) -> Choice:
+    return tuple((name, "recompute") for name in blocks)
 
 
 def refuse_unread() -> core.PlanError:
@@ -240,12 +295,13 @@ def _held(task: Task) -> int:
     return sum({one.data_ptr(): one.nbytes() for one in here}.values())
 
 
-def _state_to_come(task: Task) -> int:
-    """Return the bytes of state that the first update makes, by an update of parameters without data.
+def update_to_come(task: Task) -> tuple[int, float]:
+    """Return the bytes of state that the first update makes, and those that later ones take for a moment.
 
-    Only optimizers of torch are asked: another may count its calls.
+    They are those of updates of parameters without data, one by one. Only optimizers of torch are asked:
+    another may count its calls.
     """
-    total = 0
+    total, most = 0, 0.0
     for optimizer in task.optimizers:
         if type(optimizer).__module__.partition(".")[0] != "torch":
             continue
@@ -259,10 +315,16 @@ def _state_to_come(task: Task) -> int:
                 one.grad = torch.empty_like(one)
             switches = {name: False for name in ("foreach", "fused") if name in group}
             twin.param_groups.append({**group, **switches, "params": metas})
+        following = None
         try:
+            private.step_without_hooks(twin)
+            following = Following({torch.device("meta")})
             private.step_without_hooks(twin)
         except Exception:
             continue
+        finally:
+            changes = following() if following else []
         made = private.pytree.tree_leaves([*twin.state.values()])
         total += sum(one.nbytes for one in made if isinstance(one, Tensor))
-    return total
+        most = max(most, *accumulate(changes, initial=0))
+    return total, most

@@ -13,6 +13,7 @@ from anybatch.core import Batch, BatchError, Micro, SampleBatch, tree
 from anybatch.engine import Reader
 from anybatch.memory import MemoryReading
 from anybatch.planner.law import Law, Size
+from anybatch.recompute import Offload
 from anybatch.state import rng
 
 Shape = tuple[tuple[str, tuple[int, ...]], ...]  # dtype and sizes of each leaf of a row
@@ -38,6 +39,7 @@ class Readings:
         self.gradients = 0  # bytes of gradient sums
         self.ran = 0  # rows times length of the largest micro-batch so far
         self.events = 0  # allocations in the last reading
+        self.host = 0  # bytes that waited in host memory
         self.is_exact = True  # readings saw all bytes; otherwise an allowance is added
 
     @property
@@ -85,10 +87,10 @@ class Readings:
         self.whole = {(rows, length): found for rows, length, found in state["whole"]}
         self.first = {rows: (peak, left) for rows, peak, left in state["first"]}
         for name in _PLAIN:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, 0))
 
 
-_PLAIN = "update", "gradients", "ran", "events", "is_exact"
+_PLAIN = "update", "gradients", "ran", "events", "host", "is_exact"
 
 
 @dataclass(slots=True)
@@ -114,10 +116,12 @@ class MemoryReader(Reader):
         is_look: bool = False,
         reads_update: bool = False,
         rows: int = 0,
+        own: int = 0,
     ) -> None:
         self.readings, self.devices = readings, devices
         self._room = room  # bytes for a micro-batch beside the gradient sums
         self._most, self._rows = most, rows  # of the largest micro-batch, which alone is read; of the batch
+        self._own = own  # bytes of the batch, which are held throughout
         self._is_look = is_look  # a few rows run, before a step; each size is read twice
         self._reads_update = reads_update
         self.is_blind = False  # no reading could begin
@@ -130,6 +134,7 @@ class MemoryReader(Reader):
         size = len(micro.indices), _length(leaves)
         self.readings.gradients = max(self.readings.gradients, held)
         own = sum(one.nbytes for one in leaves if one.untyped_storage().nbytes() == one.nbytes)
+        Offload.most = 0
         reading = self._begun() if self._wants(size, held) else None
         self._open = _Open(size, own, held, reading)
 
@@ -142,7 +147,7 @@ class MemoryReader(Reader):
         read = self.readings
         times = len(read.law.readings.get(size, ()))
         if self._is_look:
-            return held > 0 and times < 2
+            return times < 2 if held else size[0] == self._rows
         expected = read.law.bound(size) if read.law.readings else 0.0
         is_dear = expected + read.events * _PER_EVENT > (1 + _TOO_DEAR) * self._room
         if self._has_read or is_dear:
@@ -181,11 +186,11 @@ class MemoryReader(Reader):
             return
         self._has_read = not self._is_look
         read.is_exact = read.is_exact and opened.reading.is_exact
-        read.events = opened.reading.events
+        read.events, read.host = opened.reading.events, max(read.host, Offload.most)
         if opened.held:
             read.law.add(opened.size, found[0] + opened.own)
         else:
-            read.whole[opened.size] = found[0] + opened.own
+            read.whole[opened.size] = found[0] + max(0, opened.own - self._own)
 
     def begin_update(self) -> None:
         """Read the update, except the first, which makes optimizer state."""

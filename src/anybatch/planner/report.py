@@ -23,7 +23,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """The fastest plan within the budget.
+    """The plan of a step within the budget.
 
     Attributes:
         plan: the plan of the step.
@@ -117,7 +117,7 @@ def _line(row: tuple[str, str]) -> str:
 def _blocks(plan: Plan) -> list[tuple[str, str]]:
     by_policy: dict[str, list[str]] = {}
     for name, policy in plan.blocks:
-        by_policy.setdefault(policy, []).append(name)
+        by_policy.setdefault(policy, []).append(name or "all that is saved for backward")
     return [(policy, ", ".join(names)) for policy, names in by_policy.items()]
 
 

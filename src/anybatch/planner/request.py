@@ -7,8 +7,9 @@ import torch
 from anybatch.core import Batch
 from anybatch.engine import Plan, Task
 from anybatch.memory import Device, find_device
-from anybatch.planner.trace import trace
-from anybatch.recompute import POLICIES
+from anybatch.recompute import WHOLE
+
+KEEP = "keep"  # the policy of a rung that keeps all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,16 +24,13 @@ class Request:
     cut_refused: str = ""  # the reason why the batch may not be cut; "" if it may
     blocks: tuple[str, ...] = ()  # blocks whose policy may be chosen; empty if `like` fixes them
     sizes: tuple[int, ...] = ()  # the allowed micro-batch sizes; empty for all
-    without: tuple[str, ...] = ()  # excluded policies: a block's recomputation differed under them
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Policies that a block may have, besides "keep"."""
-        if not self.blocks:
-            return ()
-        # If the device is the host itself, offload gains nothing.
-        known = [one for one in POLICIES if one != "offload" or self.device.link]
-        return tuple([one for one in known if one not in self.without])
+        """The rungs below "keep": blocks run again; their inputs are offloaded, too; all is offloaded."""
+        recompute, is_offloading = bool(self.blocks), bool(self.device.link) and not self.like.blocks
+        chosen = {"recompute": recompute, "inputs": recompute and is_offloading, "offload": is_offloading}
+        return tuple(name for name, is_there in chosen.items() if is_there)
 
     @property
     def depends_on_cut(self) -> bool:
@@ -41,18 +39,22 @@ class Request:
         return is_chosen and self.like.batch_norm == "micro" and bool(self.task.network.batch_norms)
 
     @property
+    def least(self) -> int:
+        """The fewest rows of a micro-batch: two with BatchNorm in training mode."""
+        norms = self.task.network.batch_norms if self.like.batch_norm != "frozen" else ()
+        return 2 if norms and self.like.rows > 1 else 1
+
+    @property
     def all_sizes(self) -> list[int]:
-        """Sizes of micro-batches, largest first: one per number of micro-batches up to 8, then ever fewer."""
+        """Sizes of micro-batches, largest first: one per number of micro-batches."""
         rows = self.like.rows
         if self.sizes:
             return list(self.sizes)
         if self.cut_refused:
             return [rows]
-        counts, count = [1], 1
-        while count < rows:
-            count = max(count + 1, count * 5 // 4)
-            counts.append(min(count, rows))
-        return [*dict.fromkeys(-(-rows // count) for count in counts)]
+        found = dict.fromkeys(-(-rows // count) for count in range(1, rows // self.least + 1))
+        # The last micro-batch has the rest.
+        return [size for size in found if self.least == 1 or (rows % size or size) > 1]
 
     @property
     def may_disable_foreach(self) -> bool:
@@ -66,21 +68,11 @@ class Request:
         )
 
     def uniform(self, size: int, policy: str, again: int | None = None) -> Plan:
-        """Return a plan of this micro-batch, with all blocks under one policy, or only the first `again`."""
-        choice = () if policy == "keep" else tuple((block, policy) for block in self.blocks[:again])
-        return replace(self.like, micro_batch=size, blocks=choice or self.like.blocks)
-
-
-def without_single_rows(request: Request) -> Request:
-    """Return the request without sizes that leave a single row, if BatchNorm refuses to run one."""
-    like = replace(request.like, rows=1, micro_batch=1)
-    try:
-        trace(like, request.task, request.batch, device=request.device.kind)
-    except ValueError:
-        rows = request.like.rows
-        left = [size for size in request.all_sizes if (rows % size or size) > 1]  # the last has the remainder
-        return replace(request, sizes=tuple(left))
-    return request
+        """Return a plan of this micro-batch on a rung; of its blocks the first `again` run again."""
+        blocks = self.blocks[:again] if policy in ("recompute", "inputs") else ()
+        chosen = tuple((block, "recompute") for block in blocks)
+        chosen = (WHOLE, *chosen) if policy in ("inputs", "offload") else chosen
+        return replace(self.like, micro_batch=size, blocks=chosen or self.like.blocks)
 
 
 def computes_in_half(task: Task) -> bool:

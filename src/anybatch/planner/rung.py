@@ -10,11 +10,14 @@ from anybatch.core import cut_sizes
 from anybatch.engine import Plan
 from anybatch.planner.law import Size
 from anybatch.planner.readings import BEYOND, MemoryReader, Readings
+from anybatch.recompute import WHOLE
 
 FROZEN = 3  # steps after which a model that draws random numbers keeps its cut
 _EARLY = 8  # steps in which micro-batches are read; later at every power of two
 _GROWTH, _NEAR, _NEAR_GROWTH = 4, 0.6, 2  # largest growth beyond the readings; less near the budget
 _MISFIT = 0.05  # relative error of a law that is not trusted for more than twice the readings
+SURE = 0.8  # share of the room below which an uncut batch runs without a reading
+RAN_OUT = float(2**62)  # bytes of an uncut batch in which memory ran out
 _PROPORTION = 0.25  # share of the room that rows may use if their bytes are proportional to rows
 
 
@@ -25,6 +28,7 @@ class Want:
     rows: int
     length: int  # numbers in a row
     static: int  # bytes alive throughout, without gradient sums
+    own: int = 0  # of these, bytes of the batch
     only: int | None = None  # the one size that is allowed
     least: int = 1  # rows of the smallest micro-batch: two with BatchNorm
     is_fixed: bool = False  # the result depends on the cut, so the first cut is kept
@@ -35,6 +39,11 @@ class Want:
     def size(self) -> int:
         """Rows of the smallest micro-batch that may be chosen."""
         return min(self.rows, self.only or -(-self.rows // max(1, self.rows // self.least)))
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the batch may not be cut."""
+        return self.only == self.rows and not self.is_add
 
 
 class Rung:
@@ -56,6 +65,23 @@ class Rung:
         """Return the bytes for a micro-batch, beside what a step holds."""
         left = self.readings.first_pass(want.rows)[1]
         return self.num_bytes - want.static - self.readings.gradients - left
+
+    def takes(self, want: Want) -> float:
+        """Return the bytes of the smallest micro-batch beside gradient sums; 0 if nothing was read."""
+        read, size = self.readings, (want.size, want.length)
+        if want.is_whole and read.whole.get(size, RAN_OUT) < RAN_OUT:
+            return read.whole[size] - read.gradients
+        return read.law(size) if read.law.readings else 0.0
+
+    def has_read(self, want: Want) -> bool:
+        """Return True if a reading tells what these rows take."""
+        whole = self.readings.whole.get((want.rows, want.length)) if want.is_whole else None
+        return bool(self.readings.law.readings) if whole is None else whole < RAN_OUT
+
+    @property
+    def is_last(self) -> bool:
+        """True if no other takes less."""
+        return self.settings.blocks == (WHOLE,)
 
     def sizes(self, want: Want) -> tuple[int, ...]:
         """Return the rows of each micro-batch; empty if not even the smallest is known to fit."""
@@ -96,6 +122,7 @@ class Rung:
             most=max(cut),
             reads_update=0 < self.steps <= 2,
             rows=want.rows,
+            own=want.own,
         )
 
     def finish(self, *, is_random: bool) -> None:
@@ -162,7 +189,8 @@ class Rung:
         one = size, want.length
         if size < want.rows or one in read.whole:
             return read.fits(one, room, is_uncut=size == want.rows)
-        return not read.law.readings or read.law(one) <= room + read.gradients  # it is read when it runs
+        share = 1.0 if want.is_add else SURE
+        return not read.law.readings or read.law(one) <= share * (room + read.gradients)
 
     def _next(self, top: int, length: int, room: float) -> int:
         """Return the most rows to try next, far beyond the readings."""
@@ -188,8 +216,8 @@ def smallest(rung: Rung, want: Want) -> float:
     sizes: list[Size] = [(want.size, want.length), *([] if want.only else read.law.readings)]
     sizes = [size for size in sizes if size[1] == want.length and size[0] >= want.size]
     found = [read.law.bound(size) for size in sizes if read.law.readings]
-    if want.only == want.rows:
-        found = [read.whole[sizes[0]] - read.gradients] if sizes[0] in read.whole else found
+    if want.is_whole and sizes[0] in read.whole:
+        found = [read.whole[sizes[0]] - read.gradients]
     peak, left = read.first_pass(want.rows)
     held = want.static + read.gradients
     return max(held + read.update, want.static + peak, held + left + min(found, default=float("inf")))

@@ -1,7 +1,8 @@
 """A step run on fake tensors: all of its bytes, without memory."""
 
 import threading
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Generator, Iterable, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -118,8 +119,8 @@ def trace(
 
     Of many micro-batches of one size only the first, one in the middle and the last are run, if each calls
     the model as often. A device of another machine is approximated: sizes are rounded up as its allocator
-    does, optimizers update all parameters at once (foreach) as they would there, and the kernels are the
-    CPU's.
+    does, optimizers update all parameters at once (foreach) as they would there, dropout keeps what it keeps
+    there, and the other kernels are the CPU's.
 
     Raises:
         TraceError: the step needs values, for instance because shapes depend on them.
@@ -194,7 +195,7 @@ def run_on_fakes(
             del leaves
             for one in task.optimizers:
                 one.register_step_pre_hook(partial(_note_updated, updated))
-            with meter:
+            with meter, _kernels_of_cards() if target.type != "cpu" else nullcontext():
                 carry_out(plan, fake, logical)
         written = set(fake.effects.parameters)
         task.effects.writes([parameter for parameter, twin in twins.items() if twin in written])
@@ -202,6 +203,29 @@ def run_on_fakes(
         task.effects.changes([buffer for buffer, twin, _ in buffers if id(twin) in stale])
         found = frozenset(p for p in task.network.parameters if twins[p] not in updated)
         return meter.recording, found, any(twins[p] in made for p in found)
+
+
+@contextmanager
+def _kernels_of_cards() -> Generator[None]:
+    """Trace dropout as cards compute it: it keeps a mask of bools, and no scores within attention."""
+    place: Any = nn.functional
+    attention, dropout = place.scaled_dot_product_attention, place.dropout
+
+    def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **named: Any) -> Tensor:
+        if isinstance(query, private.FakeTensor):  # another thread may train
+            rest, named = rest and (0.0, *rest[1:]), named if rest else named | {"dropout_p": 0.0}
+        return attention(query, key, value, attn_mask, *rest, **named)
+
+    def drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not isinstance(input, private.FakeTensor) or inplace or not training or not p:
+            return dropout(input, p, training, inplace)
+        return torch.native_dropout(input, p, training)[0]
+
+    place.scaled_dot_product_attention, place.dropout = attend, drop
+    try:
+        yield
+    finally:
+        place.scaled_dot_product_attention, place.dropout = attention, dropout
 
 
 def _note_updated(updated: set[Tensor], optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -222,7 +246,13 @@ def faked(task: Task, fakes: memory.Fakes) -> Task:
         task.aside(),
         effects=effects,
         loss=fakes.within(task.loss),
-        network=replace(task.network, parameters=of(task.network.parameters), others=of(task.network.others)),
+        network=replace(
+            task.network,
+            parameters=of(task.network.parameters),
+            others=of(task.network.others),
+            # Fakes of meta tensors are on the CPU: autocast is switched on for kinds that compute.
+            devices=task.network.devices - {torch.device("meta")} or {torch.device("cpu")},
+        ),
         masters=task.masters.stand_in(fakes.of),
     )
 

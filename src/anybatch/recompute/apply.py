@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_e
 from anybatch.core import PlanError, torch_private as private
 from anybatch.integrations import with_empty_cache, with_own_cache
 from anybatch.recompute import selective
-from anybatch.recompute.blocks import Choice, checked, find_blocks
+from anybatch.recompute.blocks import WHOLE, Choice, checked
 from anybatch.recompute.checkpoint import BlockCall, is_readable
 from anybatch.recompute.offload import Offload
 from anybatch.state import Reachable
@@ -22,7 +22,6 @@ from anybatch.state import Reachable
 Forward = Callable[..., Any]
 
 _ABSENT = object()
-_FOUND: WeakKeyDictionary[nn.Module, dict[Choice, list[str]]] = WeakKeyDictionary()
 #: (policy, training mode) of verified recomputations of each block in this process.
 _VERIFIED: WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = WeakKeyDictionary()
 
@@ -32,7 +31,8 @@ def apply_policies(model: nn.Module, choice: Choice, *, verify: bool = True) -> 
 
     "recompute" keeps only the arguments of a block and runs all of it again in backward; "selective" keeps
     the results of matrix products, convolutions and attention as well; "offload" moves what the block saves
-    to the host and back. Without gradients nothing changes. Call backward inside, too.
+    to the host and back; `WHOLE` moves all that is saved, by the loss as well. Without gradients nothing
+    changes. Call backward inside, too.
 
     A recomputation starts from the buffers, attributes and random streams of the first run, and everything
     it writes is put back: BatchNorm's statistics are updated once, dropout repeats its masks. Its outputs are
@@ -62,51 +62,31 @@ def apply_policies(model: nn.Module, choice: Choice, *, verify: bool = True) -> 
 
 @contextmanager
 def _applied(model: nn.Module, choice: Choice, verify: bool) -> Generator[None]:
-    blocks = [(name, _block(model, name), checked(policy)) for name, policy in choice]
-    offload = None
-    if any(policy == "offload" for _, policy in choice):
-        offload = Offload((*model.parameters(), *model.buffers()))
-        blocks += [(name, _block(model, name), "keep") for name in _beside(model, choice)]
+    blocks = [(name, _block(model, name), checked(policy)) for name, policy in choice if name]
+    is_all = WHOLE in choice
+    # Blocks that run again need room for all that one of them saves; copies that come early fit in there.
+    offload = Offload((*model.parameters(), *model.buffers()), is_tight=is_all and not blocks)
     found: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for name, block, policy in blocks:
             # A compiled block has another method, and stays compiled.
             slot = "forward" if private.compiled_call_of(block) is None else private.COMPILED_CALL
             evaluate = getattr(block, slot)
-            if policy in ("recompute", "selective"):
+            if policy == "offload":
+                evaluate = _moved(block, evaluate, offload)
+            else:
                 evaluate = _rebuilt(policy, name, block, evaluate, verify)
-            if offload is not None:
-                evaluate = _watched(policy, block, evaluate, offload)
             found.append((vars(block), slot, vars(block).get(slot, _ABSENT)))
             vars(block)[slot] = evaluate
-        yield
+        with offload.saving(_kind(model)) if is_all else nullcontext():
+            yield
     finally:
         for attributes, slot, value in reversed(found):
             if value is _ABSENT:
                 attributes.pop(slot, None)
             else:
                 attributes[slot] = value
-        if offload is not None:
-            offload.close()
-
-
-def _beside(model: nn.Module, choice: Choice) -> list[str]:
-    """Return the other blocks, which are watched only; cached, because the search is slow."""
-    known = _FOUND.setdefault(model, {})
-    names = known.get(choice)
-    if names is None or not all(_is_there(model, name) for name in names):
-        taken = {module for name, _ in choice for module in _block(model, name).modules()}
-        apart = [one for one in find_blocks(model) if taken.isdisjoint(model.get_submodule(one).modules())]
-        names = known[choice] = [one for one in apart if _is_there(model, one)]
-    return names
-
-
-def _is_there(model: nn.Module, name: str) -> bool:
-    try:
-        _block(model, name)
-    except PlanError:
-        return False
-    return True
+        offload.close()
 
 
 def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify: bool) -> Forward:
@@ -156,20 +136,19 @@ def _run(call: BlockCall, contexts: Callable[[], Any], *, stops: bool) -> Any:
     return outputs
 
 
-def _watched(policy: str, block: nn.Module, forward: Forward, offload: Offload) -> Forward:
-    kinds = {parameter.device.type for parameter in block.parameters()}
-    kind = next(iter(kinds - {"cpu"}), "cpu") if policy == "offload" else ""
+def _moved(block: nn.Module, forward: Forward, offload: Offload) -> Forward:
+    kind = _kind(block)
 
     @wraps(forward)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        with offload.saving(kind) if torch.is_grad_enabled() else nullcontext():
             return forward(*args, **kwargs)
-        with offload.saving(kind) as visit:
-            outputs = forward(*args, **kwargs)
-        offload.watch(visit, outputs)
-        return outputs
 
     return evaluate
+
+
+def _kind(module: nn.Module) -> str:
+    return next(iter({parameter.device.type for parameter in module.parameters()} - {"cpu"}), "cpu")
 
 
 def _block(model: nn.Module, name: str) -> nn.Module:

@@ -19,6 +19,8 @@ Asked = Literal["all"] | Policy | Sequence[str] | Mapping[str, Policy] | None
 
 #: (module name, policy) of each block whose activations are not kept, in the order of the model.
 Choice = tuple[tuple[str, str], ...]
+#: One of a choice: all that is saved for backward, by the model and the loss, waits in host memory.
+WHOLE = ("", "offload")
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _STACK = 0.75  # the least share of a stack's parameters in its blocks; 94 % in Swin's stages

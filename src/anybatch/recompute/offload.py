@@ -1,20 +1,22 @@
-"""Offload: tensors that blocks save for backward wait in host memory"""
+"""Offload: tensors that are saved for backward wait in host memory"""
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
-from weakref import ReferenceType, ref
+from math import inf
+from typing import Any, cast
+from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from anybatch.core import PlanError, accelerator, moving, tensors_in, torch_private as private
+from anybatch.core import PlanError, accelerator, moving, torch_private as private
 
 #: Smaller tensors stay on the device: the latency of a copy is longer than its transfer.
 SMALLEST = 64 * 1024
+_AHEAD = 64  # storages that are looked at before the one that backward reads
 
 Key = tuple[int, int, torch.dtype]
 
@@ -73,10 +75,12 @@ def _nothing() -> None:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Moved:
+    place: int  # in the order of saving
     device: torch.device
     version: int  # of the source when it was saved
-    source: Tensor | None  # the storage on the device, until its copy is done
-    host: Tensor  # its copy; the source itself until the block ends
+    storage: Callable[[], object]  # on the device, until it is freed; its key is unique until then
+    source: Tensor | None  # the same, until its copy is done
+    host: Tensor  # its copy; the source itself until the operation is done
     mark: Any = None  # when the copy is done
     taken: Callable[[], Tensor | None] = _nothing  # the storage that came back, while it is used
     is_changed: bool = False  # True if the source was written to before it left
@@ -87,80 +91,54 @@ class _Moved:
             self.is_changed = True
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Visit:
-    """One call of a block of any policy."""
-
-    before: "Callable[[], Visit | None]"  # the call that backward reaches next, if alive
-    moved: list[ReferenceType[_Moved]] = field(default_factory=list[ReferenceType[_Moved]])
-
-    def alive(self) -> list[_Moved]:
-        """Return the storages that autograd still holds."""
-        return [moved for moved in (each() for each in self.moved) if moved is not None]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
     """A tensor that autograd saved: a view of a moved storage."""
 
     moved: _Moved
-    visit: Visit
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
 class Offload:
-    """The saved tensors of blocks, moved to the host and back before backward needs them.
+    """The tensors saved for backward, moved to the host and back before backward needs them.
 
-    A storage is moved once, however many of its views are saved. While a block computes, the storages of the
-    block before it are copied; when backward enters a block, those of the block before it begin to come back.
-    Blocks without offload take part, so that the memory of an offloaded one does not depend on them. Small
-    tensors, tensors on another device and those in `stay` (parameters and buffers) are never moved.
+    A storage is moved once, however many of its views are saved. It is copied when the operation that saved
+    it is done, and freed when the copy is, with as many bytes on their way as the largest storage has. When
+    backward reads a storage, those that were saved before it begin to come back: always the next, or, if it
+    `is_tight`, only as many as fit beside the working set of the largest storage. Small tensors, tensors on
+    another device and those in `stay` (parameters and buffers) are never moved.
     """
 
-    def __init__(self, stay: Iterable[Tensor]) -> None:
+    most = 0  # the most bytes that waited in host memory in one forward of this process; a reader resets it
+
+    def __init__(self, stay: Iterable[Tensor], *, is_tight: bool = False) -> None:
         self._stay = {private.storage_key(tensor) for tensor in stay}
+        self._is_tight, self._largest, self._sent = is_tight, 0, 0
         self._links: dict[torch.device, HostLink] = {}
+        self._known: WeakValueDictionary[Key, _Moved] = WeakValueDictionary()
+        self._order: list[ReferenceType[_Moved]] = []
+        self._new: list[tuple[int, ReferenceType[_Moved]]] = []  # with the number of the operation
+        self._leaving: list[ReferenceType[_Moved]] = []  # being copied to the host
         self._coming: dict[_Moved, tuple[Tensor, Any]] = {}  # came back, and not yet used
-        self._last: Callable[[], Visit | None] = _nothing  # in forward
-        self._entered: Callable[[], Visit | None] = _nothing  # in backward
+        self._last: Tensor | None = None  # the last that was used
 
     @contextmanager
-    def saving(self, kind: str) -> Generator[Visit]:
-        """Run one call of a block, which it yields; nothing is moved if `kind` is empty."""
-        self.close()  # of an interrupted backward
-        before = self._last()
-        visit = Visit(self._last)
-        known: dict[Key, _Moved] = {}
-        hooks = saved_tensors_hooks(partial(self._pack, kind, visit, known), self._unpack)
+    def saving(self, kind: str) -> Generator[None]:
+        """Move what is saved inside on devices of this kind."""
         try:
-            with hooks if kind else nullcontext():
-                yield visit
+            with saved_tensors_hooks(partial(self._pack, kind), self._unpack):
+                yield
         finally:
-            known.clear()  # autograd holds it
-        # Copy after the block: an operation may fill a tensor after saving it (nn.RReLU's noise).
-        for moved in visit.alive():
-            with moving():
-                moved.host, moved.mark = self._link(moved.device).away(moved.host)
-        for moved in before.alive() if before is not None else ():
-            if moved.source is not None:
-                self._link(moved.device).wait(moved.mark)
-                moved.look()
-                moved.source = None
-        self._last = ref(visit)
-
-    def watch(self, visit: Visit, outputs: Any) -> None:
-        """Bring back the storages of the block before this one when backward reaches these outputs."""
-        for output in tensors_in(outputs):
-            if output.grad_fn is not None:
-                output.grad_fn.register_hook(partial(self._enter, visit))
+            self._send(inf)
 
     def close(self) -> None:
         """Free storages that came back unused, once their copies are done."""
         for moved, (_, mark) in self._coming.items():
             self._link(moved.device).wait(mark)
         self._coming.clear()
+        self._last = None
 
     def _is_moved(self, tensor: Tensor, kind: str) -> bool:
         return (
@@ -172,38 +150,73 @@ class Offload:
         )
 
     @private.not_compiled  # a compiled block calls it, and is not to be compiled with it
-    def _pack(self, kind: str, visit: Visit, known: dict[Key, _Moved], tensor: Tensor) -> Tensor | Saved:
+    def _pack(self, kind: str, tensor: Tensor) -> Tensor | Saved:
+        self.close()  # of an interrupted backward
+        operation = private.operations()
         if not self._is_moved(tensor, kind):
+            self._send(operation)
             return tensor
-        # The storage lives until `known` is cleared, so its key is unique. A storage written to meanwhile is
-        # moved again.
+        # A storage written to meanwhile is moved again.
         key = (private.storage_key(tensor), private.version(tensor), tensor.dtype)
-        moved = known.get(key)
-        if moved is None:
+        moved = self._known.get(key)
+        if moved is None or moved.storage() is None:
+            while self._order and self._order[-1]() is None:
+                self._order.pop()
             # The whole storage, on one axis.
-            numbers = tensor.untyped_storage().nbytes() // tensor.element_size()
+            storage = tensor.untyped_storage()
+            numbers = storage.nbytes() // tensor.element_size()
             flat = tensor.detach().as_strided((numbers,), (1,), 0)
-            moved = known[key] = _Moved(tensor.device, key[1], source=flat, host=flat)
-            visit.moved.append(ref(moved))
-        return Saved(moved, visit, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            moved = _Moved(len(self._order), tensor.device, key[1], ref(storage), source=flat, host=flat)
+            self._known[key], self._largest = moved, max(self._largest, flat.nbytes)
+            self._order.append(ref(moved))
+            self._new.append((operation, ref(moved)))
+        self._send(operation)
+        return Saved(moved, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _send(self, operation: float) -> None:
+        """Copy what was saved before this operation, which may itself still fill what it saved (RReLU)."""
+        while self._new and self._new[0][0] < operation:
+            moved = self._new.pop(0)[1]()
+            if moved is not None:
+                self._sent = moved.host.nbytes + (self._sent if moved.place else 0)
+                Offload.most = max(Offload.most, self._sent)
+                with moving():
+                    moved.host, moved.mark = self._link(moved.device).away(moved.host)
+                self._leaving.append(ref(moved))
+        alive = [moved for moved in (each() for each in self._leaving) if moved is not None]
+        num_bytes = sum(moved.host.nbytes for moved in alive)
+        while alive and (num_bytes > self._largest or alive[0].mark is None):
+            moved = alive.pop(0)
+            num_bytes -= moved.host.nbytes
+            self._link(moved.device).wait(moved.mark)
+            moved.look()
+            moved.source = None
+        self._leaving = [ref(moved) for moved in alive]
 
     @private.not_compiled  # a compiled block calls it, and is not to be compiled with it
     def _unpack(self, saved: Tensor | Saved) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        self._enter(saved.visit)
         return self._take(saved.moved).as_strided(saved.size, saved.stride, saved.offset)
 
-    def _enter(self, visit: Visit, *gradients: object) -> None:
-        if self._entered() is not visit:
-            self._entered = ref(visit)
-            before = visit.before()
-            for moved in (*visit.alive(), *(before.alive() if before is not None else ())):
-                self._bring(moved)
-
     def _bring(self, moved: _Moved) -> None:
-        if moved.source is None and moved.taken() is None and moved not in self._coming:
-            self._coming[moved] = self._link(moved.device).back(moved.host, moved.device)
+        self._coming[moved] = self._link(moved.device).back(moved.host, moved.device)
+
+    def _bring_ahead(self, moved: _Moved) -> None:
+        """Start to bring back what was saved before a storage."""
+        ahead = sum(flat.nbytes for one, (flat, _) in self._coming.items() if one is not moved)
+        widest = moved.host.nbytes
+        for each in self._order[max(0, moved.place - _AHEAD) : moved.place][::-1]:
+            one = each()
+            if one is None:
+                continue
+            widest = max(widest, one.host.nbytes)
+            if one.source is None and one.taken() is None and one not in self._coming:
+                ahead += one.host.nbytes
+                room = (self._largest - widest) // 2 if self._is_tight else self._largest
+                if ahead > room:
+                    return
+                self._bring(one)
 
     def _take(self, moved: _Moved) -> Tensor:
         moved.look()
@@ -212,14 +225,16 @@ class Offload:
                 "Expected what is saved for backward to stay as it is, got a tensor that was changed in "
                 f"place after a block had saved it ({moved.host.nbytes} bytes). Change a copy of it."
             )
-        there = moved.taken() if moved.source is None else moved.source
-        if there is not None:
-            return there
-        self._bring(moved)
-        flat, mark = self._coming.pop(moved)
-        self._link(moved.device).wait(mark)
-        moved.taken = ref(flat)
-        return flat
+        # The operation before it often saved the same storage, so the last one is kept until another comes.
+        self._last = there = moved.taken() if moved.source is None else moved.source
+        if there is None and moved not in self._coming:
+            self._bring(moved)
+        self._bring_ahead(moved)
+        if there is None:
+            self._last, mark = self._coming.pop(moved)
+            self._link(moved.device).wait(mark)
+            moved.taken = ref(self._last)
+        return cast("Tensor", self._last)
 
     def _link(self, device: torch.device) -> HostLink:
         if device not in self._links:

@@ -147,11 +147,13 @@ class Planning:
             want = self._want(task, batch, ladder, is_add=is_add)
         if has_looked and (found := ladder.known(want)):
             return ladder, *found, want
-        ladder.refuse_below_floor(task, want)
 
         def read(rung: planner.Rung, sizes: tuple[int, ...]) -> None:
             run = compare.rehearse if task.strategy.is_lockstep else compare.run_parts
-            with self._reading(task, rung) as running:
+            limit = NO_LIMIT  # the last rung tells the smallest budget
+            if len(sizes) == 1 and not rung.is_last:
+                limit = self._within_limit(task, batch, ladder)
+            with self._reading(task, rung, want) as running, limit:
                 run(running, batch, _of_size(rung.settings, sum(sizes), max(sizes)), sizes)
 
         if task.strategy.is_lockstep and isinstance(task.loss, WholeBatch):
@@ -189,6 +191,7 @@ class Planning:
             rows=rows,
             length=planner.length_of(batch),
             static=static,
+            own=own * rows // max(1, batch.rows),
             only=None if only is None else min(only, rows),
             least=2 if norms and rows > 1 else 1,
             is_fixed=norms,
@@ -197,9 +200,12 @@ class Planning:
         )
 
     @contextmanager
-    def _reading(self, task: Task, rung: planner.Rung) -> Generator[Task]:
+    def _reading(self, task: Task, rung: planner.Rung, want: planner.Want) -> Generator[Task]:
         """Yield a task whose micro-batches are read, a few rows at a time."""
-        reader = planner.MemoryReader(rung.readings, task.network.devices, is_look=True)
+        rows = want.rows if want.is_whole else 0
+        reader = planner.MemoryReader(
+            rung.readings, task.network.devices, is_look=True, rows=rows, own=want.own
+        )
         yield replace(task, reader=reader)
         if reader.is_blind and not rung.readings.law.readings:
             raise planner.refuse_unread()
@@ -218,7 +224,7 @@ class Planning:
         like = _of_size(self.settings, batch.rows, min(2, batch.rows))
         leaves = getattr(batch, "leaves", ())
         copies = sum(one.nbytes for one in leaves) * min(8, batch.rows) // batch.rows
-        with self._reading(task, rung) as running:
+        with self._reading(task, rung, want) as running:
 
             def fits(rows: int) -> bool:
                 # A look holds copies of its rows, and the gradients of two splits.
@@ -278,13 +284,17 @@ class Planning:
     def enforced(self, task: Task, batch: core.Batch) -> AbstractContextManager[object]:
         """Return a context in which the allocator of an accelerator itself keeps to the budget."""
         # To look a device up takes milliseconds.
-        if self.budget is None or self._used is None or task.network.kinds <= {"cpu"}:
+        return NO_LIMIT if self._used is None else self._within_limit(task, batch, self._used[0])
+
+    def _within_limit(
+        self, task: Task, batch: core.Batch, ladder: planner.Ladder
+    ) -> AbstractContextManager[object]:
+        if self.budget is None or task.network.kinds <= {"cpu"}:
             return NO_LIMIT
         places = task.network.devices
         self.limited_place = next(iter(places))
         leaves = [one for one in getattr(batch, "leaves", ()) if one.device in places]
-        held = self._used[0].held + sum(one.nbytes for one in leaves)
-        return planner.enforced(self.budget.memory, task, held)
+        return planner.enforced(self.budget.memory, task, ladder.held + sum(one.nbytes for one in leaves))
 
     def lifted(self) -> AbstractContextManager[object]:
         """Return a context without that limit, for the update: one that runs out of memory may be torn."""
@@ -326,7 +336,6 @@ class Planning:
             like=_of_size(self.settings, rows, size),
             cut_refused=_why_uncut(task, self.settings),
             blocks=tuple(self._blocks(task)),
-            without=tuple({policy for _, policy in self._distrusted} - {"recompute"}),
             sizes=() if self.micro_batch is None else (size,),
         )
 

@@ -1,0 +1,122 @@
+"""Batches whose rows meet run uncut within a budget: blocks run again, or what is saved waits on the host."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anybatch as ab
+from tests.accelerator.programs import CLASSES, sgd
+from tests.accelerator.simulated import load
+
+ROWS = 32
+
+
+class Residual(nn.Module):
+    """A block of a ResNet."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.one, self.two, self.relu = nn.BatchNorm2d(width), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.two(self.second(self.relu(self.one(self.first(x)))))
+        return self.relu(y + x)
+
+
+class Joined(nn.Module):
+    """A U-Net of one level: what the first layers make is needed at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.inside = nn.Sequential(
+            nn.MaxPool2d(2), *[Residual(8) for _ in range(4)], nn.Upsample(scale_factor=2)
+        )
+        self.up = nn.Sequential(nn.Conv2d(16, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), Head(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(x)
+        return self.up(torch.cat([x, self.inside(x)], 1))
+
+
+class Head(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mean((2, 3)))
+
+
+def residual() -> nn.Module:
+    stem = nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
+    return nn.Sequential(*stem, *[Residual(16) for _ in range(6)], Head(16))
+
+
+def plain() -> nn.Module:
+    """A DCGAN's judge: no block occurs twice."""
+    layers: list[nn.Module] = []
+    for before, width in ((3, 8), (8, 16), (16, 32)):
+        layers += [nn.Conv2d(before, width, 3, 1, 1), nn.BatchNorm2d(width), nn.LeakyReLU(0.2, inplace=True)]
+    return nn.Sequential(*layers, Head(32))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"residual": residual, "joined": Joined, "plain": plain}
+
+
+def trained(name: str, memory: int | None) -> tuple[list[Tensor], int, ab.Step]:
+    """Parameters and buffers after four updates, the peak of the last one, and the step."""
+    native = load().native
+    gc.collect()
+    torch.manual_seed(0)
+    model = MODELS[name]().to("sim")
+    batch = torch.randn(ROWS, 3, 32, 32).to("sim"), torch.randint(CLASSES, (ROWS,)).to("sim")
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd(model), memory=memory)
+    state = [*model.parameters(), *model.buffers()]
+    held, peak = sum(one.nbytes for one in (*state, *batch)), 0
+    for _ in range(4):
+        gc.collect()
+        others = native.in_use() - held
+        native.reset_peak()
+        assert step(batch).micro_batches == 1
+        peak = native.peak() - others
+    return [one.detach().cpu() for one in state], peak, step
+
+
+def uncut(name: str) -> list[str]:
+    """What is wrong with steps within shares of the plain peak."""
+    expected, most, _ = trained(name, None)
+    wrong, refused = list[str](), 0
+    for share in (0.9, 0.7, 0.5, 0.4, 0.2):
+        try:
+            found, peak, step = trained(name, int(share * most))
+        except ab.BudgetError as error:
+            refused = error.smallest
+            wrong += [] if refused > share * most else [f"{share}: {refused} is named"]
+            continue
+        wrong += [] if all(map(torch.equal, expected, found)) else [f"{share}: other bits"]
+        wrong += [f"{share}: {peak} of {share * most}"] if peak > share * most else []
+    found, peak, step = trained(name, refused)
+    wrong += [] if all(map(torch.equal, expected, found)) else ["smallest: other bits"]
+    wrong += [f"smallest: {peak} of {refused}"] if peak > refused else []
+    wrong += [] if is_moved(step) else ["smallest: nothing is moved"]
+    try:
+        trained(name, int(0.9 * refused))
+        wrong.append("0.9 of the smallest is not refused")
+    except ab.BudgetError:
+        pass
+    return wrong
+
+
+def is_moved(step: ab.Step) -> bool:
+    return "wait in host memory" in step.planning.explain()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_batch_that_may_not_be_cut_keeps_to_its_budget_to_the_bit(sim: Any, name: str) -> None:
+    assert sim(uncut, name) == []
