@@ -1,5 +1,6 @@
 """What a step shows and refuses: read-only attributes, warnings, reports, choices, what goes around it."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from inspect import signature
 from typing import Any, Literal, get_type_hints
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from anybatch import AnybatchError, Options, Step, StepReport, Terms, Total
+from anybatch import AnybatchError, Options, Precision, Step, StepReport, Terms, Total
 from anybatch.core.errors import BatchError, PlanError
 from tests.options import flat
 from tests.snapshots import make_batch
@@ -233,3 +234,48 @@ def test_an_optimizer_of_fabric_makes_the_same_updates(monkeypatch: pytest.Monke
         assert [one.update for one in reports] == [1, 2, 3]
         trained.append([p.detach() for p in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
+
+
+def reduce_nothing(step: Step) -> None:
+    step.loss.reduction = "none"  # type: ignore[union-attr]
+
+
+def freeze(step: Step) -> None:
+    step.model.requires_grad_(False)
+
+
+def replace_parameters(step: Step) -> None:
+    step.model.weight = nn.Parameter(torch.zeros_like(step.model.weight))  # type: ignore[union-attr]
+    step.model.bias = nn.Parameter(torch.zeros_like(step.model.bias))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("change", [reduce_nothing, freeze, replace_parameters])
+def test_what_is_refused_once_is_refused_again(change: Callable[[Step], None]) -> None:
+    model = nn.Linear(3, 2)
+    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2)
+    batch = X, torch.tensor([0, 1, 0, 1])
+    for _ in range(5):  # beyond the first steps, which read everything anew
+        step(batch)
+    change(step)
+    told: set[str] = set()
+    for take in (step, step, lambda batch: step.window().add(batch)):
+        with pytest.raises(AnybatchError) as caught:
+            take(batch)
+        told.add(str(caught.value))
+    assert len(told) == 1
+
+
+def test_the_report_of_a_skipped_update_counts_its_rows() -> None:
+    model = nn.Linear(3, 2)
+    options = Options(non_finite="skip")
+    step = Step(
+        model,
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        micro_batch=3,
+        precision=Precision(loss_scale=4.0),
+        options=options,
+    )
+    bad = torch.cat([X[:3], X[3:] * float("nan")])
+    report = step((bad, torch.tensor([0, 1, 0, 1])))
+    assert (report.rows, report.cut, report.updated) == (4, (3,), False)

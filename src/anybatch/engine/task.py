@@ -280,12 +280,9 @@ class Signature:
             self._tables += [vars(loss), private.buffers_of(loss)]
         elif isinstance(loss, partial):
             self._tables.append(loss.keywords)
-        self._values: list[Any] = []
-        self._plain: list[Any] = []
-        self.is_current()
+        self._found = self._read()
 
-    def is_current(self) -> bool:
-        """Return True if all is as it was read; note what it is now."""
+    def _read(self) -> tuple[list[Any], list[Any]]:
         held = [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
         held += self._held
         values = [*chain.from_iterable(map(dict.values, self._tables)), *held]
@@ -295,7 +292,11 @@ class Signature:
             *map(_training, self._norms),
             *map(len, self._attributes),
         ]
-        known, found, self._values, self._plain = self._plain, self._values, values, plain
+        return values, plain
+
+    def is_current(self) -> bool:
+        """Return True if all is as it was read."""
+        (values, plain), (found, known) = self._read(), self._found
         return plain == known and len(values) == len(found) and all(map(is_, values, found))
 
 

@@ -120,18 +120,17 @@ class Window:
         task, wanted, is_whole = self._task, plan, self._is_whole
         while True:
             before = self._before if is_whole else snapshot(task, batch)
-            ways = self._ways
-            if ways is None or ways.plan is not plan:
-                ways = self._ways = Ways(plan, task, is_whole=is_whole, is_dry=is_dry)
+            if self._ways is None or self._ways.plan is not plan:
+                self._ways = Ways(plan, task, is_whole=is_whole, is_dry=is_dry)
             sums, others = Sums(plan, task, batch), None if is_whole else self._sums
-            part = Part(task, ways, batch, sums, others, share=self._share, tried=tried)
+            part = Part(task, self._ways, batch, sums, others, share=self._share, tried=tried)
             part.reader = self.reader or part.reader
+            if is_whole:  # moved, not copied
+                self._sums, self._rows = sums, batch.rows
             try:
                 clear(task.network.everyone if is_whole else task.network.reached)
                 fold(part, before)
-                if is_whole:  # moved, not copied
-                    self._sums, self._rows = sums, batch.rows
-                elif task.network.reached:
+                if task.network.reached and not is_whole:
                     before.put_gradients_back(task.network.reached)
                 return part
             except Restart as again:
@@ -264,8 +263,8 @@ class Window:
         try:
             if reader is not None:
                 reader.begin_update()
-            labelled = record_function if private.has_caller_profiler() else nullcontext
-            with labelled("anybatch.update"), task.masters.raised(gradient, task.optimizers):
+            label = record_function if private.has_caller_profiler() else nullcontext
+            with label("anybatch.update"), task.masters.raised(gradient, task.optimizers):
                 step_optimizers(gradient, task.optimizers, plan.foreach)
                 self._phase, self._has_written = "updated", True
                 task.progress.updates += 1

@@ -163,7 +163,7 @@ class Guard:
                     one.renew()
         covers = self.covers(batch)
         size = plan.micro_batch if plan.is_cut else most
-        smallest = min(plan.cut) if plan.cut else batch.rows % size or size
+        smallest = min(plan.cut) if plan.cut and plan.is_cut else batch.rows % size or size
         if not self._is_bounded and covers.wants(batch, smallest):
             tries = [rows for rows in (kept and joined(kept, batch), batch) if rows and rows.rows > 1]
             for rows in tries:  # a loss may hold what belongs to the rows of one `add`
