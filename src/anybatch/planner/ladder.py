@@ -230,21 +230,24 @@ class Ladder:
 
     def _refusal(self, want: Want) -> core.BudgetError:
         found = [one for one in (smallest(rung, want) for rung in self.rungs.values()) if one < RAN_OUT]
-        least = int(_SLACK * min(found))
         size = int(min(max(want.size, self.plain.readings.law.least), want.rows))
         last = self.rungs[max(self.rungs)].settings.blocks
         how = ", all that is saved offloaded" if WHOLE in last else ", all blocks recomputed" * bool(last)
         how += " (a budget on shards recomputes nothing; Options(recompute=...) does)" * want.is_shared
         why = f" The batch may not be cut: {self.refused.rstrip('.')}." if self.refused else ""
         floor = int(want.static + self.plain.readings.gradients)
+        least = int(_SLACK * min(found, default=floor))
+        rows = core.counted(want.rows, "row")
+        told = f"By readings the smallest budget for {rows} is {core.format_bytes(least)} ({least} bytes)."
+        if not found:
+            told = f"The device itself had too little for {rows}; a budget must be above {least} bytes."
         expected = f"room for {core.counted(size, 'row')} at a time{how}"
         if floor > self.num_bytes:
             expected = "a budget above parameters, gradients, optimizer state and batch, which take "
             expected += f"{core.format_bytes(floor)} together"
         return core.BudgetError(
-            f"Expected {expected}, got {core.format_bytes(self.num_bytes)}. By readings the smallest budget "
-            f"for {core.counted(want.rows, 'row')} is {core.format_bytes(least)} ({least} bytes)."
-            f"{why}{self.short} Allow that much, or use a smaller model or smaller rows.",
+            f"Expected {expected}, got {core.format_bytes(self.num_bytes)}. {told}{why}{self.short} Allow "
+            "that much, or use a smaller model or smaller rows.",
             smallest=least,
         )
 
