@@ -53,7 +53,7 @@ BATCHES: Mistakes = {
     "no tensor": ("step({'x': None})", "got dict", "the tensors of all rows"),
     "NumPy": ("step((x.numpy(), y))", "ndarray at [0]", "torch.from_numpy"),
     "lists of numbers": ("step((x.tolist(), y))", "float at [0][0][0]", "a tensor with one entry per row"),
-    "texts": ("step({'x': x, 'text': ['a'] * 8, 'y': y})", "str at ['text'][0]", "collate="),
+    "texts": ("step({'x': x, 'text': ['a'] * 7, 'y': y})", "got 7 entries", "one entry for each"),
     "samples without a collate": ("step(samples)", "[0][0]: (3,)", "collate="),
     "a tensor for samples": ("Step(collate=default_collate)(x)", "got Tensor", "leave `collate` out"),
     "no samples": ("Step(collate=default_collate)([])", "got []"),

@@ -84,7 +84,7 @@ def test_an_error_of_the_model_comes_through_as_itself(rows: int) -> None:
         )
 
 
-@pytest.mark.parametrize(("where", "place"), [(strategy, "norm_of"), (window, "observe"), (window, "clip")])
+@pytest.mark.parametrize(("where", "place"), [(strategy, "norm_of"), (window, "clip")])
 def test_memory_that_runs_out_after_the_last_micro_batch_is_tried_in_smaller_parts(
     where: ModuleType, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

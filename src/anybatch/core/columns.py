@@ -43,7 +43,7 @@ def batch_of(value: Any, collate: Collate | None = None) -> Batch:
             "each were a sample. Pass collate= and a list of samples; if they are no samples, a dict in "
             "place of the list."
         )
-    rows = _rows_of({*_sizes_beside(value)}, lists) if lists else 0
+    rows = _rows_of({*_sizes_beside(value)}, lists, is_list=isinstance(value, list)) if lists else 0
     if not rows:
         return TensorBatch(value)
     column = _column(value, "", rows, is_top=True)
@@ -63,22 +63,29 @@ class _Column(NamedTuple):
     collate: Callable[[Sequence[Any]], Any]  # what belongs to some rows, in the caller's form
 
 
-def _rows_of(beside: set[int | None], lists: Mapping[str, Sequence[Any]]) -> int:
+def _rows_of(beside: set[int | None], lists: Mapping[str, Sequence[Any]], *, is_list: bool) -> int:
     """Return the number of rows if a list is a column of them; 0 if none is.
 
     Args:
         beside: the first sizes of tensors that are in no list.
         lists: by path.
+        is_list: they are the entries of a list, as samples may be.
     """
     lengths = {*map(len, lists.values())}
     sizes = beside or set().union(*map(_sizes_in, lists.values()))
-    if not beside and (len(sizes) != 1 or (len(lists) > 1 and any(map(_are_alike, lists.values())))):
+    has_labels = any(map(_are_alike, lists.values()))
+    if not beside and is_list and not has_labels:
+        return 0  # samples
+    if not beside and (len(sizes) != 1 or (len(lists) > 1 and has_labels)):
         sizes = lengths  # images of several sizes; images and their labels
     rows = next(iter(sizes), None) or 0
     columns = [pair for path, one in lists.items() for pair in _columns_in(one, path, rows)]
     if not columns or len(beside) > 1:  # tensors that disagree: a batch of tensors says so
         return 0
     for path, one in columns:
+        for at, entry in enumerate(one):  # rows as lists of numbers are meant to be a tensor
+            if isinstance(entry, list | tuple):
+                tree.flatten(cast("Sequence[Any]", entry), path=f"{path}[{at}]")
         shapes = {getattr(entry, "shape", None) for entry in one}
         shape = shapes.pop() if beside and len(shapes) == 1 else None
         if len(one) != rows or shape is not None:

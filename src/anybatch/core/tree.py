@@ -25,17 +25,18 @@ class Nest(NamedTuple):
     build: Build
 
 
-def flatten(tree: object, *, keeps: bool = False) -> Nest:
+def flatten(tree: object, *, keeps: bool = False, path: str = "") -> Nest:
     """Return the tensors of a nested value with their paths.
 
     Containers: tuple and named tuple, list, any mapping (also `BatchEncoding`), dataclass instance. Leaves:
     tensors and None; others raise BatchError, because they could not be cut along with rows, unless the
-    nest `keeps` them. A mapping that cannot be copied or written to is rebuilt as a plain dict.
+    nest `keeps` them; `path` is where the value stands. A mapping that cannot be copied or written to is
+    rebuilt as a plain dict.
     """
     if type(tree) is tuple and len(tree) == 2 and type(tree[0]) is type(tree[1]) is Tensor:
         return Nest(_PAIR, tree, tuple)  # the usual batch, at a fraction of the time
     paths, leaves = list[str](), list[Tensor]()
-    build = _visit(tree, "", paths, leaves, keeps)
+    build = _visit(tree, path, paths, leaves, keeps)
     return Nest(tuple(paths), tuple(leaves), build)
 
 

@@ -132,9 +132,8 @@ class Trainer:
         self._digest = ""  # digest of the last of them, from a checkpoint
         self._fitted = batch_size  # rows of a micro-batch that fitted in every step so far
         self.epoch_loss = RunningLoss()
-        self._reports: list[
-            core.StepReport
-        ] = []  # that of the last step, noted before callbacks, which may fail
+        # That of the last step, noted before callbacks, which may fail.
+        self._reports: list[core.StepReport] = []
 
     def fit(self, epochs: int) -> list[core.EpochReport]:
         """Train until `epochs` epochs are done, including those before a resume, or a callback stops it.
