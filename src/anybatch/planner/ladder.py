@@ -21,7 +21,7 @@ Read = Callable[[Rung, tuple[int, ...]], None]  # runs micro-batches of a few ro
 _LOOKS = 3  # looks without a reading, before they are given up
 _FEW = 4  # rows that are read at most where fewer raise an error
 _TRIES = 3  # rungs that are read between two others
-_SLACK = 1.01  # factor on the smallest budget, because another reading may be a little larger
+_SLACK = 1.02  # factor on the smallest budget, because another reading may be a little larger
 _CLOSE = 1.02  # factor that a rung between two others leaves free of the room
 
 
