@@ -133,7 +133,9 @@ class Ladder:
         again = _again(blocks)
         if blocks:
             yield len(blocks), again
-        if self.offloads and not (self.plain.settings.blocks or want.is_shared):
+        # A cut that must stay is chosen once, and what offload takes is not in proportion to the rows.
+        may_differ = want.is_whole or not want.is_fixed
+        if self.offloads and may_differ and not (self.plain.settings.blocks or want.is_shared):
             needed, free = self.plain.takes(want), parse_memory("auto", find_device("cpu"))
             self.short = f" On the host {core.format_bytes(free)} are free, and offload takes up to "
             self.short += f"{core.format_bytes(int(needed))}."
