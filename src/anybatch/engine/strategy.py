@@ -48,7 +48,7 @@ class Strategy:
     def carry_out_elsewhere(
         self, task: Any, batch: Any, settings: Any, remote: Callable[[str], Any]
     ) -> StepReport:
-        """Make a whole step elsewhere, and return its report.
+        """Make a whole step elsewhere, and return its report; only of a strategy that `is_elsewhere`.
 
         Args:
             task: the `Task`.
@@ -56,7 +56,7 @@ class Strategy:
             settings: a `Plan` without rows.
             remote: makes the maker of a step like this one, for a device of this type in another process.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} is_elsewhere, so it overrides this.")
 
     def first(self, micros: Iterable[tuple[Any, int]]) -> Iterable[tuple[Any, int]]:
         """Return the micro-batches of a first pass, with their rows; then some of 0 rows that others need."""
