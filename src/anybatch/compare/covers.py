@@ -39,13 +39,13 @@ class Covers:
     Attributes:
         doubt: the reason why the last comparison could not judge; None if it has held.
         has_held: True once a comparison has held.
-        row_bytes: bytes of a row in a forward without a graph. 0 if its loss depends on random numbers or
-            moves what it computes with: then a later forward gives another loss.
+        is_quiet: False if the loss of a forward depends on random numbers or moves what it computes with:
+            then a later forward gives another loss.
     """
 
     def __init__(self) -> None:
         self.doubt: Doubt | None = None
-        self.row_bytes = 0.0
+        self.is_quiet = True
         self._left = 0  # comparisons still to be tried
         self._rows, self._smallest = 0, _SMALLEST + 1
         self._form = cast("Hashable", None)

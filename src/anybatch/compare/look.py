@@ -24,6 +24,7 @@ from anybatch.memory import find_device, parse_memory
 from anybatch.state import ObjectState, Replayed, rng
 
 LEAST = 3  # the fewest rows with an uneven split
+_READ = 6  # rows in which micro-batches of one to four rows are read
 _SHARE = 8  # rows that are read before the first cut: at most one of so many
 _LONGEST = 160  # characters of an error that are shown within another
 _FARTHER = 2.0**4  # between two provisional divisors
@@ -114,7 +115,7 @@ def read_rows(
     Raises:
         LossError: loss, gradient or weights depend on the split.
     """
-    rows = min(ROWS, batch.rows, max(6, batch.rows // 4))
+    rows = min(_READ, batch.rows)
     is_mixed = not isinstance(task.loss, WholeBatch)
     if task.strategy.is_lockstep:
         rehearse(task, batch, plan, (2, 2, 2) if batch.rows >= 2 * LEAST else (1,) * min(LEAST, batch.rows))

@@ -259,13 +259,9 @@ class _Watched(Replayed):
         self._copies: dict[int, Tensor] = {}
         self._has_drawn = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if private.is_mutable(func):
-            for value in filter(_is_strided, private.pytree.tree_leaves((args, kwargs))):
-                self._keep(_place_of(value))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+    def write(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        for value in filter(_is_strided, core.tensors_in((args, kwargs))):
+            self._keep(_place_of(value))
 
     def _keep(self, place: int) -> None:
         if place in self._places and place not in self._copies:

@@ -37,21 +37,24 @@ class Witness:
             batch: all rows of an update.
             plan: how they are cut.
             room: bytes that forwards may take; None for half of the memory that is free.
-            covers: notes the bytes of a row.
+            covers: notes whether a later forward gives the same loss.
         """
         self.task, self.batch, self.covers = task, batch, covers
         self.plan = replace(plan, blocks=())  # recomputation changes nothing without a graph
-        self._room = room
+        self._room, self._row_bytes = room, 0.0
 
     def whole(self) -> Outcome | None:
         """Return the loss of all rows, which the step's own is compared with; None if `refuse` has to.
 
         That costs one forward instead of two, where forwards draw nothing and move nothing.
         """
-        if not self.covers.row_bytes or self._excuse() is not None:
+        if not self.covers.is_quiet or self._excuse() is not None:
             return None
         try:
             with self._undone() as reached:
+                self.covers.is_quiet = self._read_row(reached)
+                if not self.covers.is_quiet:
+                    return None
                 found = self._outcome(self.batch.padded(), self._cut_of_all(), reached)
         except OutOfMemoryError:
             return None
@@ -111,23 +114,36 @@ class Witness:
         rows, room = self.batch.rows, self._room
         if room is None:
             room = _SHARE * parse_memory("auto", find_device(next(iter(self.task.network.devices))))
-        size = rows if self.covers.row_bytes * rows <= room else int(room / self.covers.row_bytes)
+        size = rows if self._row_bytes * rows <= room else int(room / self._row_bytes)
         if min(size, rows) < min(_LEAST * max(self.plan.sizes), rows):
             raise OutOfMemoryError(f"Expected room for {rows} rows at once, got less. Free memory.")
         return Split(tuple(cut_sizes(rows, size)))
 
-    def _compare(self, held: int, reached: Sequence[Tensor]) -> Doubt | None:
-        batch, cut = self.batch, Split(self.plan.sizes)
-        if self._room is not None and isinstance(batch, SampleBatch):  # collated, copied, and held twice
-            cut = Split(tuple(cut_sizes(batch.rows, max(1, max(cut.sizes) // 3))))
+    def _cut(self) -> Split:
+        """Return the plan's parts; smaller ones of samples, which are collated, copied, and held twice."""
+        sizes = self.plan.sizes
+        if self._room is not None and isinstance(self.batch, SampleBatch):
+            sizes = cut_sizes(self.batch.rows, max(1, max(sizes) // 3))
+        return Split(tuple(sizes))
+
+    def _read_row(self, reached: Sequence[Tensor]) -> bool:
+        """Read the bytes of a row in one forward of few; return False if it draws or moves what it uses."""
+        size = max(self._cut().sizes)
         reading = MemoryReading.begin(self.task.network.devices)
         try:
-            parts = self._outcome(batch, cut, reached)
+            found = self._outcome(self.batch.only(range(size)), Split((size,)), reached)
         finally:
             read = reading.end() if reading is not None else None
+        self._row_bytes = max(1.0, read[0] / size) if read else math.inf
+        return isinstance(found, Looked) and found.is_quiet
+
+    def _compare(self, held: int, reached: Sequence[Tensor]) -> Doubt | None:
+        batch, cut = self.batch, self._cut()
+        parts = self._outcome(batch, cut, reached)
         if not isinstance(parts, Looked):  # the step itself will tell
             return Doubt(f"the loss without a graph gave {type(parts).__name__}: {parts}", is_quiet=True)
-        self.covers.row_bytes = max(1.0, read[0] / max(cut.sizes)) if read else math.inf
+        if not self._row_bytes:
+            self._read_row(reached)
         again = partial(
             self._outcome, batch.padded(), reached=reached, is_watched=not parts.is_quiet, like=parts.seen
         )
@@ -135,8 +151,7 @@ class Witness:
         if not isinstance(whole, Looked):
             return Doubt(f"{batch.rows} rows at once gave {type(whole).__name__}: {whole}", is_quiet=True)
         found = differ(whole, parts)
-        if not (parts.is_quiet and whole.is_quiet and found is None):
-            self.covers.row_bytes = 0.0
+        self.covers.is_quiet = parts.is_quiet and whole.is_quiet and found is None
         if not (whole.is_weighed and parts.is_weighed):
             return Doubt("no row has weight", is_quiet=True)
         if found is None:

@@ -1,6 +1,6 @@
 """The ladder of a step within a budget: fewer rows, recomputed blocks, offload, then refusal; all read."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -44,6 +44,7 @@ class Ladder:
         self.short = ""  # the reason why nothing is offloaded: the host lacks memory
         self.looks = 0  # looks at a few rows, with readings or without
         self._static: tuple[Task | None, int, int] = None, 0, 0
+        self._to_come = 0  # bytes of optimizer state before the first update
         self._one_by_one = 0.0  # bytes that an update takes for a moment, parameter by parameter
         self._steps = 0
 
@@ -66,10 +67,11 @@ class Ladder:
         """Return the bytes alive throughout a step, without its gradient sums."""
         states = sum(len(one.state) for one in task.optimizers)
         if self._static[:2] != (task, states) or self._steps < FROZEN:
-            to_come, self._one_by_one = update_to_come(task)
-            self._static = task, states, _held(task) + (0 if states else to_come)
-            for rung in self.rungs.values():
-                rung.readings.update = max(rung.readings.update, self._one_by_one)
+            if self._static[0] is None:
+                self._to_come, self._one_by_one = update_to_come(task)
+                for rung in self.rungs.values():
+                    rung.readings.update = max(rung.readings.update, self._one_by_one)
+            self._static = task, states, _held(task) + (0 if states else self._to_come)
         grads = [core.local(p.grad) for p in task.network.everyone if p.grad is not None]
         found = [one for one in grads if one.layout is torch.strided]
         # Existing gradients are kept and added to the step's, hence twice.
@@ -303,8 +305,8 @@ def _held(task: Task) -> int:
 def update_to_come(task: Task) -> tuple[int, float]:
     """Return the bytes of state that the first update makes, and those that later ones take for a moment.
 
-    They are those of updates of parameters without data, one by one. Only optimizers of torch are asked:
-    another may count its calls.
+    They are those of updates of parameters without data, one by one, one of each shape. Only optimizers of
+    torch are asked: another may count its calls.
     """
     total, most = 0, 0.0
     for optimizer in task.optimizers:
@@ -312,14 +314,17 @@ def update_to_come(task: Task) -> tuple[int, float]:
             continue
         twin: Any = object.__new__(type(optimizer))
         vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=[])
+        counts = list[int]()
         for group in optimizer.param_groups:
             trained = [p for p in group["params"] if p.requires_grad]
-            full = [one if (one := task.masters.of(p)) is not None else p for p in trained]
-            metas = [nn.Parameter(torch.empty_like(core.local(one), device="meta")) for one in full]
+            full = [core.local(p if (one := task.masters.of(p)) is None else one) for p in trained]
+            shapes = Counter([(one.shape, one.dtype) for one in full])
+            metas = [nn.Parameter(torch.empty(size, dtype=dtype, device="meta")) for size, dtype in shapes]
             for one in metas:
                 one.grad = torch.empty_like(one)
             switches = {name: False for name in ("foreach", "fused") if name in group}
             twin.param_groups.append({**group, **switches, "params": metas})
+            counts += shapes.values()
         following = None
         try:
             private.step_without_hooks(twin)
@@ -329,7 +334,9 @@ def update_to_come(task: Task) -> tuple[int, float]:
             continue
         finally:
             changes = following() if following else []
-        made = private.pytree.tree_leaves([*twin.state.values()])
-        total += sum(one.nbytes for one in made if isinstance(one, Tensor))
+        metas = [one for group in twin.param_groups for one in group["params"]]
+        for one, count in zip(metas, counts, strict=True):
+            made = private.pytree.tree_leaves(twin.state[one])
+            total += count * sum(value.nbytes for value in made if isinstance(value, Tensor))
         most = max(most, *accumulate(changes, initial=0))
     return total, most

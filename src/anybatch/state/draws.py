@@ -44,16 +44,22 @@ class SeenDraws(private.TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        draws, writes = _traits(func)
+        if writes:
+            self.write(args, kwargs)
         if not self.is_watching:
             return func(*args, **kwargs)
-        if _is_draw(func) and not _is_idle(func, args):
+        if draws and not _is_idle(func, args):
             return self.draw(func, args, kwargs)
         result = func(*args, **kwargs)
-        first = result[0] if isinstance(result, tuple) and result else result
+        first = result[0] if type(result) is tuple and result else result
         if isinstance(first, Tensor) and first.is_floating_point() and any(map(_is_floating, args)):
             self.dtypes.add(first.dtype)  # constants are exact
             self.nbytes += first.numel() * first.itemsize
         return result
+
+    def write(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note what an operation is about to write to; here nothing is noted."""
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Make a draw."""
@@ -66,8 +72,9 @@ class SeenDraws(private.TorchDispatchMode):
 
 
 @cache
-def _is_draw(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+def _traits(func: Any) -> tuple[bool, bool]:
+    """Return True if an operation draws, and True if it writes to one of its arguments."""
+    return torch.Tag.nondeterministic_seeded in func.tags, private.is_mutable(func)
 
 
 def _is_floating(value: object) -> bool:
