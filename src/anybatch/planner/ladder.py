@@ -22,6 +22,9 @@ _LOOKS = 3  # looks without a reading, before they are given up
 _FEW = 4  # rows that are read at most where fewer raise an error
 _TRIES = 3  # rungs that are read between two others
 _SLACK = 1.02  # factor on the smallest budget, because another reading may be a little larger
+_AGAIN = (
+    0.4  # work of the second forward of all blocks, in that of forward and backward: a third, and overhead
+)
 _CLOSE = 1.02  # factor that a rung between two others leaves free of the room
 
 
@@ -78,12 +81,11 @@ class Ladder:
         return self._static[2] + sum(one.nbytes for one in (*getattr(batch, "leaves", ()), *found, *found))
 
     def known(self, want: Want) -> tuple[Rung, tuple[int, ...]] | None:
-        """Return the first rung that fits by what was read, and its cut."""
-        for _, rung in sorted(self.rungs.items()):
-            cut = rung.sizes(want)
-            if cut:
-                return rung, cut
-        return None
+        """Return the rung with the least work of those that fit by what was read, and its cut."""
+        found = [(rung, cut) for _, rung in sorted(self.rungs.items()) if (cut := rung.sizes(want))]
+        if len(found) > 1 and not want.is_fixed:
+            found.sort(key=lambda one: self._work(one[0], want, one[0].parts(want)))
+        return found[0] if found else None
 
     def choose(
         self, want: Want, read: Read, find: Callable[[], Sequence[str]]
@@ -101,6 +103,8 @@ class Ladder:
         while True:
             found = self.known(want)
             if found is not None:
+                if self._read_blocks(found[0], want, read, find):
+                    continue
                 return found
             if self._climb(want, read, find):
                 continue
@@ -115,6 +119,29 @@ class Ladder:
         """End a step on a rung."""
         self._steps += 1
         rung.finish(is_random=is_random)
+
+    def _work(self, rung: Rung, want: Want, parts: int) -> float:
+        """Return the work of a step in that of the uncut batch, by counts, which no clock disturbs.
+
+        Each micro-batch goes over the parameters once more, as its rows go over their activations. To
+        recompute all blocks is a little more than a third of forward and backward; to offload is dearer.
+        """
+        read, blocks = self.plain.readings, max(one.again for one in self.rungs.values())
+        each = read.gradients / read.law((want.rows, want.length)) if read.law.readings else 0.0
+        return parts * each + _AGAIN * rung.again / max(1, blocks) + (WHOLE in rung.settings.blocks)
+
+    def _read_blocks(self, rung: Rung, want: Want, read: Read, find: Callable[[], Sequence[str]]) -> bool:
+        """Read the rung with all blocks recomputed if its larger micro-batches may be less work than these.
+
+        Return True if it was read.
+        """
+        may_gain = self._work(rung, want, rung.parts(want)) > self._work(self.plain, want, 1) + _AGAIN
+        if rung.again or not may_gain or want.is_fixed or want.is_shared or self.plain.settings.blocks:
+            return False
+        blocks = tuple(find())
+        if not blocks or len(blocks) in self.rungs:
+            return False
+        return self._read_smallest(self._rung(len(blocks), _again(blocks)), want, read)
 
     def _climb(self, want: Want, read: Read, find: Callable[[], Sequence[str]]) -> bool:
         """Read something that may fit where nothing known does; return False if there is nothing left."""
@@ -257,13 +284,15 @@ class Ladder:
 
     def note(self, rung: Rung) -> str:
         """Return the basis of a cut, for a report."""
-        read, chosen = rung.readings, rung.settings.blocks if rung is not self.plain else ()
+        read = rung.readings
         count = sum(map(len, read.law.readings.values())) + len(read.whole)
         allowed = "" if read.is_exact else ", with an allowance for what readings cannot see here"
-        again = len(chosen) - (WHOLE in chosen)
-        blocks = f"; {core.counted(again, 'block')} recomputed, as no row fits without" if again else ""
-        host = f"; {core.format_bytes(read.host)} saved for backward wait in host memory"
-        blocks += host if WHOLE in chosen else ""
+        blocks = ""
+        if rung is not self.plain and rung.again:
+            why = "for larger micro-batches" if self.plain.has_cut else "as no row fits without"
+            blocks = f"; {core.counted(rung.again, 'block')} recomputed, {why}"
+        if WHOLE in rung.settings.blocks and rung is not self.plain:
+            blocks += f"; {core.format_bytes(read.host)} saved for backward wait in host memory"
         return f"cut by memory that was read in {count} runs of micro-batches{allowed}{blocks}"
 
     def state(self) -> list[dict[str, Any]]:

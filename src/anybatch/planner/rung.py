@@ -1,13 +1,11 @@
 """A rung of the ladder: the cuts of rows within a budget, with one choice of blocks that run again."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from anybatch.core import cut_sizes
-from anybatch.engine import Plan
+from anybatch.engine import Plan, Task
 from anybatch.planner.law import Size
 from anybatch.planner.readings import BEYOND, MemoryReader, Readings
 from anybatch.recompute import WHOLE
@@ -18,6 +16,7 @@ _GROWTH, _NEAR, _NEAR_GROWTH = 4, 0.6, 2  # largest growth beyond the readings; 
 _MISFIT = 0.05  # relative error of a law that is not trusted for more than twice the readings
 SURE = 0.8  # share of the room below which an uncut batch runs without a reading
 RAN_OUT = float(2**62)  # bytes of an uncut batch in which memory ran out
+_PER_TENSOR = 33_000  # bytes of the host that a reading of the update takes for each parameter
 _PROPORTION = 0.25  # share of the room that rows may use if their bytes are proportional to rows
 
 
@@ -59,6 +58,7 @@ class Rung:
         self.steps, self.is_random = 0, False
         self.fixed: dict[tuple[int, int], tuple[int, ...]] = {}  # cuts that are kept, by rows and length
         self._cuts: dict[Want, tuple[int, ...]] = {}
+        self._parts: dict[Want, int] = {}  # micro-batches of the cut that these approach
         self._known: tuple[float, ...] = ()  # the readings on which these are based
 
     def room(self, want: Want) -> float:
@@ -97,6 +97,20 @@ class Rung:
             self.fixed[want.rows, want.length] = found
         return found
 
+    @property
+    def again(self) -> int:
+        """Number of blocks that run again in backward."""
+        return len(self.settings.blocks) - (WHOLE in self.settings.blocks)
+
+    @property
+    def has_cut(self) -> bool:
+        """True if rows of some step fit."""
+        return any(self._cuts.values())
+
+    def parts(self, want: Want) -> int:
+        """Return the number of micro-batches of the cut that is approached."""
+        return self._parts.get(want, len(self.sizes(want)))
+
     def spare(self, want: Want, cut: Sequence[int]) -> float:
         """Return the bytes that each micro-batch of a cut leaves free; 0 if none as large was read or ran."""
         read, room, largest = self.readings, self.room(want), (max(cut), want.length)
@@ -106,21 +120,21 @@ class Rung:
             return 0.0
         return room - max([read.law.bound((size, want.length)) for size in cut])
 
-    def reader(
-        self, want: Want, cut: Sequence[int], devices: Collection[torch.device]
-    ) -> MemoryReader | None:
+    def reader(self, want: Want, cut: Sequence[int], task: Task) -> MemoryReader | None:
         """Return the reader of a step with this cut; None if nothing is to be read."""
         if self._is_frozen or not cut:
             return None
         is_early = self.steps < _EARLY or self.steps & (self.steps - 1) == 0
         if not (is_early or self.readings.is_new((max(cut), want.length))):
             return None
+        room = self.room(want)
+        needs = _PER_TENSOR * len(task.network.parameters) if task.network.kinds <= {"cpu"} else 0
         return MemoryReader(
             self.readings,
-            devices,
-            room=self.room(want),
+            task.network.devices,
+            room=room,
             most=max(cut),
-            reads_update=0 < self.steps <= 2,
+            reads_update=0 < self.steps <= 2 and needs <= room - self.readings.update,
             rows=want.rows,
             own=want.own,
         )
@@ -159,6 +173,7 @@ class Rung:
         if known != self._known:
             self._known = known
             self._cuts.clear()
+            self._parts.clear()
 
     def _fitting(self, want: Want) -> tuple[int, ...]:
         """Return the largest even cut that fits, or the next one on the way to it."""
@@ -172,6 +187,7 @@ class Rung:
         top = next((size for size in _largest_first(want.rows, most) if self._fits_even(size, want, room)), 0)
         if not top:
             return ()
+        self._parts[want] = -(-want.rows // top)
         is_far = top * length > BEYOND * read.seen and not self._is_frozen
         if is_far and not (want.is_add or want.is_fixed):
             top = max(want.least, min(top, self._next(top, length, room)))

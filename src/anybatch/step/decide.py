@@ -126,7 +126,7 @@ class Planning:
         self._used, self._used_for, self._wanted = (ladder, rung), want, plan.micro_batch
         task.strategy.spare(rung.spare(want, cut))
         size = self._limited(task, batch, self._wanted)
-        reader = rung.reader(want, cut, task.network.devices)
+        reader = rung.reader(want, cut, task)
         task = task if reader is None else replace(task, reader=reader)
         return (_of_size(plan, rows, size) if is_add or size != plan.micro_batch else plan), task
 
