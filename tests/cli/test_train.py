@@ -173,10 +173,10 @@ def test_a_served_run_tells_what_servers_did(
     page = Path("run/report.html").read_text()
     assert "<h2>Servers and workers</h2>" in page
     assert '<figure id="flow"' not in page
-    settings = json.loads(Path("run/settings.json").read_text()) | {"rule": "dynsgd"}  # of an earlier version
+    settings = json.loads(Path("run/settings.json").read_text()) | {"rule": "dynsgd"}  # of version 0.2
     Path("run/settings.json").write_text(json.dumps(settings))
     code, _, told = run(capsys, "train", "--resume", "run", "--epochs", 3)
-    assert (code, "got those of asynchronous workers" in told) == (1, True)
+    assert (code, "settings.json: expected options of a run, got 'rule'" in told) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +217,86 @@ def test_a_text_model_is_evaluated_on_its_own_text(here: str, capsys: pytest.Cap
     assert (code, json.loads(printed)["accuracy"]) == (0, told["accuracy"])
     code, _, error = run(capsys, "eval", "run", "--data", "two.txt")
     assert (code, "with another vocabulary. Name that text" in error) == (1, True)
+
+
+CONFIG = {"batch_size": 8, "micro_batch": 3, "lr": 0.02, "clip_norm": 9, "device": "cpu", "memory": None}
+
+
+def test_a_config_is_the_run_of_its_flags_and_flags_win(
+    here: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--lr", 0.02, "--clip-norm", 9, "--epochs", 2, "--seed", 3, "--quiet"]
+    run(capsys, "train", f"{here}:make", *FAST, *given, "--out", "flags")
+    Path("run.json").write_text(json.dumps(CONFIG | {"recipe": f"{here}:make", "seed": 1}))
+    config = ["train", "--config", "run.json", "--seed", 3, "--epochs", 2]
+    code, printed, _ = run(capsys, *config, "--print-config")
+    assert (code, Path("runs").exists()) == (0, False)
+    Path("printed.json").write_text(printed)
+    plain = {name: value for name, value in json.loads(printed).items() if value is not None}
+    Path("run.toml").write_text("\n".join(f"{name} = {json.dumps(value)}" for name, value in plain.items()))
+    assert run(capsys, *config, "--quiet", "--out", "json")[0] == 0
+    for name in ("printed.json", "run.toml", "flags/settings.json"):
+        assert run(capsys, "train", "--config", name, "--quiet", "--out", name[:5])[0] == 0
+    ends = [checkpoint.load(Path(name)) for name in ("flags", "json", "print", "run.t", "flags-2")]
+    assert all(same(ends[0].model, one.model) for one in ends)
+    assert len({str(one.progress["run"]) for one in ends}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"micro-batchs": 3}', "got 'micro-batchs'. Did you mean micro_batch?"),
+        ('{"accumulate_steps": 3}', "got 'accumulate_steps'. Did you mean micro_batch?"),
+        ('{"resume": "run"}', "got 'resume'"),
+        ('{"lr": "0.1"}', "expected lr to be a number or null, got '0.1'"),
+        ('{"epochs": 2.0}', "expected epochs to be a whole number, got 2.0"),
+        ('{"epochs": true}', "expected epochs to be a whole number, got True"),
+        ('{"compile": 1}', "expected compile to be true or false, got 1"),
+        ('{"seed": null}', "expected seed to be a whole number, got None"),
+        ('{"data": {"of": 1}}', "expected data to be a text or null"),
+        ('{"optimizer": "lion"}', "expected optimizer to be one of sgd, adamw, adam or null, got 'lion'"),
+        ('{"lr": -1}', "Expected --lr to be above 0, got -1"),
+        ('{"lr": NaN}', "NaN"),
+        ('{"lr": 1, "lr": 2}', "a name twice"),
+        ("[1]", "options of a run as JSON or TOML"),
+        ("[" * 10**6, "options of a run as JSON or TOML"),
+        ("lr = 0.1", "options of a run as JSON or TOML"),
+    ],
+)
+def test_a_config_that_is_wrong_is_told_with_its_key(
+    here: str, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    Path("run.json").write_text(text)
+    code, printed, error = run(capsys, "train", f"{here}:make", "--config", "run.json")
+    assert (code, printed, error.count("\n"), Path("runs").exists()) == (1, "", 1, False)
+    assert words in error
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--micro_batch", "got --micro_batch. Did you mean --micro-batch?"),
+        ("--accumulate", "got --accumulate. Did you mean --micro-batch?"),
+        ("--gradient-accumulation-steps=4", "Did you mean --micro-batch?"),
+        ("--max-grad-norm", "Did you mean --clip-norm?"),
+        ("--nproc-per-node", "Did you mean --ranks?"),
+        ("--output-dir", "Did you mean --out?"),
+        ("--batchsize", "Did you mean --batch-size?"),
+        ("--zzz", "Known are --json, "),
+    ],
+)
+def test_an_unknown_flag_is_told_the_right_one(
+    here: str, capsys: pytest.CaptureFixture[str], flag: str, words: str
+) -> None:
+    code, printed, error = run(capsys, "train", f"{here}:make", flag, "8", "--json")
+    assert (code, json.loads(printed)["error"] in error, words in error) == (1, True, True)
+
+
+def test_help_imports_no_torch() -> None:
+    code = "import sys; sys.argv = ['anybatch', '--help']; from anybatch.cli.main import main\n"
+    code += "try: main()\nexcept SystemExit: sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, "train a recipe" in done.stdout) == (0, True), done.stderr
 
 
 @pytest.mark.parametrize("name", ["check", "plan"])

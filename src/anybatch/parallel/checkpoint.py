@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anybatch.core import SHORT_DTYPES, CheckpointError, check_whole, is_shard, torch_private as private
 from anybatch.parallel import stored
 from anybatch.parallel.group import Group, exchange, rank, ranks
-from anybatch.parallel.serialize import Packer, parse, unpack
+from anybatch.parallel.serialize import Packer, parse_json, unpack
 from anybatch.parallel.wrappers import is_sharded
 from anybatch.precision import Masters
 
@@ -58,7 +58,7 @@ class Checkpoint:
             ) from None
 
     def _open(self, is_hashed: bool) -> None:
-        path, index = self.path, parse(_regular(self.path / INDEX).read_bytes())
+        path, index = self.path, parse_json(_regular(self.path / INDEX).read_bytes())
         digest = index.pop("sha256")
         if (index["format"], _digest(index)) != (FORMAT, digest):
             raise ValueError(f"the format {index['format']!r}, or a {INDEX} whose SHA-256 differs")

@@ -89,7 +89,7 @@ def unpack(value: Any, read: Callable[[str], Any]) -> Any:
             raise ValueError(f"a value of the kind {kind!r}")
 
 
-def parse(text: bytes) -> Any:
+def parse_json(text: bytes) -> Any:
     """Return the value of JSON; raise ValueError for a name that occurs twice, NaN and infinity."""
 
     def refuse(constant: str) -> None:
