@@ -1,6 +1,7 @@
 """The command line on small real files: train, resume, evaluate, and every refusal."""
 
 import json
+import re
 import runpy
 import sys
 from importlib import metadata
@@ -12,6 +13,7 @@ import sklearn  # noqa: F401  (here, because its first import sets environment v
 import torch
 
 from anybatch.cli import main as cli
+from anybatch.cli.options import APART, LATER, Run, options_of
 from anybatch.train import Trainer, checkpoint
 from tests.data.test_files import idx_bytes
 from tests.snapshots import same
@@ -221,6 +223,23 @@ def test_json_has_null_for_what_it_cannot_say(
     code, printed, _ = run(capsys, *arguments, "--non-finite", "skip", "--out", tmp_path / "run")
     assert code == 0
     assert json.loads(printed, parse_constant=pytest.fail)["loss"] is None
+
+
+def option_table() -> str:
+    """The options of a run as docs/command.md shows them."""
+    lines = ["| option | meaning | may change |", "|---|---|---|"]
+    for name, one in options_of(Run).items():
+        told = re.sub(r"(--[a-z-]+)", r"`\1`", one.told()).replace("<", "\\<")
+        choices = f" ({', '.join(one.choices)})" if one.choices else ""
+        change = "yes" if LATER in one.marks else "not kept" if APART in one.marks else ""
+        lines.append(f"| `{name}` | {told}{choices} | {change} |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_options_is_that_of_the_dataclass() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "command.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("<!-- options -->\n")
+    assert rest.partition("\n<!-- end of options -->")[0] == option_table(), option_table()
 
 
 def test_the_package_runs_as_a_module(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

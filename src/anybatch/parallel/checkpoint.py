@@ -308,7 +308,7 @@ def folders(root: Path) -> list[Path]:
 
 def has_run(root: Path) -> bool:
     """Return True if a folder has checkpoints, also those that only earlier versions read."""
-    return bool(folders(root)) or _is_old(root)
+    return bool(folders(root) or folders(root / BEST)) or _is_old(root)
 
 
 def _order(folder: Path) -> tuple[int, ...]:
@@ -375,8 +375,9 @@ def _together(
         told = (work() or "") if is_mine else ""
     except OSError as error:
         failed = CheckpointError(
-            f"{error.filename or path}: expected a checkpoint that can be written and read, got: "
-            f"{error.strerror or error}. Make room, or choose another folder; earlier ones are unchanged."
+            f"{error.filename or path}: expected a checkpoint that can be written and read, got on rank "
+            f"{rank()}: {error.strerror or error}. Make room, or choose another folder; earlier ones are "
+            "unchanged."
         )
         failed.__cause__ = error
     except Exception as error:
