@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from anybatch.planner import PlanReport
     from anybatch.precision import Precision
     from anybatch.step import BatchLoss, Options, Step, Window, plan
-    from anybatch.train import EMA, EarlyStopping, LossMonitor, Metrics, Trainer, accuracy
+    from anybatch.train import EMA, EarlyStopping, Metrics, Trainer, accuracy
 
 __version__ = "0.2.0"
 
@@ -29,7 +29,6 @@ __all__ = [
     "CheckReport",
     "EarlyStopping",
     "GradientFlow",
-    "LossMonitor",
     "Metrics",
     "ModelLoss",
     "Options",
@@ -65,7 +64,7 @@ _HOMES = {
     "planner": "PlanReport",
     "precision": "Precision",
     "step": "BatchLoss Options Step Window plan",
-    "train": "EMA EarlyStopping LossMonitor Metrics Trainer accuracy",
+    "train": "EMA EarlyStopping Metrics Trainer accuracy",
 }
 
 

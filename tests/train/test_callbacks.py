@@ -164,7 +164,7 @@ def test_callbacks_of_trainer_and_step_are_found_by_class_and_order(tmp_path: Pa
 
     make(ab.EMA(0.5), ab.EMA(0.9), of_step=[Counting()]).fit(epochs=1)
     emas, counting = (ab.EMA(0.5), ab.EMA(0.9)), Counting()
-    make(ab.LossMonitor(100), *emas, of_step=[counting]).resume(tmp_path)
+    make(*emas, of_step=[counting]).resume(tmp_path)
     assert counting.seen == UPDATES
     assert not torch.equal(emas[0].average["0.bias"], emas[1].average["0.bias"])
     with pytest.warns(UserWarning, match="of the run's callbacks") as told:
@@ -382,7 +382,6 @@ def test_an_error_of_the_data_costs_nothing(tmp_path: Path) -> None:
         (lambda: ab.EMA(math.nan), "got nan"),
         (lambda: ab.EarlyStopping(patience=0), "patience.*at least 1, got 0"),
         (lambda: ab.EarlyStopping(least_change=-1), "least_change.*at least 0, got -1"),
-        (lambda: ab.LossMonitor(1.5), "every.*at least 1, got 1.5"),  # pyright: ignore
     ],
 )
 def test_bad_settings_are_refused(make: Any, told: str) -> None:
@@ -421,13 +420,6 @@ def test_early_stopping_waits_for_a_better_value(
     assert epochs is None
 
 
-def test_monitor_prints_lines_and_checkpoints_are_saved_by_the_clock(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer = make_trainer(tmp_path, callbacks=[ab.LossMonitor(2)], save_minutes=1e-9, keep=10)
-    trainer.fit(epochs=2)
-    lines = capsys.readouterr().err.splitlines()
-    form = r"epoch (\d)  step (\d)  loss \d\.\d+  [\d.]+ ms an update  [\d,]+ rows/s"
-    found = [re.fullmatch(form, line) for line in lines]
-    assert [one and one.groups() for one in found] == [("1", "2"), ("2", "4"), ("2", "6")]
+def test_checkpoints_are_saved_by_the_clock(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_minutes=1e-9, keep=10).fit(epochs=2)
     assert numbered(tmp_path) == [6, 5, 4, 3, 2, 1]
