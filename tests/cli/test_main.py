@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
 import torch
+from safetensors.torch import load_file
 
 from anybatch.cli import main as cli
 from anybatch.cli.options import APART, LATER, Run, options_of
@@ -73,22 +74,22 @@ def test_export_writes_weights_that_load(
     assert "stopped     validation accuracy has not become better for 1 epochs" in printed
     assert [path.name for path in out.glob("step-*")] == ["step-00000006"]
     found: dict[str, Any] = {}
-    for name, options in (("a.pt", []), ("b.pt", ["--ema"])):
+    for name, options in (("a.safetensors", []), ("b.safetensors", ["--ema"])):
         code, printed, _ = run(capsys, "export", out, "--out", tmp_path / name, *options, "--json")
         assert (code, json.loads(printed)["tensors"]) == (0, 10)
-        found[name] = torch.load(tmp_path / name, weights_only=True)
+        found[name] = load_file(tmp_path / name)
     kept = checkpoint.load(out / "best")
-    assert same(dict(found["a.pt"]), kept.model)
-    assert same(dict(found["b.pt"]), dict(kept.progress["callbacks"][0][1]["average"]))
+    assert same(found["a.safetensors"], kept.model)
+    assert same(found["b.safetensors"], dict(kept.progress["callbacks"][0][1]["average"]))
     run(capsys, "train", "lenet5", "--data", mnist, *FAST, "--epochs", 1, "--out", tmp_path / "plain")
     for where, told in (
         (tmp_path / "plain", "with 0 averages. Train with --ema"),
         (mnist, "got no folder with one"),
     ):
-        code, _, error = run(capsys, "export", where, "--out", tmp_path / "c.pt", "--ema")
+        code, _, error = run(capsys, "export", where, "--out", tmp_path / "c.safetensors", "--ema")
         assert code == 1
         assert told in error
-    assert not (tmp_path / "c.pt").exists()
+    assert not (tmp_path / "c.safetensors").exists()
 
 
 def test_same_seed_same_figures_and_no_run_overwrites_another(

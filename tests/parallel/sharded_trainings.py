@@ -90,7 +90,6 @@ def saved(rank: int, size: int, folder: str, epochs: int = 2, **options: Any) ->
     callbacks = [] if epochs == 2 else [Stop(at=2 * UPDATES + 3)]
     trainer = build(out=folder, callbacks=callbacks, **options)
     reports = trainer.fit(epochs=epochs)
-    trainer.export(f"{folder}.pt")
     return numbers(trainer, reports)
 
 

@@ -116,7 +116,7 @@ class ExportOptions(Command):
     """The options of `anybatch export`."""
 
     checkpoint: An[str, _BEST, WORD]
-    out: An[str, "file to write: .safetensors, or .pt or .pth for torch.load"]
+    out: An[str, "file to write, which ends in .safetensors"]
     ema: An[bool, "the averaged weights of a run with --ema"] = False
 
 

@@ -22,7 +22,6 @@ from anybatch.parallel.serialize import Packer as Packer, digest_of as digest_of
 from anybatch.parallel.shard import Shard as Shard
 from anybatch.parallel.stored import (
     sync_folder as sync_folder,
-    whole_state as whole_state,
     write_tensors as write_tensors,
 )
 from anybatch.parallel.wrappers import (

@@ -11,10 +11,9 @@ from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from anybatch.core import CheckpointError, is_shard, local, tree
-from anybatch.parallel.group import rank
+from anybatch.core import CheckpointError, is_shard, local
 from anybatch.parallel.serialize import bytes_of
 
 _CODES = {  # the names of dtypes in safetensors
@@ -153,12 +152,3 @@ def slices_of(value: Any, writer: int = 0) -> tuple[int, dict[int, tuple[int, in
     slices = [(min(at * each, size), min((at + 1) * each, size)) for at in range(len(members))]
     written = {int(one): place for one, place in zip(members, slices, strict=True) if place[0] < place[1]}
     return dim, written if value.numel() else {}, slices[value.device_mesh.get_coordinate()[axis]]
-
-
-def whole_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a sharded model, gathered to the host of rank 0; all ranks call it."""
-    found: dict[str, Any] = {}
-    for name, value in model.state_dict().items():
-        gathered: Any = tree.whole(value)
-        found |= {} if rank() else {name: gathered.cpu() if isinstance(gathered, Tensor) else gathered}
-    return found

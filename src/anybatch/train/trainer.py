@@ -10,11 +10,11 @@ from typing import Any
 from anybatch import core
 from anybatch.engine import learning_rate_of
 from anybatch.losses import summed_loss
-from anybatch.parallel import checkpoint, whole_state
+from anybatch.parallel import checkpoint
 from anybatch.state import rng
 from anybatch.step import Step, known_keywords
-from anybatch.train.callbacks import EMA, load_states, states
-from anybatch.train.files import export, make_folder
+from anybatch.train.callbacks import load_states, states
+from anybatch.train.files import make_folder
 from anybatch.train.identity import check_config, check_run, identity
 from anybatch.train.interrupt import Interruption, deferred
 from anybatch.train.loader import Rows, Stream, open_data
@@ -203,25 +203,6 @@ class Trainer:
         """
         with self._share.told(Interruption()):
             return self._evaluate(open_data(rows, self.step))
-
-    def export(self, path: str | Path, ema: EMA | None = None) -> None:
-        """Write the model's weights as a plain state dict, with float32 master weights for 16-bit ones.
-
-        Args:
-            path: file name, ending in .safetensors, or in .pt or .pth for
-                `torch.load(path, weights_only=True)`.
-            ema: averaged weights to write instead.
-
-        Raises:
-            CheckpointError: the file cannot be written.
-        """
-        state = whole_state(self.step.model) if self._share.is_lockstep else None
-        if self._share.rank:
-            return
-        with ExitStack() as stack:
-            if ema is not None:
-                stack.enter_context(ema.weights(self.step))
-            export(state or self.step.masters.state_dict(self.step.model), path)
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint `step-N` in a folder; rank 0 writes, or with `fully_shard` all ranks.
