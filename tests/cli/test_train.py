@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
-import torch
 
-from anybatch.cli.main import main
 from anybatch.core import parse_bytes
-from anybatch.testing import relative_error, tolerance
 from anybatch.train import checkpoint
 from tests.cli.test_main import run
-from tests.compiled import needs_compiler
 from tests.parallel.inline import Inline
 from tests.parallel.test_server import EndAt
 from tests.snapshots import same
@@ -251,7 +247,6 @@ def test_a_config_is_the_run_of_its_flags_and_flags_win(
         ('{"lr": "0.1"}', "expected lr to be a number or null, got '0.1'"),
         ('{"epochs": 2.0}', "expected epochs to be a whole number, got 2.0"),
         ('{"epochs": true}', "expected epochs to be a whole number, got True"),
-        ('{"compile": 1}', "expected compile to be true or false, got 1"),
         ('{"seed": null}', "expected seed to be a whole number, got None"),
         ('{"data": {"of": 1}}', "expected data to be a text or null"),
         ('{"optimizer": "lion"}', "expected optimizer to be one of sgd, adamw, adam or null, got 'lion'"),
@@ -356,26 +351,3 @@ def test_within_half_of_its_peak_a_recipe_learns_as_without_a_budget(
     assert losses[1] - losses[0] < LEARNED * (first - losses[0])
     assert run(capsys, "report", "within")[0] == 0
     assert "budget of a step" in Path("within", "report.html").read_text()
-
-
-def test_compile_with_a_loss_inside_the_model_is_refused(tmp_path: Path) -> None:
-    assert main(["train", "bert", "--compile", "--out", str(tmp_path / "run")]) == 1
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_a_compiled_run_gives_the_numbers_of_a_plain_one_and_goes_on_as_such(tmp_path: Path) -> None:
-    """In a process of its own: torch's compiler leaves threads and variables behind."""
-    asked = ["train", "lenet5", "--batch-size", "100", "--micro-batch", "32", "--epochs", "1", "--quiet"]
-    ours, plain = tmp_path / "compiled", tmp_path / "plain"
-    code = (
-        "from torch._dynamo.utils import counters; from anybatch.cli.main import main; "
-        f"assert main({[*asked, '--compile', '--out', str(ours)]}) == 0; "
-        "assert counters['stats']['unique_graphs'] <= 8"  # a short last micro-batch is one more
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert main([*asked, "--out", str(plain)]) == 0
-    ends = [checkpoint.load(folder).model for folder in (ours, plain)]
-    assert relative_error(*ends) <= tolerance(torch.float32, 10**4)
-    assert main(["train", "--resume", str(ours), "--no-compile", "--epochs", "2", "--quiet"]) == 0

@@ -85,7 +85,6 @@ class Run(_RecipeOptions):
     momentum: An[float, "momentum of SGD", SHARE] = 0.9
     clip_norm: An[float, "largest norm of the whole batch's gradient"] = math.inf
     precision: An[PrecisionName, "dtypes to store and compute in; true ones store 16 bits"] = "float32"
-    compile: An[bool, "compile the model with torch.compile, which takes a C++ compiler", LATER] = False
     non_finite: An[NonFinitePolicy, "what to do with rows that give NaN or infinity"] = "raise"
     warm_up: An[int, "updates over which the learning rate rises, 0 for none", COUNT] = 0
     validation: An[float, "fraction of training rows held out", SHARE] = 0.0

@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LinearLR
 
-from anybatch.batchnorm import find_batch_norms
 from anybatch.cli import options as kinds
 from anybatch.cli.target import find_training
 from anybatch.core import Callback, accelerator, counted, errors, format_bytes, format_count, format_seconds
-from anybatch.losses import ModelLoss
 from anybatch.memory import find_device as meter_device, parse_memory
 from anybatch.observe import GradientFlow
 from anybatch.parallel import ParameterServer, is_launched, launch, rank, start_under_torchrun
@@ -172,7 +170,7 @@ def _prepare(options: kinds.Run, training: Training, device: torch.device) -> tu
     lr = float(optimizer.param_groups[0]["lr"])
     servers = _servers(options)
     step = Step(
-        _compiled(model, training) if options.compile else model,
+        model,
         training.loss,
         optimizer,
         micro_batch=options.micro_batch,
@@ -228,17 +226,6 @@ def _servers(options: kinds.Run) -> ParameterServer | None:
         return None
     workers = 2 if options.workers is None else options.workers
     return ParameterServer(options.servers, workers, units=max(8, workers), cluster=options.cluster)
-
-
-def _compiled(model: torch.nn.Module, training: Training) -> torch.nn.Module:
-    """Compile for one number of rows; for any number with BatchNorm, which does not allow padding rows."""
-    if isinstance(training.loss, ModelLoss):
-        raise errors.PlanError(
-            f"Expected a loss beside the model for --compile, got {training.name} with a model that computes "
-            "its own, which is read from its operations. Leave --compile out."
-        )
-    meet = training.options.batch_norm != "frozen" and find_batch_norms(model.modules())
-    return cast("torch.nn.Module", torch.compile(model, dynamic=True if meet else None))
 
 
 def _has_room(memory: str | None, model: torch.nn.Module, device: torch.device) -> bool:
