@@ -268,7 +268,7 @@ def test_exported_weights_are_a_plain_state_dict(precision: str, tmp_path: Path)
     odd = {"x": 3}
     for name, values, told in (
         ("a.bin", full, "in .safetensors, got '.bin'"),
-        ("a.safetensors", odd, "got x"),
+        ("a.safetensors", odd, "got 'x'"),
         ("no/a.safetensors", full, "be written"),
     ):
         with pytest.raises(CheckpointError, match=told):

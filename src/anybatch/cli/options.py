@@ -45,21 +45,21 @@ _SIMILAR = {  # parts of other programs' flags, and the option here
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """The options of any command."""
 
     json: An[bool, "print one JSON object and nothing else on standard output", APART] = False
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _DataOptions(Command):
     data: An[str | None, "digits, a folder (MNIST, CIFAR-10, images), python, or a text", LATER] = None
     micro_batch: An[int | None, f"{_TOGETHER} a batch", POSITIVE, LATER] = None
     device: An[str, _DEVICE, LATER] = "auto"
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _RecipeOptions(_DataOptions):
     norm: An[str | None, "resnet: group (GroupNorm), whole (BatchNorm), frozen, or micro (inexact)"] = None
     width: An[int | None, "resnet: channels of the first stage"] = None
@@ -70,7 +70,7 @@ class _RecipeOptions(_DataOptions):
     label_smoothing: An[float | None, "lenet5, resnet: how far targets are smoothed", SHARE] = None
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run(_RecipeOptions):
     """The description of a run: the options of `anybatch train`."""
 
@@ -103,14 +103,14 @@ class Run(_RecipeOptions):
     quiet: An[bool, "no progress bar and no line per epoch", APART] = False
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions(_DataOptions):
     """The options of `anybatch eval`."""
 
     checkpoint: An[str, _BEST, WORD]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions(Command):
     """The options of `anybatch export`."""
 
@@ -119,13 +119,13 @@ class ExportOptions(Command):
     ema: An[bool, "the averaged weights of a run with --ema"] = False
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _TargetOptions(_RecipeOptions):
     target: An[str, _TARGET, WORD]
     batch_norm: An[BatchNormChoice | None, "what a step does with BatchNorm"] = None
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions(_TargetOptions):
     """The options of `anybatch check`."""
 
@@ -133,7 +133,7 @@ class CheckOptions(_TargetOptions):
     rows: An[int | None, "rows to check on; if not given, a few that differ", TWO] = None
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions(_TargetOptions):
     """The options of `anybatch plan`."""
 
@@ -147,7 +147,7 @@ class PlanOptions(_TargetOptions):
     plot: An[str | None, "draw memory over the step into a file: .png, .svg or .pdf"] = None
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions(Command):
     """The options of `anybatch report`."""
 

@@ -44,7 +44,7 @@ def train(options: kinds.Run) -> tuple[dict[str, Any], str]:
     _check(options)
     start_under_torchrun()
     torch.manual_seed(options.seed)  # before the user's function makes its model
-    training = _found(options)
+    training, options = _found(options)
     device = find_device(options.device)
     trainer, out = _prepare(options, training.to(device), device)
     if not rank():
@@ -103,7 +103,8 @@ def recipe_options(options: kinds.Command) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _found(options: kinds.Run) -> Training:
+def _found(options: kinds.Run) -> tuple[Training, kinds.Run]:
+    """Return the training, and the options with what its recipe decides."""
     training = find_training(options.recipe, options.data, options.seed, recipe_options(options))
     if training.optimizer is not None:
         if given := [name for name in ("optimizer", "lr") if getattr(options, name) is not None]:
@@ -111,12 +112,14 @@ def _found(options: kinds.Run) -> Training:
                 f"Expected no options for the optimizer of {training.name}, which makes its own, got "
                 f"{', '.join(given)}. Leave them out."
             )
-        return training
-    own = None if ":" in options.recipe else find_recipe(options.recipe)
-    options.data = options.data if own is None or options.data is not None else own.data
-    options.optimizer = options.optimizer or ("adamw" if own is None else own.optimizer)
-    options.lr = options.lr or (1e-3 if own is None else own.lr)
-    return training
+        return training, options
+    data, optimizer, lr = None, "adamw", 1e-3
+    if ":" not in options.recipe:
+        own = find_recipe(options.recipe)
+        data, optimizer, lr = options.data or own.data, own.optimizer, own.lr
+    return training, replace(
+        options, data=data, optimizer=options.optimizer or optimizer, lr=options.lr or lr
+    )
 
 
 def _check(options: kinds.Run) -> None:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anybatch.core import SHORT_DTYPES, CheckpointError, check_whole, is_shard, torch_private as private
 from anybatch.parallel import stored
 from anybatch.parallel.group import Group, exchange, rank, ranks
-from anybatch.parallel.serialize import Packer, parse_json, unpack
+from anybatch.parallel.stored import Packer, parse_json, unpack
 from anybatch.parallel.wrappers import is_sharded
 from anybatch.precision import Masters
 
