@@ -37,7 +37,7 @@ class Lines(Callback):
 
     on_every_rank = True
 
-    def __init__(self, note: Path, save: int = -1, line: int = -1) -> None:
+    def __init__(self, note: Path, save: int = sys.maxsize, line: int = 0) -> None:
         self.note, self.at, self.saves, self.lines = note, (save, line), 0, 0
 
     def start(self, trainer: Any, info: Any) -> None:
@@ -61,7 +61,7 @@ class Lines(Callback):
 
     def line(self, frame: FrameType, event: str, argument: Any) -> Any:
         self.lines += 1
-        if (self.saves, self.lines) == self.at:
+        if (self.saves, self.lines) >= self.at:  # a save may have fewer lines than the one that was counted
             os.kill(os.getpid(), signal.SIGKILL)
         return self.line
 
