@@ -333,7 +333,7 @@ def evaluate(options: kinds.EvalOptions) -> tuple[dict[str, Any], str]:
     asked = {} if ":" in name else {one: config[one] for one in find_recipe(name).options if one in config}
     data = options.data
     for settings in [folder / kinds.SETTINGS for folder in path.parents[:2]]:
-        data = kinds.read(settings)["data"] if data is None and settings.exists() else data
+        data = kinds.read(settings).get("data") if data is None and settings.exists() else data
     torch.manual_seed(seed)  # as `train` does: the user's function may draw its rows
     training = find_training(name, data, seed, asked)
     if training.vocabulary != config.get("vocabulary", ""):
