@@ -99,13 +99,31 @@ def keep(seed: int) -> int:
     return LOOKS
 
 
+def save(seed: int) -> int:
+    """Runs on 1, 2 and 4 ranks, plain and sharded, of which a rank is killed while it saves."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.parallel.mortal_saves",
+        "--kills",
+        str(SAVES),
+        "--seed",
+        str(seed),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stdout + done.stderr
+    return SAVES
+
+
 CAMPAIGNS = {
+    "ranks killed while they save": save,
     "a fault planted in a loss": look,
     "a fault in a window of two ranks": end,
     "sharded models": shard,
     "memory that runs out within a budget": keep,
 }
 LOOKS = 100  # cases in a round
+SAVES = 6  # kills in a round
 
 
 def serve(seed: int) -> Counter[str]:

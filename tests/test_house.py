@@ -4,13 +4,13 @@ How the rules work, and the floors, stand in `tests/house.py`.
 """
 
 import ast
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from types import ModuleType
 
 import anybatch
 from tests.house import (
@@ -163,9 +163,16 @@ def test_devices_are_asked_in_one_file(house: House) -> Iterable[str]:
 
 
 def test_exports_are_one_sorted_screen_and_the_version_is_that_of_the_project() -> None:
-    found = vars(anybatch)
-    submodules = {name for name in (*FLOOR, *TOP) if isinstance(found.get(name), ModuleType)}
-    assert sorted(anybatch.__all__) == sorted({name for name in found if name[0] != "_"} - submodules)
+    tree = ast.parse((ROOT / SRC / "__init__.py").read_text(encoding="utf-8"))
+    nodes = [node for block in tree.body if isinstance(block, ast.If) for node in ast.walk(block)]
+    typed = {
+        (one.module, name.name) for one in nodes if isinstance(one, ast.ImportFrom) for name in one.names
+    }
+    homes = {(f"anybatch.{home}", name) for home, names in anybatch._HOMES.items() for name in names.split()}
+    assert typed == homes
+    assert sorted(anybatch.__all__) == sorted(name for _, name in homes)
+    for home, name in homes:
+        assert getattr(anybatch, name) is getattr(importlib.import_module(home), name)
     assert dir(anybatch) == sorted(anybatch.__all__)
     assert len(anybatch.__all__) <= 32
     assert f'\nversion = "{anybatch.__version__}"\n' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -1,6 +1,5 @@
 """Sections about values: the self test, exactness, short dtypes, and what is left when memory runs out."""
 
-import argparse
 import copy
 import os
 import subprocess
@@ -15,23 +14,22 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.cli import selftest as table
 from anybatch.compare import relative_error
 from anybatch.core import accelerator, tree
 from benchmarks import tasks
-from benchmarks.gpu import nets
+from benchmarks.gpu import nets, selftest as table
 from benchmarks.gpu.notes import Notes
 
 DEVICE_TESTS = 150  # seconds
 
 
 def selftest(notes: Notes) -> None:
-    """Run `anybatch selftest`, then the tests that run on any device."""
+    """Print the table of small models, then run the tests that run on any device."""
 
     def own() -> None:
-        found, text = table.selftest(argparse.Namespace(device=str(notes.device), version=ab.__version__))
+        found, text = table.selftest(str(notes.device))
         print(text)
-        rows = found["rows"]
+        rows = [(name, *one) for name, one in found.items()]
         notes.add("selftest", "ok", sum(one == "ok" for _, one, _ in rows))
         notes.add("selftest", "left out", sum(one == "left out" for _, one, _ in rows))
         notes.add("selftest", "failed", sum(one == "FAILED" for _, one, _ in rows))

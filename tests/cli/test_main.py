@@ -1,6 +1,7 @@
 """The command line on small real files: train, resume, evaluate, and every refusal."""
 
 import json
+import re
 import runpy
 import sys
 from importlib import metadata
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
 import torch
+from safetensors.torch import load_file
 
 from anybatch.cli import main as cli
+from anybatch.cli.options import APART, LATER, Run, options_of
 from anybatch.train import Trainer, checkpoint
 from tests.data.test_files import idx_bytes
 from tests.snapshots import same
@@ -71,22 +74,22 @@ def test_export_writes_weights_that_load(
     assert "stopped     validation accuracy has not become better for 1 epochs" in printed
     assert [path.name for path in out.glob("step-*")] == ["step-00000006"]
     found: dict[str, Any] = {}
-    for name, options in (("a.pt", []), ("b.pt", ["--ema"])):
+    for name, options in (("a.safetensors", []), ("b.safetensors", ["--ema"])):
         code, printed, _ = run(capsys, "export", out, "--out", tmp_path / name, *options, "--json")
         assert (code, json.loads(printed)["tensors"]) == (0, 10)
-        found[name] = torch.load(tmp_path / name, weights_only=True)
+        found[name] = load_file(tmp_path / name)
     kept = checkpoint.load(out / "best")
-    assert same(dict(found["a.pt"]), kept.model)
-    assert same(dict(found["b.pt"]), dict(kept.progress["callbacks"][0][1]["average"]))
+    assert same(found["a.safetensors"], kept.model)
+    assert same(found["b.safetensors"], dict(kept.progress["callbacks"][0][1]["average"]))
     run(capsys, "train", "lenet5", "--data", mnist, *FAST, "--epochs", 1, "--out", tmp_path / "plain")
     for where, told in (
         (tmp_path / "plain", "with 0 averages. Train with --ema"),
         (mnist, "got no folder with one"),
     ):
-        code, _, error = run(capsys, "export", where, "--out", tmp_path / "c.pt", "--ema")
+        code, _, error = run(capsys, "export", where, "--out", tmp_path / "c.safetensors", "--ema")
         assert code == 1
         assert told in error
-    assert not (tmp_path / "c.pt").exists()
+    assert not (tmp_path / "c.safetensors").exists()
 
 
 def test_same_seed_same_figures_and_no_run_overwrites_another(
@@ -221,6 +224,23 @@ def test_json_has_null_for_what_it_cannot_say(
     code, printed, _ = run(capsys, *arguments, "--non-finite", "skip", "--out", tmp_path / "run")
     assert code == 0
     assert json.loads(printed, parse_constant=pytest.fail)["loss"] is None
+
+
+def option_table() -> str:
+    """The options of a run as docs/command.md shows them."""
+    lines = ["| option | meaning | may change |", "|---|---|---|"]
+    for name, one in options_of(Run).items():
+        told = re.sub(r"(--[a-z-]+)", r"`\1`", one.told()).replace("<", "\\<")
+        choices = f" ({', '.join(one.choices)})" if one.choices else ""
+        change = "yes" if LATER in one.marks else "not kept" if APART in one.marks else ""
+        lines.append(f"| `{name}` | {told}{choices} | {change} |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_options_is_that_of_the_dataclass() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "command.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("<!-- options -->\n")
+    assert rest.partition("\n<!-- end of options -->")[0] == option_table(), option_table()
 
 
 def test_the_package_runs_as_a_module(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

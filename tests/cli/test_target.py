@@ -2,6 +2,7 @@
 
 import json
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import sklearn  # noqa: F401  (here, because its first import sets environment v
 import torch
 from torch import nn
 
-from anybatch.cli import main as cli, plan as plan_action, target
+from anybatch.cli import plan as plan_action, target
+from anybatch.cli.options import PlanOptions, parse
 from anybatch.core.errors import PlanError
 from anybatch.engine.plan import Plan
 from tests.check.conftest import unhurried as unhurried
@@ -153,7 +155,7 @@ def test_json_is_all_that_is_printed_whatever_the_target_prints(
 
 
 def planned(*arguments: str) -> tuple[dict[str, Any], str]:
-    return plan_action.plan(cli._parser().parse_args(["plan", *arguments]))
+    return plan_action.plan(parse(ArgumentParser(), PlanOptions, arguments))
 
 
 def test_plan_is_a_table_and_one_json_object(here: str, capsys: pytest.CaptureFixture[str]) -> None:

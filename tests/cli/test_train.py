@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
-import torch
 
-from anybatch.cli.main import main
 from anybatch.core import parse_bytes
-from anybatch.testing import relative_error, tolerance
 from anybatch.train import checkpoint
 from tests.cli.test_main import run
-from tests.compiled import needs_compiler
 from tests.parallel.inline import Inline
 from tests.parallel.test_server import EndAt
 from tests.snapshots import same
@@ -173,10 +169,10 @@ def test_a_served_run_tells_what_servers_did(
     page = Path("run/report.html").read_text()
     assert "<h2>Servers and workers</h2>" in page
     assert '<figure id="flow"' not in page
-    settings = json.loads(Path("run/settings.json").read_text()) | {"rule": "dynsgd"}  # of an earlier version
+    settings = json.loads(Path("run/settings.json").read_text()) | {"rule": "dynsgd"}  # of version 0.2
     Path("run/settings.json").write_text(json.dumps(settings))
     code, _, told = run(capsys, "train", "--resume", "run", "--epochs", 3)
-    assert (code, "got those of asynchronous workers" in told) == (1, True)
+    assert (code, "settings.json: expected options of a run, got 'rule'" in told) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +213,85 @@ def test_a_text_model_is_evaluated_on_its_own_text(here: str, capsys: pytest.Cap
     assert (code, json.loads(printed)["accuracy"]) == (0, told["accuracy"])
     code, _, error = run(capsys, "eval", "run", "--data", "two.txt")
     assert (code, "with another vocabulary. Name that text" in error) == (1, True)
+
+
+CONFIG = {"batch_size": 8, "micro_batch": 3, "lr": 0.02, "clip_norm": 9, "device": "cpu", "memory": None}
+
+
+def test_a_config_is_the_run_of_its_flags_and_flags_win(
+    here: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--lr", 0.02, "--clip-norm", 9, "--epochs", 2, "--seed", 3, "--quiet"]
+    run(capsys, "train", f"{here}:make", *FAST, *given, "--out", "flags")
+    Path("run.json").write_text(json.dumps(CONFIG | {"recipe": f"{here}:make", "seed": 1}))
+    config = ["train", "--config", "run.json", "--seed", 3, "--epochs", 2]
+    code, printed, _ = run(capsys, *config, "--print-config")
+    assert (code, Path("runs").exists()) == (0, False)
+    Path("printed.json").write_text(printed)
+    plain = {name: value for name, value in json.loads(printed).items() if value is not None}
+    Path("run.toml").write_text("\n".join(f"{name} = {json.dumps(value)}" for name, value in plain.items()))
+    assert run(capsys, *config, "--quiet", "--out", "json")[0] == 0
+    for name in ("printed.json", "run.toml", "flags/settings.json"):
+        assert run(capsys, "train", "--config", name, "--quiet", "--out", name[:5])[0] == 0
+    ends = [checkpoint.load(Path(name)) for name in ("flags", "json", "print", "run.t", "flags-2")]
+    assert all(same(ends[0].model, one.model) for one in ends)
+    assert len({str(one.progress["run"]) for one in ends}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"micro-batchs": 3}', "got 'micro-batchs'. Did you mean micro_batch?"),
+        ('{"accumulate_steps": 3}', "got 'accumulate_steps'. Did you mean micro_batch?"),
+        ('{"resume": "run"}', "got 'resume'"),
+        ('{"lr": "0.1"}', "expected lr to be a number or null, got '0.1'"),
+        ('{"epochs": 2.0}', "expected epochs to be a whole number, got 2.0"),
+        ('{"epochs": true}', "expected epochs to be a whole number, got True"),
+        ('{"seed": null}', "expected seed to be a whole number, got None"),
+        ('{"data": {"of": 1}}', "expected data to be a text or null"),
+        ('{"optimizer": "lion"}', "expected optimizer to be one of sgd, adamw, adam or null, got 'lion'"),
+        ('{"lr": -1}', "Expected --lr to be above 0, got -1"),
+        ('{"lr": NaN}', "NaN"),
+        ('{"lr": 1, "lr": 2}', "a name twice"),
+        ("[1]", "options of a run as JSON or TOML"),
+        ("[" * 10**6, "options of a run as JSON or TOML"),
+        ("lr = 0.1", "options of a run as JSON or TOML"),
+    ],
+)
+def test_a_config_that_is_wrong_is_told_with_its_key(
+    here: str, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    Path("run.json").write_text(text)
+    code, printed, error = run(capsys, "train", f"{here}:make", "--config", "run.json")
+    assert (code, printed, error.count("\n"), Path("runs").exists()) == (1, "", 1, False)
+    assert words in error
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--micro_batch", "got --micro_batch. Did you mean --micro-batch?"),
+        ("--accumulate", "got --accumulate. Did you mean --micro-batch?"),
+        ("--gradient-accumulation-steps=4", "Did you mean --micro-batch?"),
+        ("--max-grad-norm", "Did you mean --clip-norm?"),
+        ("--nproc-per-node", "Did you mean --ranks?"),
+        ("--output-dir", "Did you mean --out?"),
+        ("--batchsize", "Did you mean --batch-size?"),
+        ("--zzz", "Known are --json, "),
+    ],
+)
+def test_an_unknown_flag_is_told_the_right_one(
+    here: str, capsys: pytest.CaptureFixture[str], flag: str, words: str
+) -> None:
+    code, printed, error = run(capsys, "train", f"{here}:make", flag, "8", "--json")
+    assert (code, json.loads(printed)["error"] in error, words in error) == (1, True, True)
+
+
+def test_help_imports_no_torch() -> None:
+    code = "import sys; sys.argv = ['anybatch', '--help']; from anybatch.cli.main import main\n"
+    code += "try: main()\nexcept SystemExit: sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, "train a recipe" in done.stdout) == (0, True), done.stderr
 
 
 @pytest.mark.parametrize("name", ["check", "plan"])
@@ -276,26 +351,3 @@ def test_within_half_of_its_peak_a_recipe_learns_as_without_a_budget(
     assert losses[1] - losses[0] < LEARNED * (first - losses[0])
     assert run(capsys, "report", "within")[0] == 0
     assert "budget of a step" in Path("within", "report.html").read_text()
-
-
-def test_compile_with_a_loss_inside_the_model_is_refused(tmp_path: Path) -> None:
-    assert main(["train", "bert", "--compile", "--out", str(tmp_path / "run")]) == 1
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_a_compiled_run_gives_the_numbers_of_a_plain_one_and_goes_on_as_such(tmp_path: Path) -> None:
-    """In a process of its own: torch's compiler leaves threads and variables behind."""
-    asked = ["train", "lenet5", "--batch-size", "100", "--micro-batch", "32", "--epochs", "1", "--quiet"]
-    ours, plain = tmp_path / "compiled", tmp_path / "plain"
-    code = (
-        "from torch._dynamo.utils import counters; from anybatch.cli.main import main; "
-        f"assert main({[*asked, '--compile', '--out', str(ours)]}) == 0; "
-        "assert counters['stats']['unique_graphs'] <= 8"  # a short last micro-batch is one more
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert main([*asked, "--out", str(plain)]) == 0
-    ends = [checkpoint.load(folder).model for folder in (ours, plain)]
-    assert relative_error(*ends) <= tolerance(torch.float32, 10**4)
-    assert main(["train", "--resume", str(ours), "--no-compile", "--epochs", "2", "--quiet"]) == 0

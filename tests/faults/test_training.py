@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 from pathlib import Path
 
@@ -47,6 +48,15 @@ def test_folder_of_another_run_is_not_written_to(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError, match="without an earlier run"):
         make_trainer(tmp_path).fit(epochs=1)
+    other = make_trainer(tmp_path / "other", keep=1)
+    other.fit(epochs=3)
+    for folder in (tmp_path, tmp_path / "best"):  # by hand, too, though it has later steps
+        with pytest.raises(CheckpointError, match="without an earlier run"):
+            other.save(folder)
+    other.save(tmp_path / "by hand")
+    other.save(tmp_path / "by hand")
+    shutil.rmtree(tmp_path / "other")
+    shutil.rmtree(tmp_path / "by hand")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     again = make_trainer(tmp_path)
     again.resume(tmp_path)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import anybatch as ab
 from anybatch.core import RankError
+from anybatch.parallel.stored import write_tensors as stored_write
 from tests.parallel.cases import digest
 from tests.parallel.sharded import said_by, whole
 from tests.parallel.trainings import COUNTS, Stop, as_many, data, stacked
@@ -89,16 +90,17 @@ def saved(rank: int, size: int, folder: str, epochs: int = 2, **options: Any) ->
     callbacks = [] if epochs == 2 else [Stop(at=2 * UPDATES + 3)]
     trainer = build(out=folder, callbacks=callbacks, **options)
     reports = trainer.fit(epochs=epochs)
-    trainer.export(f"{folder}.pt")
     return numbers(trainer, reports)
 
 
-def resumed(rank: int, size: int, folder: str, count: int, stores: str, plain: bool = False) -> Any:
-    """The same run, taken up by another number of ranks: as it was loaded, and at its end."""
+def resumed(
+    rank: int, size: int, folder: str, count: int, stores: str, plain: bool = False, until: int = 0
+) -> Any:
+    """The same run, taken up by another number of ranks: as it was loaded, and at its end or later."""
     with as_many(rank, size, count, stores) as is_in:
         if not is_in:
             return None
-        trainer = build(plain=plain, out=folder)
+        trainer = build(plain=plain, out=folder, callbacks=[Stop(until)] if until else [])
         trainer.resume(folder if plain else max(Path(folder).glob("step-*")))
         loaded = numbers(trainer, [])
         return loaded, numbers(trainer, trainer.fit(epochs=4))
@@ -185,6 +187,12 @@ class Failing(ab.Callback):
             raise ValueError("no parameters")
 
 
+def on_a_full_disk(path: Path, tensors: Any) -> str:
+    """Write to a file whose device has no room; the kernel says so."""
+    path.symlink_to("/dev/full")
+    return stored_write(path, tensors)
+
+
 def failed(rank: int, size: int, case: str, folder: str) -> dict[str, Any]:
     """A training in which rank 1 fails in its own way (rank 0 where it writes); what was said and saved."""
     odd, options = rank == 1, dict[str, Any](save_every=2, out=folder) if folder else {}
@@ -212,9 +220,11 @@ def failed(rank: int, size: int, case: str, folder: str) -> dict[str, Any]:
 
         trainer.step.model[0].register_forward_pre_hook(fail)
     patch = mock.patch("anybatch.parallel.checkpoint.os.replace", side_effect=OSError(28, "No space left"))
+    if case == "disk":
+        patch = mock.patch("anybatch.parallel.stored.write_tensors", on_a_full_disk)
     began, told = time.monotonic(), {"said": "", "error": ""}
     try:
-        with patch if case == "write" and not rank else nullcontext():
+        with patch if (case, rank) in (("write", 0), ("disk", 1)) else nullcontext():
             trainer.fit(epochs=2)
     except BaseException as error:
         told |= {"error": type(error).__name__, "said": str(error)}

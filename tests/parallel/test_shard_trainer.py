@@ -15,7 +15,7 @@ from anybatch.core import CheckpointError
 from anybatch.parallel import checkpoint
 from tests.parallel import sharded_trainings
 from tests.parallel.spawned import Ranks, spawned
-from tests.parallel.test_trainer import assert_alike
+from tests.parallel.test_trainer import FLOAT64, assert_alike
 
 
 def assert_same(answers: list[Any]) -> None:
@@ -62,8 +62,22 @@ def test_a_run_goes_on_on_any_number_of_ranks(fresh: Ranks, epochs: int, tmp_pat
         assert [one["step"] for one in lines if one["event"] == "step"] == [*range(1, 21)]
     for end in ends[1:]:
         assert_alike(end, ends[0])
-    exported = torch.load(tmp_path / "run.pt", weights_only=True)
-    assert torch.cat([one.flatten() for one in exported.values()]).tolist() == done["weights"]
+    weights = checkpoint.load(tmp_path / "run").model  # whole tensors, read from all files
+    assert torch.cat([one.flatten() for one in weights.values()]).tolist() == done["weights"]
+
+
+def test_a_sharded_run_goes_from_rank_to_rank(fresh: Ranks, tmp_path: Path) -> None:
+    """Four ranks, then 3, one without shards, and 2, each in the middle of an epoch."""
+    folder = str(tmp_path / "run")
+    fresh.run(sharded_trainings.saved, folder, 3)
+    for count, more in ((3, 1), (1, 2)):
+        fresh.run(sharded_trainings.resumed, folder, count, str(tmp_path), count == 1, more)
+    found = [end for _, end in fresh.run(sharded_trainings.resumed, folder, 2, str(tmp_path))[:2]]
+    assert_same(found)
+    alone = sharded_trainings.build(plain=True)
+    end = sharded_trainings.numbers(alone, alone.fit(epochs=4))
+    assert found[0]["counts"] == end["counts"]
+    assert found[0]["weights"] == pytest.approx(end["weights"], abs=FLOAT64)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +116,11 @@ CASES = {  # the error of rank 1 (or of rank 0, which writes), what the other is
     "forward": ("ValueError", "ValueError on rank 1", 1),
     "parameters": ("ValueError", "ValueError on rank 1", 2),
     "write": ("CheckpointError", "CheckpointError on rank 0", 0),
+    "disk": (
+        "CheckpointError",
+        "rank-1.safetensors: expected a checkpoint that can be written and read, got",
+        0,
+    ),
 }
 
 
@@ -113,6 +132,8 @@ def test_an_error_of_one_rank_is_one_of_all(two: Ranks, case: str, tmp_path: Pat
     odd = case != "write"
     assert answers[odd]["error"] == error
     assert said in answers[not odd]["said"]
+    if case == "disk":
+        assert all("got on rank 1: No space left on device. Make room" in one["said"] for one in answers)
     for one in answers:
         assert one["saved"] == ([f"step-{last:08}"] if last else [])
         assert one["seconds"] < 15

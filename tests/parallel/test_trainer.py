@@ -69,6 +69,21 @@ def test_a_checkpoint_of_four_ranks_goes_on_on_any_number(four: Ranks, epochs: i
         assert_alike(found, alone)
 
 
+def test_a_run_that_goes_from_rank_to_rank_makes_the_updates_of_one_process(
+    four: Ranks, tmp_path: Path
+) -> None:
+    """Four ranks, then 3, 1 and 2, each in the middle of an epoch."""
+    folder = str(tmp_path / "run")
+    four.run(trainings.saved, folder, None, 3)
+    for count, more in ((3, 1), (1, 2)):
+        four.run(trainings.resumed, folder, count, str(tmp_path), None, more)
+    found = four.run(trainings.resumed, folder, 2, str(tmp_path))[:2]
+    assert_same([one["bits"] for one in found])
+    alone = trainings.undisturbed(0, 1, strategy="local")
+    assert found[0]["counts"] == alone["counts"]
+    assert found[0]["weights"] == pytest.approx(alone["weights"], abs=FLOAT64)
+
+
 def test_with_dropout_a_resumed_run_is_the_same_to_the_bit(four: Ranks, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     four.run(trainings.saved, folder, nn.Dropout, 3)

@@ -153,11 +153,14 @@ def saved(rank: int, size: int, folder: str, layer: Any = None, epochs: int = 2)
     return numbers(trainer, trainer.fit(epochs=epochs))
 
 
-def resumed(rank: int, size: int, folder: str, count: int, stores: str, layer: Any = None) -> Any:
-    """The same run, taken up by another number of ranks."""
+def resumed(
+    rank: int, size: int, folder: str, count: int, stores: str, layer: Any = None, until: int = 0
+) -> Any:
+    """The same run, taken up by another number of ranks, to its end or a batch from which others go on."""
     with as_many(rank, size, count, stores) as is_in:
         if is_in:
-            trainer = build(layer=layer)
+            more = {"out": folder, "callbacks": [Stop(until)]} if until else {}
+            trainer = build(layer=layer, **more)
             trainer.resume(folder)
             return numbers(trainer, trainer.fit(epochs=4))
     return None
@@ -237,7 +240,6 @@ def refused(rank: int, size: int, case: str, folder: str) -> tuple[str, str, int
     trainer = build(**options)
     if case == "cannot write" and not rank:
         Path(folder, f".step-{3:08}.tmp").touch()  # in the way
-        trainer._is_ours = True
     try:
         trainer.fit(epochs=2)
     except BaseException as error:

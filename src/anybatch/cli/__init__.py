@@ -1,3 +1,3 @@
-"""The command line: train, eval, plan, check, report and selftest."""
+"""The command line: train, eval, export, check, plan and report."""
 
 from anybatch.cli import main as main

@@ -1,32 +1,25 @@
 """`anybatch plan`: the plan, its memory and its picture, before anything runs."""
 
-import argparse
 import json
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from anybatch.cli import target, train as actions
+from anybatch.cli import options as kinds, target, train as actions
 from anybatch.observe import figure, memory
 from anybatch.recipes import find_recipe
 from anybatch.recompute import POLICIES
 from anybatch.step import foresee
 
-#: Optimizers of `anybatch plan`, if the target has none.
-OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
-
-def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def plan(options: kinds.PlanOptions) -> tuple[dict[str, Any], str]:
     """Run `anybatch plan`: return the fastest plan within a budget, before anything runs."""
-    actions.check_ranges(options)
     if options.plot:
         figure.checked(options.plot)  # before planning, which may take a while
     found = target.find(options.target, options.data, actions.recipe_options(options))
     recipe = None if ":" in options.target else find_recipe(options.target)
     name = options.optimizer or ("adamw" if recipe is None else recipe.optimizer)
     more = {"momentum": 0.9} if recipe is not None and name == "sgd" else {}  # like `anybatch train`
-    optimizer = found.optimizer or OPTIMIZERS[name](found.model.parameters(), lr=1e-3, **more)
+    optimizer = found.optimizer or actions.OPTIMIZERS[name](found.model.parameters(), lr=1e-3, **more)
     report = foresee.plan(
         found.model,
         found.loss,

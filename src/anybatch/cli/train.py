@@ -1,24 +1,21 @@
 """`anybatch train`, `eval` and `export`: from options to a result, as numbers and as text."""
 
-import argparse
 import json
-import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LinearLR
 
-from anybatch.batchnorm import find_batch_norms
+from anybatch.cli import options as kinds
 from anybatch.cli.target import find_training
 from anybatch.core import Callback, accelerator, counted, errors, format_bytes, format_count, format_seconds
-from anybatch.losses import ModelLoss
 from anybatch.memory import find_device as meter_device, parse_memory
 from anybatch.observe import GradientFlow
 from anybatch.parallel import ParameterServer, is_launched, launch, rank, start_under_torchrun
@@ -36,38 +33,22 @@ from anybatch.train import (
     to_json,
 )
 
-SETTINGS = "settings.json"  # the first options of a run, in its folder
-_NOT_KEPT = ("command", "run", "resume", "out", "quiet", "json")
-_WHERE = ("device", "ranks", "servers", "workers", "cluster")
-# "data" may change, because the trainer compares the rows.
-_MAY_CHANGE = ("epochs", "data", "compile", "micro_batch", "memory", "keep", "save_minutes", *_WHERE)
-_OF_SERVERS = ("workers", "cluster")
-
-#: Ranges of numbers, in words and as a test.
-_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "batch-size micro-batch ranks epochs patience": ("at least 1", lambda value: value >= 1),
-    "rows": ("at least 2", lambda value: value >= 2),
-    "warm-up keep save-minutes": ("at least 0", lambda value: 0 <= value < math.inf),
-    "momentum validation ema": ("from 0 to below 1", lambda value: 0 <= value < 1),
-    "label-smoothing": ("from 0 to 1", lambda value: 0 <= value <= 1),
-    "lr": ("above 0", lambda value: 0 < value < math.inf),
-    "seed": ("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63),
-}
-
-#: Optimizers of `anybatch train`.
-OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+#: The optimizers of `--optimizer`.
+OPTIMIZERS: dict[str, Any] = {name.lower(): getattr(torch.optim, name) for name in ("SGD", "AdamW", "Adam")}
 
 
-def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def train(options: kinds.Run) -> tuple[dict[str, Any], str]:
     """Run `anybatch train`: train a recipe or a target; return the result as numbers and as text."""
+    if options.print_config:
+        return kinds.to_keep(options), json.dumps(kinds.to_keep(options), indent=2)
     _check(options)
     start_under_torchrun()
     torch.manual_seed(options.seed)  # before the user's function makes its model
-    training = _found(options)
+    training, options = _found(options)
     device = find_device(options.device)
     trainer, out = _prepare(options, training.to(device), device)
     if not rank():
-        _write_settings(options, out / SETTINGS)
+        _write_settings(options, out / kinds.SETTINGS)
     before_updates, before_seconds = trainer.updates, trainer.seconds
     strategy = trainer.step.strategy
     try:
@@ -101,8 +82,10 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return result, _summary(result, out, trainer)
 
 
-def start_ranks(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Run `anybatch train --ranks N` as N ranks of this machine; raise RankError if a rank fails."""
+def starts_ranks(options: kinds.Run, arguments: Sequence[str]) -> bool:
+    """Run `anybatch train --ranks N` if N is above 1; raise RankError if a rank fails."""
+    if options.ranks == 1 or options.print_config or is_launched():
+        return False
     _check(options)
     out = _folder(options)
     try:
@@ -110,16 +93,18 @@ def start_ranks(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     except (errors.RankError, KeyboardInterrupt) as error:
         how = f"Go on with: anybatch train --resume {out}" if checkpoint.folders(out) else ""
         raise type(error)(f"{error} {how}".strip()) from None
+    return True
 
 
-def recipe_options(options: argparse.Namespace) -> dict[str, Any]:
+def recipe_options(options: kinds.Command) -> dict[str, Any]:
     """Return the options of recipes that were given."""
     names = dict.fromkeys(option for recipe in RECIPES.values() for option in recipe.options)
     given = {name: getattr(options, name) for name in names}
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _found(options: argparse.Namespace) -> Training:
+def _found(options: kinds.Run) -> tuple[Training, kinds.Run]:
+    """Return the training, and the options with what its recipe decides."""
     training = find_training(options.recipe, options.data, options.seed, recipe_options(options))
     if training.optimizer is not None:
         if given := [name for name in ("optimizer", "lr") if getattr(options, name) is not None]:
@@ -127,84 +112,55 @@ def _found(options: argparse.Namespace) -> Training:
                 f"Expected no options for the optimizer of {training.name}, which makes its own, got "
                 f"{', '.join(given)}. Leave them out."
             )
-        return training
-    own = None if ":" in options.recipe else find_recipe(options.recipe)
-    options.data = options.data if own is None or options.data is not None else own.data
-    options.optimizer = options.optimizer or ("adamw" if own is None else own.optimizer)
-    options.lr = options.lr or (1e-3 if own is None else own.lr)
-    return training
+        return training, options
+    data, optimizer, lr = None, "adamw", 1e-3
+    if ":" not in options.recipe:
+        own = find_recipe(options.recipe)
+        data, optimizer, lr = options.data or own.data, own.optimizer, own.lr
+    return training, replace(
+        options, data=data, optimizer=options.optimizer or optimizer, lr=options.lr or lr
+    )
 
 
-def _check(options: argparse.Namespace) -> None:
-    check_ranges(options)
-    _check_range(options, "ranks", "1 with --servers", options.servers is None or options.ranks == 1)
+def _check(options: kinds.Run) -> None:
+    """Raise an error for options that do not go together."""
+    for name, holds, range_ in (
+        ("ranks", options.servers is None or options.ranks == 1, "1 with --servers"),
+        ("patience", options.patience is None or options.validation > 0, "given with --validation above 0"),
+    ):
+        if not holds:
+            raise errors.PlanError(
+                f"Expected --{name} to be {range_}, got {getattr(options, name)}. Change it."
+            )
     _servers(options)
-    has_rows = options.patience is None or options.validation > 0
-    _check_range(options, "patience", "given with --validation above 0", has_rows)
     if options.resume and not checkpoint.has_run(Path(options.resume)):
         raise errors.CheckpointError(
             f"{options.resume}: expected the folder of a run, got none with a checkpoint. Check the path."
         )
-    if options.recipe is None:
+    if not options.recipe:
         if options.resume:
             raise errors.CheckpointError(
-                f"{options.resume}: expected {SETTINGS} with the options of the run, got no such file. Name "
-                "the recipe and all options that it was started with."
+                f"{options.resume}: expected {kinds.SETTINGS} with the options of the run, got no such file. "
+                "Name the recipe and all options that it was started with."
             )
         raise errors.PlanError(
             f"Expected a recipe, got none. Name one of: {', '.join(RECIPES)}, or package.module:function."
         )
-
-
-def read_settings(folder: str) -> dict[str, Any]:
-    """Return the first options of the run in a folder; empty for runs of an earlier version."""
-    path = Path(folder, SETTINGS)
-    try:
-        kept = dict(json.loads(path.read_bytes()))
-        if any(isinstance(value, dict | list) for value in kept.values()):
-            raise ValueError("other values")
-        if kept.get("rule") is not None:
-            raise ValueError("those of asynchronous workers, which an earlier version had")
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise errors.CheckpointError(
-            f"{path}: expected the options of a run as JSON, got {error}. Delete the file, and name the "
-            "recipe and all options that the run was started with."
-        ) from None
-    return {name: value for name, value in kept.items() if name not in _NOT_KEPT}
-
-
-def check_same(was: argparse.Namespace, now: argparse.Namespace) -> None:
-    """Raise CheckpointError for options that would change the run."""
-    changed: list[str] = []
-    for name, had in vars(was).items():
-        given = getattr(now, name)
-        if name not in (*_NOT_KEPT, *_MAY_CHANGE) and given != had:
-            option = name if name == "recipe" else f"--{name.replace('_', '-')}"
-            changed.append(f"{option} {given} where it had {had}")
-    if now.out and Path(now.out).resolve() != Path(now.resume).resolve():
-        changed.append(f"--out {now.out}")
-    if changed:
-        raise errors.CheckpointError(
-            f"{now.resume}: expected the options of the run, got {', '.join(changed)}. Leave them out, or "
-            "start a new run without --resume."
-        )
+    if options.resume:
+        kinds.check_same(options)
 
 
 def _remove_files(folder: Path) -> None:
-    for name in (SETTINGS, "log.jsonl"):
+    for name in (kinds.SETTINGS, "log.jsonl"):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):  # folders with other files stay
         folder.rmdir()
         folder.parent.rmdir()
 
 
-def _write_settings(options: argparse.Namespace, path: Path) -> None:
-    kept = {name: value for name, value in vars(options).items() if name not in _NOT_KEPT}
-    if options.clip_norm == math.inf:
-        kept["clip_norm"] = "inf"  # JSON has no infinity
-    if options.data not in (None, *[recipe.data for recipe in RECIPES.values()]):
+def _write_settings(options: kinds.Run, path: Path) -> None:
+    kept = kinds.to_keep(options)
+    if options.data is not None and options.data not in [recipe.data for recipe in RECIPES.values()]:
         kept["data"] = os.path.abspath(options.data)  # a resume may have another working directory
     text = to_json(kept) + "\n"
     files.write(
@@ -212,27 +168,12 @@ def _write_settings(options: argparse.Namespace, path: Path) -> None:
     )
 
 
-def check_ranges(options: argparse.Namespace) -> None:
-    """Raise PlanError for a number outside its range."""
-    for name, (range_, holds) in [(one, kind) for names, kind in _RANGES.items() for one in names.split()]:
-        value = getattr(options, name.replace("-", "_"), None)  # a command may lack the option
-        _check_range(options, name, range_, value is None or holds(value))
-
-
-def _check_range(options: argparse.Namespace, name: str, range_: str, holds: bool) -> None:
-    if not holds:
-        value = getattr(options, name.replace("-", "_"))
-        raise errors.PlanError(
-            f"Expected --{name} to be {range_}, got {value}. See anybatch {options.command} --help."
-        )
-
-
-def _prepare(options: argparse.Namespace, training: Training, device: torch.device) -> tuple[Trainer, Path]:
+def _prepare(options: kinds.Run, training: Training, device: torch.device) -> tuple[Trainer, Path]:
     model, optimizer = training.model, training.optimizer or _make_optimizer(options, training.model)
     lr = float(optimizer.param_groups[0]["lr"])
     servers = _servers(options)
     step = Step(
-        _compiled(model, training) if options.compile else model,
+        model,
         training.loss,
         optimizer,
         micro_batch=options.micro_batch,
@@ -279,26 +220,15 @@ def _prepare(options: argparse.Namespace, training: Training, device: torch.devi
     return trainer, out
 
 
-def _servers(options: argparse.Namespace) -> ParameterServer | None:
+def _servers(options: kinds.Run) -> ParameterServer | None:
     if options.servers is None:
-        if given := [name.replace("_", "-") for name in _OF_SERVERS if getattr(options, name) is not None]:
+        if given := [name for name in ("workers", "cluster") if getattr(options, name) is not None]:
             raise errors.PlanError(
                 f"Expected --servers with --{given[0]}, got none. Say --servers 1 as well."
             )
         return None
     workers = 2 if options.workers is None else options.workers
     return ParameterServer(options.servers, workers, units=max(8, workers), cluster=options.cluster)
-
-
-def _compiled(model: torch.nn.Module, training: Training) -> torch.nn.Module:
-    """Compile for one number of rows; for any number with BatchNorm, which does not allow padding rows."""
-    if isinstance(training.loss, ModelLoss):
-        raise errors.PlanError(
-            f"Expected a loss beside the model for --compile, got {training.name} with a model that computes "
-            "its own, which is read from its operations. Leave --compile out."
-        )
-    meet = training.options.batch_norm != "frozen" and find_batch_norms(model.modules())
-    return cast("torch.nn.Module", torch.compile(model, dynamic=True if meet else None))
 
 
 def _has_room(memory: str | None, model: torch.nn.Module, device: torch.device) -> bool:
@@ -308,15 +238,14 @@ def _has_room(memory: str | None, model: torch.nn.Module, device: torch.device) 
     return 6 * weights <= parse_memory(memory, meter_device(device))  # AdamW needs four; plus a margin
 
 
-def _make_optimizer(options: argparse.Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
+def _make_optimizer(options: kinds.Run, model: torch.nn.Module) -> torch.optim.Optimizer:
     if not [*model.parameters()]:
         raise errors.PlanError(
             f"Expected a model with parameters, got {type(model).__name__} with none. Return the model to "
             "train."
         )
-    if options.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
-    return OPTIMIZERS[options.optimizer](model.parameters(), lr=options.lr)
+    more = {"momentum": options.momentum} if options.optimizer == "sgd" else {}
+    return OPTIMIZERS[options.optimizer or "adamw"](model.parameters(), lr=options.lr, **more)
 
 
 def _warm_up(optimizer: torch.optim.Optimizer, updates: int) -> LinearLR:
@@ -331,7 +260,7 @@ def _metrics(training: Training) -> Metrics:
     return Metrics(accuracy=lambda outputs, targets: accuracy(scores(outputs), targets))
 
 
-def _config(options: argparse.Namespace, training: Training) -> dict[str, Any]:
+def _config(options: kinds.Run, training: Training) -> dict[str, Any]:
     kept = ("recipe", "momentum", "clip_norm", "warm_up", "validation", "patience", "ema")
     config = {name: getattr(options, name) for name in kept}
     if ":" not in options.recipe:
@@ -361,7 +290,7 @@ def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
     )
 
 
-def export(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def export(options: kinds.ExportOptions) -> tuple[dict[str, Any], str]:
     """Run `anybatch export`: write only the weights of a checkpoint."""
     path = Path(options.checkpoint)
     found = checkpoint.load(_best(path))
@@ -390,9 +319,8 @@ def _figures(result: dict[str, Any]) -> str:
     return "".join(f"\ntest {name} {result[name]:.4f}" for name in ("loss", "accuracy") if name in result)
 
 
-def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def evaluate(options: kinds.EvalOptions) -> tuple[dict[str, Any], str]:
     """Run `anybatch eval`: evaluate a checkpoint on held-out rows."""
-    check_ranges(options)
     found = checkpoint.load(_best(Path(options.checkpoint)))
     path = found.path
     config = found.progress.get("config", {})
@@ -403,8 +331,9 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         )
     name, seed = config["recipe"], found.progress["run"]["seed"]
     asked = {} if ":" in name else {one: config[one] for one in find_recipe(name).options if one in config}
-    first = {key: one for folder in path.parents[1::-1] for key, one in read_settings(str(folder)).items()}
-    data = first.get("data") if options.data is None else options.data
+    data = options.data
+    for settings in [folder / kinds.SETTINGS for folder in path.parents[:2]]:
+        data = kinds.read(settings).get("data") if data is None and settings.exists() else data
     torch.manual_seed(seed)  # as `train` does: the user's function may draw its rows
     training = find_training(name, data, seed, asked)
     if training.vocabulary != config.get("vocabulary", ""):
@@ -428,7 +357,7 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return result, f"checkpoint  {path}{_figures(result)}"
 
 
-def _folder(options: argparse.Namespace) -> Path:
+def _folder(options: kinds.Run) -> Path:
     if options.resume:
         return Path(options.resume)
     wanted = Path(options.out or f"runs/{(options.recipe or '').replace(':', '.')}")
@@ -440,7 +369,9 @@ def _folder(options: argparse.Namespace) -> Path:
 
 def _free_folder(wanted: Path) -> Path:
     folder, number = wanted, 1
-    while checkpoint.has_run(folder) or any((folder / name).exists() for name in (SETTINGS, "log.jsonl")):
+    while checkpoint.has_run(folder) or any(
+        (folder / name).exists() for name in (kinds.SETTINGS, "log.jsonl")
+    ):
         number += 1
         folder = wanted.with_name(f"{wanted.name}-{number}")
     return folder

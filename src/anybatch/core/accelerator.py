@@ -9,7 +9,6 @@ import torch
 from anybatch.core import torch_private as private
 
 MATMUL: Any = torch.backends.cuda.matmul  # switches of matrix products, on ROCm as well
-DEVICES_BEFORE = "cuda"  # the name of "devices" in checkpoints until 2026-11-25
 
 
 def module_of(kind: str | torch.device) -> Any:

@@ -18,11 +18,12 @@ from anybatch.parallel.group import (
 from anybatch.parallel.launch import is_launched as is_launched, launch as launch, record as record
 from anybatch.parallel.parameter_server import ParameterServer as ParameterServer
 from anybatch.parallel.replicate import Replicate as Replicate
-from anybatch.parallel.serialize import Packer as Packer, digest_of as digest_of
 from anybatch.parallel.shard import Shard as Shard
 from anybatch.parallel.stored import (
+    Packer as Packer,
+    digest_of as digest_of,
+    parse_json as parse_json,
     sync_folder as sync_folder,
-    whole_state as whole_state,
     write_tensors as write_tensors,
 )
 from anybatch.parallel.wrappers import (

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anybatch.core import SHORT_DTYPES, CheckpointError, check_whole, is_shard, torch_private as private
 from anybatch.parallel import stored
 from anybatch.parallel.group import Group, exchange, rank, ranks
-from anybatch.parallel.serialize import Packer, parse, unpack
+from anybatch.parallel.stored import Packer, parse_json, unpack
 from anybatch.parallel.wrappers import is_sharded
 from anybatch.precision import Masters
 
@@ -58,7 +58,7 @@ class Checkpoint:
             ) from None
 
     def _open(self, is_hashed: bool) -> None:
-        path, index = self.path, parse(_regular(self.path / INDEX).read_bytes())
+        path, index = self.path, parse_json(_regular(self.path / INDEX).read_bytes())
         digest = index.pop("sha256")
         if (index["format"], _digest(index)) != (FORMAT, digest):
             raise ValueError(f"the format {index['format']!r}, or a {INDEX} whose SHA-256 differs")
@@ -308,7 +308,7 @@ def folders(root: Path) -> list[Path]:
 
 def has_run(root: Path) -> bool:
     """Return True if a folder has checkpoints, also those that only earlier versions read."""
-    return bool(folders(root)) or _is_old(root)
+    return bool(folders(root) or folders(root / BEST)) or _is_old(root)
 
 
 def _order(folder: Path) -> tuple[int, ...]:
@@ -375,8 +375,9 @@ def _together(
         told = (work() or "") if is_mine else ""
     except OSError as error:
         failed = CheckpointError(
-            f"{error.filename or path}: expected a checkpoint that can be written and read, got: "
-            f"{error.strerror or error}. Make room, or choose another folder; earlier ones are unchanged."
+            f"{error.filename or path}: expected a checkpoint that can be written and read, got on rank "
+            f"{rank()}: {error.strerror or error}. Make room, or choose another folder; earlier ones are "
+            "unchanged."
         )
         failed.__cause__ = error
     except Exception as error:

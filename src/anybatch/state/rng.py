@@ -134,7 +134,7 @@ def capture_process() -> dict[str, Any]:
 def restore_process(state: Mapping[str, Any]) -> None:
     """Restore the result of `capture_process`; of accelerators only if they are of that kind and number."""
     with private.disable_current_modes():
-        saved = tuple(state["devices" if "devices" in state else accelerator.DEVICES_BEFORE])
+        saved = tuple(state["devices"])
         sizes = [len(one.get_state()) for one in accelerator.generators()]
         restore(RandomState(state["cpu"], saved if [*map(len, saved)] == sizes else ()))
         random.setstate(state["python"])

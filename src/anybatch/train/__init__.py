@@ -2,7 +2,7 @@
 
 from anybatch.parallel import checkpoint as checkpoint
 from anybatch.train import files as files
-from anybatch.train.callbacks import EMA as EMA, EarlyStopping as EarlyStopping, LossMonitor as LossMonitor
+from anybatch.train.callbacks import EMA as EMA, EarlyStopping as EarlyStopping
 from anybatch.train.loggers import to_json as to_json, version as version
 from anybatch.train.metrics import Metrics as Metrics, accuracy as accuracy
 from anybatch.train.progress import peak_bytes as peak_bytes

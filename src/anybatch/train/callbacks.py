@@ -1,8 +1,6 @@
-"""Callbacks of a training: early stopping, averaged weights, a loss monitor; the states of all."""
+"""Callbacks of a training: early stopping, averaged weights; the states of all."""
 
 import math
-import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -250,46 +248,6 @@ class EMA(TrainerCallback):
 def _write(pairs: Any) -> None:
     for place, value in pairs:
         place.copy_(value)
-
-
-class LossMonitor(TrainerCallback):
-    """A callback that prints loss, time per update and rows per second on standard error.
-
-    Args:
-        every: updates per line, at least 1; times are averages since the last line.
-
-    Raises:
-        PlanError: `every` is out of range.
-
-    Example:
-        >>> LossMonitor(every=10).every  # for Trainer(..., callbacks=[LossMonitor(every=10)])
-        10
-    """
-
-    on_every_rank = False
-
-    def __init__(self, every: int = 1) -> None:
-        core.check_whole("every", every, least=1)
-        self.every = every
-
-    def start(self, trainer: Any, info: core.RunInfo) -> None:
-        """Start the measurement."""
-        super().start(trainer, info)
-        self._began, self._updates, self._rows = time.perf_counter(), 0, 0
-
-    def update(self, report: core.StepReport) -> None:
-        """Count the update; print a line after every n-th."""
-        self._updates += 1
-        self._rows += report.rows
-        trainer = self._trainer
-        if trainer.steps % self.every == 0:
-            seconds = time.perf_counter() - self._began
-            sys.stderr.write(
-                f"epoch {trainer.epoch + 1}  step {trainer.steps}  loss {report.loss:.6g}  "
-                f"{1000 * seconds / self._updates:.3g} ms an update  "
-                f"{core.format_count(self._rows / seconds)} rows/s\n"
-            )
-            self._began, self._updates, self._rows = time.perf_counter(), 0, 0
 
 
 def records(trainer: Any) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from anybatch.core import AnybatchError, CheckpointError, DataError, torch_private as private
@@ -49,8 +48,8 @@ def write(
         with beside.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, real)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
+        reason = error.strerror or error
         raise kind(f"{path}: expected a file that can be written, got: {reason}. {advice}") from None
     finally:
         beside.unlink(missing_ok=True)
@@ -58,24 +57,16 @@ def write(
 
 
 def export(state: Mapping[str, Any], path: str | Path) -> None:
-    """Write a plain state dict as .safetensors, .pt or .pth, for `load_state_dict` in any program.
+    """Write the tensors of a state dict as a .safetensors file, for `load_state_dict` in any program.
 
-    Raises CheckpointError for another ending, a value that is no tensor for .safetensors, or a file that
-    cannot be written. An earlier file of that name is unchanged.
+    Raises CheckpointError for another ending, a value that is no tensor, or a file that cannot be written. An
+    earlier file of that name is unchanged.
     """
     path, plain = Path(path), {private.plain_name(name): value for name, value in state.items()}
-    if path.suffix not in (".safetensors", ".pt", ".pth"):
+    odd = [name for name, value in plain.items() if not isinstance(value, Tensor)]
+    if odd or path.suffix != ".safetensors":
         raise CheckpointError(
-            f"{path}: expected a file name that ends in .safetensors, .pt or .pth, got {path.suffix!r}. "
-            "Choose the format by one of these."
+            f"{path}: expected a state dict of tensors and a file name that ends in .safetensors, got "
+            f"{odd[0] if odd else path.suffix!r}. Choose another name, or write with a program of yours."
         )
-    if path.suffix != ".safetensors":
-        plain = {name: one.detach().cpu() if isinstance(one, Tensor) else one for name, one in plain.items()}
-        return write(path, lambda file: torch.save(plain, file))
-    for name, value in plain.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"{path}: expected a state dict of tensors, got {type(value).__name__} for {name!r}. "
-                "Choose a name that ends in .pt."
-            )
     write(path, lambda file: write_tensors(file, plain))

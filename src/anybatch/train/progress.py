@@ -1,77 +1,55 @@
 """The progress bar: epochs, loss, throughput and memory."""
 
 import math
+import shutil
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from anybatch.core import Callback, EpochReport, RunInfo, StepReport, accelerator, format_bytes, format_count
-from anybatch.state import rng
 
 
 class ProgressBar(Callback):
-    """A bar over all updates on standard error, and a line for every finished epoch; no bar in a file."""
+    """A line about the last update on standard error, and one for every finished epoch; no bar in a file."""
 
-    def __init__(self, device: torch.device, console: Any = None) -> None:
-        with rng.preserved():  # the import draws random numbers
-            import rich.progress  # noqa: F401  # pyright: ignore[reportUnusedImport]
-            from rich.console import Console
-
-        self._device = device
-        self._console = Console(stderr=True) if console is None else console
-        self._loss = math.nan
+    def __init__(self, device: torch.device, file: TextIO | None = None) -> None:
+        self._device, self._file, self._loss = device, file or sys.stderr, math.nan
 
     def start(self, trainer: Any, info: RunInfo) -> None:
-        """Draw the bar at the start or resume of a training."""
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._epochs = info.epochs
-        epoch, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
-        count, left = (
-            (TextColumn("update"), MofNCompleteColumn()),
-            (TimeRemainingColumn(), TextColumn("left")),
-        )
-        columns = epoch, BarColumn(bar_width=None), *count, figures, *left
-        is_file = not self._console.is_terminal
-        self._bar = Progress(*columns, console=self._console, disable=is_file, transient=True)
-        self._done, told = info.done_updates, self._epoch_after(info.done_epochs)
-        self._task = self._bar.add_task(told, total=info.total_updates, completed=self._done, figures="")
+        """Begin to measure at the start or resume of a training."""
+        self._epochs, self._epoch, self._done = info.epochs, info.done_epochs, info.done_updates
+        self._all = "" if info.total_updates is None else f"/{info.total_updates}"
         self._last, self._rows = time.perf_counter(), 0
-        self._bar.start()
 
     def update(self, report: StepReport) -> None:
-        """Advance the bar, at most ten times a second."""
+        """Write the line anew, at most ten times a second."""
         self._done += 1
         self._rows += report.rows
         self._loss = report.loss if report.updated else self._loss  # a step without update has no loss
         now = time.perf_counter()
-        if now - self._last < 0.1:
+        if now - self._last < 0.1 or not self._file.isatty():
             return
         speed = self._rows / (now - self._last)
         self._last, self._rows = now, 0
-        figures = f"loss {self._loss:.4f}  {format_count(speed)} samples/s"
-        if self._console.width >= 100:
-            figures += f"  peak {format_bytes(peak_bytes(self._device))}"
-        self._bar.update(self._task, completed=self._done, figures=figures)
+        line = f"epoch {min(self._epoch + 1, self._epochs)}/{self._epochs}  update {self._done}{self._all}  "
+        line += f"loss {self._loss:.4f}  {format_count(speed)} samples/s  "
+        line += f"peak {format_bytes(peak_bytes(self._device))}"
+        self._write(line[: shutil.get_terminal_size().columns - 1])
 
     def epoch(self, trainer: Any, report: EpochReport) -> None:
-        """Print the epoch's line above the bar."""
-        self._bar.update(self._task, completed=self._done, description=self._epoch_after(report.epoch))
-        self._print(str(report))
+        """Write the epoch's line in the place of the bar."""
+        self._epoch = report.epoch
+        self._write(f"{report}\n")
 
     def stop(self, trainer: Any) -> None:
-        """Remove the bar; print the reason if a callback stopped the training."""
-        self._bar.stop()
-        if trainer.stopped:
-            self._print(f"stopped: {trainer.stopped}")
+        """Remove the bar; write the reason if a callback stopped the training."""
+        self._write(f"stopped: {trainer.stopped}\n" if trainer.stopped else "")
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def _epoch_after(self, done: int) -> str:
-        return f"epoch {min(done + 1, self._epochs)}/{self._epochs}"
+    def _write(self, text: str) -> None:
+        self._file.write("\r\x1b[K" * self._file.isatty() + text)  # clears the line of a terminal
+        self._file.flush()
 
 
 def peak_bytes(device: torch.device) -> int:

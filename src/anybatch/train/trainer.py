@@ -10,11 +10,11 @@ from typing import Any
 from anybatch import core
 from anybatch.engine import learning_rate_of
 from anybatch.losses import summed_loss
-from anybatch.parallel import checkpoint, whole_state
+from anybatch.parallel import checkpoint
 from anybatch.state import rng
 from anybatch.step import Step, known_keywords
-from anybatch.train.callbacks import EMA, load_states, states
-from anybatch.train.files import export, make_folder
+from anybatch.train.callbacks import load_states, states
+from anybatch.train.files import make_folder
 from anybatch.train.identity import check_config, check_run, identity
 from anybatch.train.interrupt import Interruption, deferred
 from anybatch.train.loader import Rows, Stream, open_data
@@ -126,8 +126,8 @@ class Trainer:
         self.epoch = self.steps = self.updates = 0
         self.seconds, self.stopped, self._saved = 0.0, "", time.monotonic()
         self.best: float | None = None
-        # True if the checkpoints in `out` are of this run; epochs and batches at its last save.
-        self._is_ours, self._written = False, (-1, -1)
+        # Folders whose checkpoints are of this run; epochs and batches at its last save.
+        self._ours, self._written = set[Path](), (-1, -1)
         self._batch = 0  # batches done in the current epoch
         self._digest = ""  # digest of the last of them, from a checkpoint
         self._fitted = batch_size  # rows of a micro-batch that fitted in every step so far
@@ -157,11 +157,8 @@ class Trainer:
             return self._fit(epochs, interruption)
 
     def _fit(self, epochs: int, interruption: Interruption) -> list[core.EpochReport]:
-        if self.out is not None and not self._is_ours and checkpoint.has_run(self.out):
-            raise core.CheckpointError(
-                f"{self.out}: expected a folder without an earlier run, got one with checkpoints. Go on with "
-                f"that run by resume({str(self.out)!r}), or choose another folder."
-            )
+        if self.out is not None:
+            self._refuse_other_run(self.out)
         per_epoch = self.train.per_epoch(self.batch_size)
         info = core.RunInfo(
             epochs=epochs,
@@ -207,25 +204,6 @@ class Trainer:
         with self._share.told(Interruption()):
             return self._evaluate(open_data(rows, self.step))
 
-    def export(self, path: str | Path, ema: EMA | None = None) -> None:
-        """Write the model's weights as a plain state dict, with float32 master weights for 16-bit ones.
-
-        Args:
-            path: file name, ending in .safetensors, or in .pt or .pth for
-                `torch.load(path, weights_only=True)`.
-            ema: averaged weights to write instead.
-
-        Raises:
-            CheckpointError: the file cannot be written.
-        """
-        state = whole_state(self.step.model) if self._share.is_lockstep else None
-        if self._share.rank:
-            return
-        with ExitStack() as stack:
-            if ema is not None:
-                stack.enter_context(ema.weights(self.step))
-            export(state or self.step.masters.state_dict(self.step.model), path)
-
     def save(self, path: str | Path) -> None:
         """Write a checkpoint `step-N` in a folder; rank 0 writes, or with `fully_shard` all ranks.
 
@@ -233,17 +211,28 @@ class Trainer:
             path: the folder, in which the newest `keep` checkpoints stay, at least this one.
 
         Raises:
-            CheckpointError: it cannot be written; earlier ones are unchanged.
+            CheckpointError: it cannot be written, or has another run's; earlier ones are unchanged.
             WindowError: the step has an open window.
         """
         if not self._share.is_writing:
             return
         _refuse_window(self.step, "save")
+        self._ours.add(self._refuse_other_run(Path(path)))
         given: dict[str, Any] = _parts(self.step) | self._rest() | {"group": self._share.group}
         given["keep"] = 1 if Path(path).name == checkpoint.BEST else self.keep
         made = checkpoint.save(path, self.steps, **given)
         if not self._share.rank and (errors := self._tell(self._everyone, "save", self, made)):
             raise errors[0]
+
+    def _refuse_other_run(self, folder: Path) -> Path:
+        """Return the home of a run; raise CheckpointError if checkpoints of another one would be deleted."""
+        home = _home(folder)
+        if home not in self._ours and checkpoint.has_run(home):
+            raise core.CheckpointError(
+                f"{folder}: expected a folder without an earlier run, got one with checkpoints. Go on with "
+                f"that run by resume({str(folder)!r}), or choose another folder."
+            )
+        return home
 
     def _rest(self) -> dict[str, Any]:
         if self._log is not None:
@@ -281,8 +270,7 @@ class Trainer:
             self.step.planning.budget.load(then["plans"])
         load_states(found.path, [*self.callbacks, *self.step.callbacks], then["callbacks"])
         rng.restore_process(found.random)
-        homes = found.path.resolve().parents[:2]  # out/step-N, or out/best/step-N
-        self._is_ours = self.out is not None and self.out.resolve() in homes
+        self._ours.add(_home(found.path.parent))
 
     def __repr__(self) -> str:
         return f"Trainer(epoch {self.epoch}, update {self.updates}, out={self.out}, {self.step!r})"
@@ -396,8 +384,12 @@ class Trainer:
         if self.out is not None:
             self._written = self.epoch, self.steps  # before: a save that fails is not tried again
             self.save(self.out / name)
-            self._is_ours = True
             self._saved = self._saved if name else time.monotonic()
+
+
+def _home(folder: Path) -> Path:
+    """Return the folder of a run, of which one of its best checkpoints is a part."""
+    return folder.resolve().parent if folder.name == checkpoint.BEST else folder.resolve()
 
 
 def _made(step: Step, batch: Any, reports: list[core.StepReport]) -> list[Exception]:

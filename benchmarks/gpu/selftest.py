@@ -1,8 +1,12 @@
-"""`anybatch selftest`: small models on a device against the CPU's whole batch, as one table for an issue"""
+"""Small models on a device against the CPU's whole batch, as one table for an issue.
+
+Run alone by `python -m benchmarks.gpu.selftest --device NAME`.
+"""
 
 import argparse
 import copy
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -14,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import anybatch as ab
 from anybatch.cli.train import find_device
 from anybatch.compare import limit_of, relative_error
 from anybatch.core import PlanError, RankError, accelerator, format_bytes, tree
@@ -230,7 +235,7 @@ class _SelfTest:
         count = 2 if self.device.type == "cpu" else torch.accelerator.device_count()
         if count < 2:
             return None, f"{count} device"
-        launch(2, ["anybatch", "selftest", "--device", self.device.type])
+        launch(2, ["benchmarks.gpu.selftest", "--device", self.device.type])
         return True, "4 and 7 rows make the update of the whole batch"
 
     def be_a_rank(self) -> None:
@@ -258,13 +263,10 @@ class _SelfTest:
         yield "ranks", self.ranks
 
 
-def selftest(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Run `anybatch selftest`: return the result of each row, and the table."""
-    test = _SelfTest(find_device(options.device))
-    if is_launched():
-        test.be_a_rank()
-        return {}, ""
-    begin, rows = time.monotonic(), list[tuple[str, str, str]]()
+def selftest(device: str) -> tuple[dict[str, tuple[str, str]], str]:
+    """Return the result of each row with its figures, and the table."""
+    test = _SelfTest(find_device(device))
+    begin, rows = time.monotonic(), dict[str, tuple[str, str]]()
     card = platform.machine() if test.device.type == "cpu" else accelerator.name_of(test.device)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # float32 is float32
         for name, run in test.rows():
@@ -273,11 +275,28 @@ def selftest(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
                 passed, told = (None, f"{SECONDS} s are over") if is_over else run()
             except Exception as error:  # it fails its row of the table
                 passed, told = False, f"{type(error).__name__}: {str(error)[:200]}".splitlines()[0]
-            rows.append((name, {None: "left out", True: "ok", False: "FAILED"}[passed], told))
-    found = [one for _, one, _ in rows]
+            rows[name] = {None: "left out", True: "ok", False: "FAILED"}[passed], told
+    found = [one for one, _ in rows.values()]
     counts = ", ".join(f"{found.count(one)} {one}" for one in ("ok", "FAILED", "left out"))
-    text = f"""anybatch {options.version}, torch {torch.__version__}, Python {platform.python_version()}
+    text = f"""anybatch {ab.__version__}, torch {torch.__version__}, Python {platform.python_version()}
 device {test.device} ({card}), {platform.system()}\n
-{chr(10).join(f"{name:<23} {one:<8}  {told}" for name, one, told in rows)}\n
+{chr(10).join(f"{name:<23} {one:<8}  {told}" for name, (one, told) in rows.items())}\n
 {counts}; {time.monotonic() - begin:.0f} s"""
-    return {"exact": "FAILED" not in found, "device": f"{test.device} ({card})", "rows": rows}, text
+    return rows, text
+
+
+def main() -> int:
+    """Print the table, or be one of its ranks; return 1 if a row failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", default="auto", help="cpu, an accelerator as torch names it, or auto")
+    device = parser.parse_args().device
+    if is_launched():
+        _SelfTest(find_device(device)).be_a_rank()
+        return 0
+    rows, text = selftest(device)
+    print(text)
+    return any(one == "FAILED" for one, _ in rows.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

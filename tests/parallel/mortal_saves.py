@@ -1,0 +1,162 @@
+"""Trainings on 1, 2 and 4 ranks, plain and sharded, of which a rank is killed while a checkpoint is saved.
+
+`python -m tests.parallel.mortal_saves [--kills N] [--seed S]` prints a line for each kind of run, and ends
+with 1 where a run did not come back: the last or the last but one checkpoint loads, and leads to the same
+bits. A kill comes at a drawn line of the code that saves.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from anybatch import Callback
+from anybatch.core import AnybatchError
+from anybatch.parallel import checkpoint, stored
+from tests.parallel import sharded_trainings, trainings
+
+EPOCHS, UPDATES = 1, 5
+KINDS = [(1, False), (2, False), (4, False), (1, True), (2, True), (4, True)]  # ranks, and True for shards
+SAVING = {checkpoint.__file__, stored.__file__}
+Death = tuple[int, int, int]  # the rank, the save, and the line of it
+
+
+class Lines(Callback):
+    """Counts the lines of each save, and kills this process at one; writes down the update before."""
+
+    on_every_rank = True
+
+    def __init__(self, note: Path, save: int = sys.maxsize, line: int = 0) -> None:
+        self.note, self.at, self.saves, self.lines = note, (save, line), 0, 0
+
+    def start(self, trainer: Any, info: Any) -> None:
+        self.trainer = trainer
+        trainer.save = self.saving(trainer.save)
+
+    def saving(self, save: Any) -> Any:
+        def counted(path: Path) -> None:
+            self.note.write_text(f"{self.trainer.steps} {self.lines}")
+            self.saves, self.lines = self.saves + 1, 0
+            sys.settrace(self.enter)
+            try:
+                save(path)
+            finally:
+                sys.settrace(None)
+
+        return counted
+
+    def enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self.line if frame.f_code.co_filename in SAVING else None
+
+    def line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        self.lines += 1
+        if (self.saves, self.lines) >= self.at:  # a save may have fewer lines than the one that was counted
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.line
+
+
+def live(rank: int, size: int, is_sharded: bool, folder: Path, store: str, death: Death | None) -> None:
+    """Be a rank of a run, from its last checkpoint if there is one; write down how it ended."""
+    if size > 1 or is_sharded:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=trainings.GROUP_TIMEOUT
+        )
+    lines = Lines(folder.with_suffix(f".{rank}"), *(death[1:] if death and death[0] == rank else ()))
+    build = sharded_trainings.build if is_sharded else trainings.build
+    trainer = build(out=folder, save_every=1, callbacks=[lines])
+    loaded = -1
+    if checkpoint.has_run(folder):
+        trainer.resume(folder)
+        loaded = trainer.steps
+    try:
+        trainer.fit(epochs=EPOCHS)
+    except AnybatchError as error:  # another rank was killed
+        folder.with_suffix(f".said{rank}").write_text(str(error))
+        return
+    bits = sharded_trainings.numbers(trainer, [])["bits"] if is_sharded else repr(trainings.bits(trainer))
+    told = {"loaded": loaded, "bits": bits, "lines": lines.lines}
+    folder.with_suffix(f".end{rank}").write_text(json.dumps(told))
+
+
+def lived(size: int, is_sharded: bool, folder: Path, death: Death | None = None) -> list[int]:
+    """Fork the ranks of a run, and wait for them; how each ended."""
+    children: list[int] = []
+    with tempfile.TemporaryDirectory() as stores:
+        for rank in range(size):
+            if not (child := os.fork()):
+                code = 1
+                try:
+                    live(rank, size, is_sharded, folder, f"{stores}/store", death)
+                    code = 0
+                except BaseException as error:
+                    sys.stderr.write(f"rank {rank}: {type(error).__name__}: {error}\n")
+                finally:
+                    os._exit(code)
+            children.append(child)
+        return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def ends(size: int, folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(folder.with_suffix(f".end{rank}").read_text()) for rank in range(size)]
+
+
+def campaign(kills: int, seed: int) -> bool:
+    """Kill so many runs, shared out among the kinds; True if all came back."""
+    is_whole = True
+    for number, (size, is_sharded) in enumerate(KINDS):
+        draw, came, loaded, begin = random.Random(f"{seed} {number}"), 0, Counter[int](), time.monotonic()
+        with tempfile.TemporaryDirectory() as name:
+            whole = Path(name, "whole")
+            assert not any(lived(size, is_sharded, whole))
+            expected = ends(size, whole)
+            wanted = kills // len(KINDS) + (number < kills % len(KINDS))
+            for trial in range(wanted):
+                folder, odd = Path(name, f"run{trial}"), draw.randrange(size if is_sharded else 1)
+                death = odd, draw.randint(2, EPOCHS * (UPDATES + 1)), draw.randint(1, expected[odd]["lines"])
+                codes = lived(size, is_sharded, folder, death)
+                steps = int(
+                    folder.with_suffix(f".{odd}").read_text().split()[0]
+                )  # of the save that it died in
+                again = lived(size, is_sharded, folder)
+                found = [] if any(again) else ends(size, folder)
+                lost = {steps - one["loaded"] for one in found}
+                if (
+                    codes[odd] == -signal.SIGKILL
+                    and [one["bits"] for one in found] == [one["bits"] for one in expected]
+                    and lost <= {0, 1}
+                ):
+                    came += 1
+                else:
+                    print(f"broken: {size} {is_sharded} {death}: {codes}, {again}, {lost} lost", flush=True)
+                loaded.update(lost)
+        kind = f"{size} {'ranks' if size > 1 else 'rank'}{', sharded' * is_sharded}"
+        said = (
+            f"{came} of {wanted} came back, {loaded[0]} from the last checkpoint, {loaded[1]} from an earlier"
+        )
+        print(
+            f"{kind}: {said}; {expected[0]['lines']} lines a save; {time.monotonic() - begin:.0f} s",
+            flush=True,
+        )
+        is_whole = is_whole and came == wanted
+    return is_whole
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--kills", type=int, default=90)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    sys.exit(not campaign(asked.kills, asked.seed))
