@@ -374,10 +374,10 @@ def _together(
     try:
         told = (work() or "") if is_mine else ""
     except OSError as error:
+        where = f" on rank {rank()}" if is_many else ""
         failed = CheckpointError(
-            f"{error.filename or path}: expected a checkpoint that can be written and read, got on rank "
-            f"{rank()}: {error.strerror or error}. Make room, or choose another folder; earlier ones are "
-            "unchanged."
+            f"{error.filename or path}: expected a checkpoint that can be written and read, got{where}: "
+            f"{error.strerror or error}. Make room, or choose another folder; earlier ones are unchanged."
         )
         failed.__cause__ = error
     except Exception as error:
