@@ -13,6 +13,7 @@ from anybatch.core import tree
 from anybatch.core.batch import Batch
 from anybatch.engine import admit, carry_out
 from anybatch.engine.plan import Plan
+from anybatch.memory.device import find_device
 from anybatch.memory.meter import Meter
 from anybatch.planner.report import PlanReport
 from anybatch.planner.trace import Trace, trace
@@ -75,7 +76,7 @@ class Subject:
     def predict(self, plan: Plan, device: str | None = None) -> Trace:
         """Without data: the step on fake tensors, as on this device or on one that need not be here."""
         task, batch = self._prepared(plan.rows)
-        return trace(plan, task, batch, device=device)
+        return trace(plan, task, batch, device=device and find_device(device))
 
     def ask(self, rows: int, memory: int | None, **options: Any) -> PlanReport:
         """The planner's answer for so many rows within so many bytes."""

@@ -39,9 +39,13 @@ def within(asked: Request, budget: int) -> PlanReport:
 
 
 def smallest(asked: Request) -> int:
-    with pytest.raises(BudgetError) as refused:
-        within(asked, 1)
-    return int(refused.value.smallest)
+    """The smallest budget, named where parameters, gradients and optimizer state fit and nothing else."""
+    least = 1
+    for _ in range(2):
+        with pytest.raises(BudgetError) as refused:
+            within(asked, least)
+        least = int(refused.value.smallest)
+    return least
 
 
 def peak_of(step: Step, report: PlanReport, batch: Any) -> int:
@@ -153,7 +157,7 @@ def test_a_plan_climbs_as_a_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cut.blocks
     uncut = replace(card, cut_refused="rows meet")
     plans = [uncut.uniform(512, policy) for policy in card.policies]
-    peaks = [trace(plan, uncut.task, uncut.batch, device="cuda").peak for plan in plans]
+    peaks = [trace(plan, uncut.task, uncut.batch, device=card.device).peak for plan in plans]
     assert whole > peaks[0] > peaks[2]
     found = [within(uncut, budget).plan.blocks for budget in (whole - 1, peaks[0], peaks[2])]
     again = uncut.uniform(512, "recompute").blocks
@@ -161,11 +165,18 @@ def test_a_plan_climbs_as_a_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[1:] == [plans[0].blocks, plans[2].blocks]
 
 
-def test_a_budget_below_the_floor_is_refused_after_few_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, plans = request(make(Wide), rows_of(512, 512), device=find_device("cuda:a100")), list[Plan]()
+def test_a_budget_below_the_floor_is_refused_before_any_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make(Wide)
+    asked = request(step, rows_of(512, 512), device=find_device("cuda:a100"))
+    floor = 16 * sum(parameter.numel() for parameter in step.model.parameters())  # and four step counts
+    plans: list[Plan] = []
     monkeypatch.setattr(search, "trace", lambda plan, *a, **k: (plans.append(plan), trace(plan, *a, **k))[1])
+    with pytest.raises(BudgetError, match=r"state, got .* without a single row") as refused:
+        within(asked, floor - 1)
+    assert floor <= refused.value.smallest <= floor + 64
+    assert not plans
     least = smallest(asked)
-    assert len(plans) <= 4
+    assert len(plans) <= 6
     assert within(asked, least).peak <= least
 
 

@@ -18,6 +18,7 @@ from anybatch.core import Callbacks
 from anybatch.core.batch import SampleBatch, TensorBatch
 from anybatch.core.errors import TraceError
 from anybatch.engine.plan import Plan
+from anybatch.memory.device import find_device
 from anybatch.memory.meter import Meter
 from anybatch.planner.trace import Trace, trace
 from benchmarks.zoo import ZOO
@@ -180,13 +181,13 @@ def test_peak_to_the_byte_with_every_optimizer(name: str, micro_batch: int | Non
 def test_peak_to_the_byte_of_models_with_their_own_loss(
     name: str, micro_batch: int | None, is_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of a step that is watched; one whose loss is read holds some scalars less."""
+    """But for a scalar, that of a step that is watched; one whose loss is read holds some scalars less."""
     if not is_read:
         monkeypatch.setattr("anybatch.losses.model.model_loss.learn_form", lambda model, found: None)
     made = ZOO[name].build("small")
     optimizer, batch = OPTIMIZERS["adamw"](made.model.parameters()), made.batch_of(ROWS, torch.Generator())
     predicted, meter = compare(made.model, ModelLoss(), optimizer, batch, micro_batch=micro_batch)
-    assert 0 <= predicted.peak - meter.peak <= (16 * ROWS if is_read else 0)
+    assert 0 <= predicted.peak - meter.peak <= (16 * ROWS if is_read else 8)
 
 
 def test_samples_are_collated_micro_batch_by_micro_batch() -> None:
@@ -248,7 +249,7 @@ def test_a_device_that_is_not_there_rounds_sizes_up() -> None:
     model = mlp()
     step = Step(model, nn.CrossEntropyLoss(), OPTIMIZERS["adamw"](model.parameters()))
     batch, plan = TensorBatch(vectors()), Plan(rows=ROWS, micro_batch=ROWS)
-    here, there = trace(plan, step.task(), batch), trace(plan, step.task(), batch, device="cuda")
+    here, there = trace(plan, step.task(), batch), trace(plan, step.task(), batch, device=find_device("cuda:a100"))
     assert there.ledger.device == "cuda"
     assert all(not size % 512 for moment in there.ledger.moments for size in moment.bytes)
     assert there.peak > here.peak

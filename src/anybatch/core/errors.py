@@ -57,7 +57,7 @@ class BudgetError(PlanError):
     """No plan fits the memory budget.
 
     Attributes:
-        smallest: the smallest sufficient budget in bytes; approximate if the message says so.
+        smallest: the smallest sufficient budget in bytes; a lower bound if the message says so.
 
     Example:
         >>> import anybatch as ab, torch

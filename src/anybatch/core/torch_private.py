@@ -287,6 +287,9 @@ All must be on one device and of one dtype; `found` and `one` are float32 of sha
 multiplied by `one`, which holds 1.
 """
 
+attention_unfused: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_attention_math
+"""`scaled_dot_product_attention` by products and a softmax, on every device; returns outputs and scores."""
+
 # ---- modules and optimizers
 
 HOOKS_OF_MODULES = (

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -24,6 +25,7 @@ class Device:
     bandwidth: float  # bytes per second to and from its own memory
     link: float = 0.0  # bytes per second to and from the host; 0 if it is the host
     launch_s: float = 5e-6  # seconds that one operation costs, however small
+    capability: float = 0.0  # compute capability, which decides on the kernels of attention
     is_here: bool = False  # this machine has it, so that it can be measured
 
     def seconds(self, operations: float, flops: float, moved: float, *, half: bool = False) -> float:
@@ -31,20 +33,41 @@ class Device:
         rate = self.half_flops if half else self.flops
         return operations * self.launch_s + flops / rate + moved / self.bandwidth
 
+    def attention(
+        self, dtype: torch.dtype, head: int, *, is_masked: bool, is_grouped: bool, has_dropout: bool
+    ) -> str:
+        """Return the kernel by which a card computes `scaled_dot_product_attention` of heads of one size."""
+        most, step = 256, 16 // dtype.itemsize
+        if self.capability % 1 >= 0.6:  # from Ampere on these have less shared memory
+            most = 192 if has_dropout or head <= 224 else 256
+        if self.capability >= _FLASH.get(dtype, inf) and head <= most and not is_masked:
+            return f"fused (flash) on {self.name}"
+        told = f"{dtype}".removeprefix("torch.")
+        if self.capability >= _MEMORY_EFFICIENT.get(dtype, inf):
+            is_aligned = head % step == 0 or (dtype is torch.float32 and self.capability < 8)
+            if is_aligned and not is_grouped:
+                return f"fused (memory-efficient) on {self.name}"
+            told += f" of {head} numbers a head" if not is_aligned else " whose heads share keys and values"
+        return f"unfused, because {self.name} has no fused kernel for {told}"
 
-# Published figures: memory in bytes, float32 and bfloat16 FLOP/s, memory bandwidth; see docs/planning.md.
-_GPUS: dict[str, tuple[str, float, float, float]] = {
-    "t4": ("16GB", 8.1e12, 65e12, 0.32e12),
-    "v100": ("32GB", 15.7e12, 125e12, 0.90e12),
-    "a100": ("80GB", 19.5e12, 312e12, 2.04e12),
-    "h100": ("80GB", 67e12, 989e12, 3.35e12),
-    "h200": ("141GB", 67e12, 989e12, 4.80e12),
-    "rtx3060": ("12GB", 12.7e12, 51e12, 0.36e12),
-    "rtx3090": ("24GB", 35.6e12, 71e12, 0.94e12),
-    "rtx4090": ("24GB", 82.6e12, 165e12, 1.01e12),
-    "l4": ("24GB", 30.3e12, 121e12, 0.30e12),
-    "a10": ("24GB", 31.2e12, 125e12, 0.60e12),
+
+# Published figures: memory in bytes, float32 and bfloat16 FLOP/s, memory bandwidth; compute capability; see
+# docs/planning.md.
+_GPUS: dict[str, tuple[str, float, float, float, float]] = {
+    "t4": ("16GB", 8.1e12, 65e12, 0.32e12, 7.5),
+    "v100": ("32GB", 15.7e12, 125e12, 0.90e12, 7.0),
+    "a100": ("80GB", 19.5e12, 312e12, 2.04e12, 8.0),
+    "h100": ("80GB", 67e12, 989e12, 3.35e12, 9.0),
+    "h200": ("141GB", 67e12, 989e12, 4.80e12, 9.0),
+    "rtx3060": ("12GB", 12.7e12, 51e12, 0.36e12, 8.6),
+    "rtx3090": ("24GB", 35.6e12, 71e12, 0.94e12, 8.6),
+    "rtx4090": ("24GB", 82.6e12, 165e12, 1.01e12, 8.9),
+    "l4": ("24GB", 30.3e12, 121e12, 0.30e12, 8.9),
+    "a10": ("24GB", 31.2e12, 125e12, 0.60e12, 8.6),
 }
+# The compute capability from which torch's fused kernels of attention take a dtype (sdp_utils.cpp, 2.13).
+_FLASH = {torch.float16: 8.0, torch.bfloat16: 8.0}
+_MEMORY_EFFICIENT = {torch.float32: 5.0, torch.float16: 5.0, torch.bfloat16: 8.0}
 _CARDS_ARE = "cuda"  # the kind of all of them
 #: Cards that can be planned for without having one.
 CARDS_BY_NAME = tuple(f"{_CARDS_ARE}:{card}" for card in _GPUS)
@@ -97,7 +120,7 @@ def parse_memory(memory: str | int, device: Device) -> int:
 
 
 def _gpu(name: str, model: str) -> Device:
-    memory, flops, half_flops, bandwidth = _GPUS[model]
+    memory, flops, half_flops, bandwidth, capability = _GPUS[model]
     return Device(
         name=name if name.endswith(f":{model}") else f"{name} (taken to be a {model})",
         kind=_CARDS_ARE,
@@ -106,6 +129,7 @@ def _gpu(name: str, model: str) -> Device:
         half_flops=_REACHED * half_flops,
         bandwidth=_REACHED * bandwidth,
         link=_LINK,
+        capability=capability,
     )
 
 

@@ -83,33 +83,33 @@ def find_owner(born: Mark, died: Mark, *, has_ended: bool) -> int:
     return WORKSPACE if has_ended and born.phase != "start" else OTHER
 
 
-def continued(recording: Recording, run: int, wanted: int) -> Recording:
-    """Return the recording with more micro-batches like the last but one.
+def continued(recording: Recording, wanted: int) -> Recording:
+    """Return the recording of two micro-batches with more micro-batches like the second.
 
     Each leaves the same few bytes behind (its loss), so those that were not run become one storage that
-    begins with the last but one.
+    begins with the second.
     """
-    each, marks, more = recording.forwards // run, recording.marks, wanted - run
-    middle_at, last_at = [
-        next(index for index, mark in enumerate(marks) if mark.micro_batch >= each * one)
-        for one in (run - 2, run - 1)
-    ]
-    middle, last = marks[middle_at], marks[last_at]
-    left = sum(recording.changes[middle.event : last.event])
+    each, marks, more = recording.forwards // 2, recording.marks, wanted - 2
+    at = next(index for index, mark in enumerate(marks) if mark.micro_batch >= each)
+    end = next((mark for mark in marks[at:] if mark.phase == "update"), marks[-1])
+    second = marks[at]
+    # Both backward passes end with the same gradients.
+    first_ended, ended = [next(m.event for m in marks if m.ended >= end.ended * k // 2) for k in (1, 2)]
+    left = sum(recording.changes[first_ended:ended])
 
     def moved(index: int, mark: Mark) -> Mark:
-        times = more if index >= last_at else 0
+        times = more if index >= at else 0
         return mark._replace(
-            event=mark.event + (index > middle_at),
+            event=mark.event + (index > at),
             micro_batch=mark.micro_batch + times * each,
-            operations=mark.operations + times * (last.operations - middle.operations),
-            flops=mark.flops + times * (last.flops - middle.flops),
-            moved=mark.moved + times * (last.moved - middle.moved),
+            operations=mark.operations + times * (end.operations - second.operations),
+            flops=mark.flops + times * (end.flops - second.flops),
+            moved=mark.moved + times * (end.moved - second.moved),
         )
 
     storages, changes = recording.storages[:], recording.changes[:]
-    storages.insert(middle.event, len(recording.owners))
-    changes.insert(middle.event, left * more)
+    storages.insert(second.event, len(recording.owners))
+    changes.insert(second.event, left * more)
     return Recording(
         storages=storages,
         changes=changes,

@@ -134,6 +134,16 @@ _LITTLE = 0.01  # share of the peak; advice that frees less is left out
 _LONGEST = 300  # characters of the message
 
 
+def below_floor(floor: int, budget: int) -> BudgetError:
+    """Return the error for a budget below what any plan takes."""
+    return BudgetError(
+        "Expected a budget above parameters, gradients and optimizer state, got "
+        f"{format_bytes(budget)}; they take {format_bytes(floor)} ({floor} bytes) without a single row. Plan "
+        "with more to learn the smallest budget, or use a smaller model.",
+        smallest=floor,
+    )
+
+
 def refusal(
     least: Option, ledger: Ledger, budget: int, batch_norms: Sequence[BatchNorm], cut_refused: str
 ) -> BudgetError:

@@ -9,16 +9,16 @@ from torch import nn
 
 from anybatch.core import counted, local
 from anybatch.engine import Plan
-from anybatch.memory import Ledger
+from anybatch.memory import OWNERS, Ledger
 from anybatch.planner.ladder import update_to_come
-from anybatch.planner.report import Option, PlanReport, refusal
+from anybatch.planner.report import Option, PlanReport, below_floor, refusal
 from anybatch.planner.request import KEEP, Request, computes_in_half
 from anybatch.planner.trace import trace
 
 SHOWN = 6  # options in a report
 CLOSE = 1.02  # guesses further over the budget than this factor are not traced
-NEAR = 3  # sizes that are traced of those that fit, the largest first
-TRIES = 3  # traces of plans that keep some blocks
+NEAR = 2  # sizes that are traced of those that fit, the largest first
+ACTIVATIONS = OWNERS.index("activations")
 SILENT_S = 2.0  # seconds before a line says that planning goes on
 
 
@@ -34,34 +34,43 @@ class _Search:
         self._half = request.like.precision.is_short or computes_in_half(request.task)
         self._traced: dict[Plan, Option] = {}
         self._ledgers: dict[Plan, Ledger] = {}  # of the traced plans
+        self._kernels: dict[Plan, frozenset[str]] = {}  # of attention, in the traced plans
         self._known: dict[tuple[str, int | None], dict[int, Option]] = {}  # by policy and by size
         self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient
         self._tell_at, self._one_by_one = monotonic() + SILENT_S, False
 
     def best(self) -> PlanReport:
-        """Climb; a budget below parameters, gradients and state is refused by the last rung alone."""
+        """Climb; refuse a budget below parameters, gradients and optimizer state before any trace."""
         request, sizes, policies = self._request, self._sizes, (KEEP, *self._request.policies)
-        floor = 2 * sum(local(p).nbytes for p in request.task.network.parameters)
-        floor += update_to_come(request.task)[0]
-        for policy in policies if floor <= self._limit else ():
-            again = None
-            at = self._largest(policy)
+        network = request.task.network
+        held = [*network.everyone, *network.parameters, *request.task.masters.tensors]
+        floor = sum(local(one).nbytes for one in held) + update_to_come(request.task)[0]
+        if floor > self._limit:
+            raise below_floor(floor, self._limit)
+        policy = KEEP
+        for policy in policies:
+            at, again = self._largest(policy), None
             if policy == "recompute" and at < len(sizes):
                 again = self._fewest_blocks()
                 at = self._largest(policy, again)
             if at < len(sizes):
                 best, *others = [self._option(size, policy, again) for size in sizes[at : at + NEAR]]
                 return self._report(best, others)
-        least = self._least(policies[-1])
+            if not self._may_free(self._option(sizes[-1], policy)):
+                break
+        least = self._least(policy)
         if least.peak <= self._limit:
             return self._report(least, [])
-        ledger, batch_norms = self._ledgers[least.plan], request.task.network.batch_norms
+        ledger, batch_norms = self._ledgers[least.plan], network.batch_norms
         raise refusal(least, ledger, self._limit, batch_norms, request.cut_refused)
 
     def _largest(self, policy: str, again: int | None = None) -> int:
-        """Return the index of the largest size that fits on a rung; the number of sizes if none does."""
-        low, high, at = 0, len(self._sizes), 0  # sizes before `low` do not fit, those from `high` on do
-        while low < high:
+        """Return the index of the largest size that fits on a rung; the number of sizes if none does.
+
+        The first rung begins with the whole batch, the others with the smallest size: few of it fit there.
+        """
+        low, high, at = 0, len(self._sizes), 0 if policy == KEEP else len(self._sizes) - 1
+        while low < high:  # sizes before `low` do not fit, those from `high` on do
             option = self._option(self._sizes[at], policy, again)
             low, high = (low, at) if option.peak <= self._limit else (at + 1, high)
             guesses = [self._guess(size, policy, again) for size in self._sizes[:high]]
@@ -75,45 +84,57 @@ class _Search:
         known = self._known[policy, again].values()
         near = min(known, key=lambda option: abs(option.plan.micro_batch - size))
         ledger, scale = self._ledgers[near.plan], size / near.plan.micro_batch
+        is_late = self._one_by_one and near.plan.foreach is None  # updates will take less
         gradients, peaks = max(moment.bytes[1] for moment in ledger.moments), list[float]()
         for phase, moment in ledger.phases().items():
             parameters, _, state, activations, workspace, inputs, other = moment.bytes
             grown = parameters + gradients + state + inputs + scale * (activations + workspace + other)
-            peaks.append(moment.total if phase == "update" else grown)
+            peaks.append(moment.total * (not is_late) if phase == "update" else grown)
         return near.peak if scale == 1 else max(peaks)
 
     def _fewest_blocks(self) -> int | None:
         """Return how many blocks must run again in the smallest micro-batch, by a line; None for all."""
-        low, high, size = 0, len(self._request.blocks), self._sizes[-1]  # `high` fits, `low` does not
-        for _ in range(TRIES):
-            more, less = self._option(size, KEEP).peak, self._option(size, "recompute", high).peak
-            again = high - int((self._limit - less) / max(1.0, (more - less) / high))
-            if not low < again < high:
-                break
-            fits = self._option(size, "recompute", again).peak <= self._limit
-            low, high = (low, again) if fits else (again, high)
-        return high if self._option(size, "recompute", high).peak <= self._limit else None
+        most, size = len(self._request.blocks), self._sizes[-1]
+        more, less = self._option(size, KEEP).peak, self._option(size, "recompute").peak
+        again = most - int((self._limit - less) / max(1.0, (more - less) / most))
+        fits = 0 < again < most and self._option(size, "recompute", again).peak <= self._limit
+        return again if fits else None
+
+    def _may_free(self, option: Option) -> bool:
+        """Return True if a lower rung may take clearly less: those free activations, and nothing else."""
+        moments = self._ledgers[option.plan].moments
+        return CLOSE * max(one.total - one.bytes[ACTIVATIONS] for one in moments) < option.peak
 
     def _least(self, policy: str) -> Option:
-        """Return the fastest plan that fits of those with the fewest bytes, or the one with the fewest."""
+        """Return the fastest plan that fits of those with the fewest bytes, or the one with the fewest.
+
+        A few rows may use less than one, as each micro-batch leaves some bytes; the whole batch may use less
+        than a cut, as its gradients need no second copy to be added to.
+        """
         sizes = self._sizes
-        tried = [self._option(size, policy) for size in (sizes[0], sizes[-1])]  # uncut: no separate sums
-        if self._ledgers[tried[0].plan].peak_moment.phase != "update":  # which takes as much for fewer rows
-            for size in sizes[-2::-1]:  # each micro-batch leaves a few bytes, so single rows may use more
-                tried.append(self._option(size, policy))
-                if tried[-1].peak >= min(option.peak for option in tried[:-1]):
-                    break
-        tried += [option for one in self._known.values() for option in one.values()]
+        least = self._option(sizes[-1], policy)
+        copied = max(moment.bytes[1] for moment in self._ledgers[least.plan].moments)
+        if self._guess(sizes[0], policy, None) - copied <= CLOSE * least.peak:
+            self._option(sizes[0], policy)
+        for size in sizes[-2::-1]:
+            if self._guess(size, policy, None) > CLOSE * least.peak:
+                break
+            if self._option(size, policy).peak >= least.peak:
+                break
+            least = self._option(size, policy)
+        tried = [option for one in self._known.values() for option in one.values()]
         return min(tried, key=lambda one: (0, one.seconds) if one.peak <= self._limit else (1, one.peak))
 
     def _option(self, size: int, policy: str, again: int | None = None) -> Option:
         """Trace a plan; from an update that does not fit on, updates are made parameter by parameter."""
         plan = self._request.uniform(size, policy, again)
         option = self._trace(replace(plan, foreach=False) if self._one_by_one else plan)
-        update = self._ledgers[option.plan].phases().get("update")
+        phases = self._ledgers[option.plan].phases()
+        update = phases.pop("update", None)
         if update and update.total > self._limit and self._request.may_disable_foreach > self._one_by_one:
             self._one_by_one = True
-            return self._option(size, policy, again)
+            if all(moment.total <= self._limit for moment in phases.values()):
+                return self._option(size, policy, again)
         self._known.setdefault((policy, again), {})[size] = option
         return option
 
@@ -124,11 +145,11 @@ class _Search:
                 traced = counted(len(self._traced), "plan")
                 sys.stderr.write(f"anybatch is planning; {traced} traced so far\n")
             asked, device = self._request, self._request.device
-            found = trace(plan, asked.task, asked.batch, device=device.kind, idle=self._idle)
+            found = trace(plan, asked.task, asked.batch, device=device, idle=self._idle)
             last, self._idle = found.marks[-1], found.idle
             seconds = device.seconds(last.operations, last.flops, last.moved, half=self._half)
             self._traced[plan] = Option(plan=plan, peak=found.peak, seconds=seconds)
-            self._ledgers[plan] = found.ledger
+            self._ledgers[plan], self._kernels[plan] = found.ledger, found.attention
         return self._traced[plan]
 
     def _report(self, best: Option, others: list[Option]) -> PlanReport:
@@ -141,4 +162,5 @@ class _Search:
             budget=self._request.budget,
             device=self._request.device.name,
             options=tuple([option for option in order if option is not best][:SHOWN]),
+            notes=tuple([f"attention: {kernel}" for kernel in sorted(self._kernels[best.plan])]),
         )

@@ -23,10 +23,10 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def run_sizes(plan: Plan, loss: Loss, model: nn.Module) -> tuple[int, ...]:
-    """Return the rows of the micro-batches to run: of many alike the first, a middle one and the last."""
-    if plan.cut or plan.micro_batches <= 3 or not is_one_pass(loss, model):
+    """Return the rows of the micro-batches to run: of many alike two."""
+    if plan.cut or plan.micro_batches <= 2 or not is_one_pass(loss, model):
         return plan.sizes
-    return (*plan.sizes[:2], plan.sizes[-1])
+    return plan.sizes[:2]
 
 
 def is_one_pass(loss: Loss, model: nn.Module) -> bool:
@@ -100,6 +100,7 @@ class Trace:
         memory.Mark, ...
     ]  # changes of phase and module, with running counts of operations, FLOPs and bytes
     idle: frozenset[nn.Parameter] = frozenset()  # parameters without gradient, so without state
+    attention: frozenset[str] = frozenset()  # the kernels of a card that attention was taken to use
 
     @property
     def peak(self) -> int:
@@ -112,25 +113,24 @@ def trace(
     task: Task,
     batch: Batch,
     *,
-    device: torch.device | str | None = None,
+    device: memory.Device | None = None,
     idle: Set[nn.Parameter] = frozenset(),
 ) -> Trace:
     """Run one step on fake tensors, with the optimizer's state of the second step; restore everything.
 
-    Of many micro-batches of one size only the first, one in the middle and the last are run, if each calls
-    the model as often. A device of another machine is approximated: sizes are rounded up as its allocator
-    does, optimizers update all parameters at once (foreach) as they would there, dropout keeps what it keeps
-    there, and the other kernels are the CPU's.
+    Of many micro-batches of one size only two are run, if both call the model as often. A device of another machine is approximated: sizes are rounded up as its allocator
+    does, optimizers update all parameters at once (foreach) as they would there, attention and dropout keep
+    what they keep there, and the other kernels are the CPU's.
 
     Raises:
         TraceError: the step needs values, for instance because shapes depend on them.
         PlanError: there are sparse gradients.
     """
     own = next((one for one in task.network.devices if one.type != "meta"), "cpu")
-    target = torch.device(own if device is None else device)
+    device = memory.find_device(own) if device is None else device
     sizes = run_sizes(plan, task.loss, task.model)
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
-    parameters = [*task.network.parameters, *task.network.others]
+    parameters, kernels = [*task.network.parameters, *task.network.others], set[str]()
     collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
     roots = [task.model, task.loss, *task.network.modules, *task.optimizers, *collate]
     with (
@@ -140,7 +140,8 @@ def trace(
         memory.dense_only(parameters),
     ):
         modules = list(dict.fromkeys((*task.network.modules, *snapshot.modules)))
-        run = partial(run_on_fakes, rows=plan.rows, task=task, batch=batch, target=target, modules=modules)
+        settled: Any = {"rows": plan.rows, "task": task, "batch": batch, "device": device}
+        run = partial(run_on_fakes, **settled, modules=modules, kernels=kernels)
         known = task.effects.buffers
         recording, found, wrongly = run(reduced, idle=idle)
         if reduced is not plan and (not recording.forwards or recording.forwards % len(sizes)):
@@ -153,9 +154,11 @@ def trace(
         snapshot.put_back()
         memory.drop_left_fakes()
     if reduced is not plan:
-        recording = memory.continued(recording, len(sizes), plan.micro_batches)
-    ledger = recording.ledger(source="predicted", device=str(target))
-    return Trace(plan=plan, ledger=ledger, marks=recording.marks, idle=found)
+        recording = memory.continued(recording, plan.micro_batches)
+    ledger = recording.ledger(source="predicted", device=device.kind)
+    return Trace(
+        plan=plan, ledger=ledger, marks=recording.marks, idle=found, attention=frozenset(kernels)
+    )
 
 
 def run_on_fakes(
@@ -164,11 +167,15 @@ def run_on_fakes(
     rows: int,
     task: Task,
     batch: Batch,
-    target: torch.device,
+    device: memory.Device,
     modules: Sequence[nn.Module],
+    kernels: set[str],
     idle: Set[nn.Parameter],
 ) -> tuple[memory.Recording, frozenset[nn.Parameter], bool]:
-    """Return (recording, parameters without gradient, True if optimizer state was made for one of them)."""
+    """Return (recording, parameters without gradient, True if optimizer state was made for one of them).
+
+    Add the kernels of attention to `kernels`.
+    """
     mode = memory.FakeMode()
     with memory.replaced_by_fakes(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)
@@ -180,7 +187,7 @@ def run_on_fakes(
         updated: set[Tensor] = set()
         with mode.explained(), mode:
             logical, leaves = fake_batch(batch, rows, plan.rows, task.loss)
-            _set_foreach(task, target)
+            _set_foreach(task, device)
             made = make_state(fake, lacks)
             advance(fake)
             meter = memory.Meter(
@@ -189,13 +196,13 @@ def run_on_fakes(
                 loss_module=loss_module_of(task),
                 batch_leaves=leaves,
                 state=fake.masters.tensors,
-                as_accelerator=target.type != "cpu",
+                as_accelerator=device.kind != "cpu",
             )
             mode.where = lambda: meter.module
             del leaves
             for one in task.optimizers:
                 one.register_step_pre_hook(partial(_note_updated, updated))
-            with meter, _kernels_of_cards() if target.type != "cpu" else nullcontext():
+            with meter, _kernels_of(device, kernels) if device.kind != "cpu" else nullcontext():
                 carry_out(plan, fake, logical)
         written = set(fake.effects.parameters)
         task.effects.writes([parameter for parameter, twin in twins.items() if twin in written])
@@ -206,15 +213,31 @@ def run_on_fakes(
 
 
 @contextmanager
-def _kernels_of_cards() -> Generator[None]:
-    """Trace dropout as cards compute it: it keeps a mask of bools, and no scores within attention."""
+def _kernels_of(device: memory.Device, kernels: set[str]) -> Generator[None]:
+    """Trace attention and dropout as a card computes them; dropout keeps a mask of bools."""
     place: Any = nn.functional
     attention, dropout = place.scaled_dot_product_attention, place.dropout
 
-    def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **named: Any) -> Tensor:
-        if isinstance(query, private.FakeTensor):  # another thread may train
-            rest, named = rest and (0.0, *rest[1:]), named if rest else named | {"dropout_p": 0.0}
-        return attention(query, key, value, attn_mask, *rest, **named)
+    def attend(
+        query: Any, key: Any, value: Any, mask: Any = None, p: float = 0.0, *rest: Any, **named: Any
+    ) -> Tensor:
+        mask, p = named.pop("attn_mask", mask), named.pop("dropout_p", p)
+        if not isinstance(query, private.FakeTensor):  # another thread may train
+            return attention(query, key, value, mask, p, *rest, **named)
+        kind, heads = query.device.type, (query, key, value)
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+        kernel = device.attention(
+            dtype,
+            query.shape[-1],
+            is_masked=mask is not None,
+            is_grouped=query.shape[-3] != key.shape[-3],
+            has_dropout=p > 0,
+        )
+        kernels.add(kernel)
+        if kernel.startswith("fused"):
+            return attention(*heads, mask, 0.0, *rest, **named)
+        with torch.autocast(kind, enabled=False):
+            return private.attention_unfused(*[one.to(dtype) for one in heads], mask, p, *rest, **named)[0]
 
     def drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not isinstance(input, private.FakeTensor) or inplace or not training or not p:
@@ -263,8 +286,8 @@ def loss_module_of(task: Task) -> nn.Module:
     return nn.ModuleList([module for module in task.network.modules if module not in own])
 
 
-def _set_foreach(task: Task, device: torch.device) -> None:
-    for optimizer in task.optimizers if device.type != "cpu" else ():
+def _set_foreach(task: Task, device: memory.Device) -> None:
+    for optimizer in task.optimizers if device.kind != "cpu" else ():
         for group in optimizer.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
