@@ -1,6 +1,7 @@
 """Traces: the bytes of a step without memory."""
 
 import math
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -357,3 +358,80 @@ def test_attention_with_dropout_keeps_no_scores_on_a_card() -> None:
     without, dropped = [planned(layers(p, "meta"), "cuda:a100") for p in (0.0, 0.1)]
     assert without < dropped <= 1.2 * without
     assert planned(layers(0.1, "cpu"), "cpu") > 1.5 * dropped
+
+
+@pytest.mark.parametrize("of", ["TransformerEncoderLayer", "BERT"])
+def test_attention_with_dropout_takes_what_it_takes_without(of: str) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def model(p: float) -> nn.Module:
+        if of == "BERT":
+            sizes: Any = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_dropout_prob": 0.0}
+            sizes |= {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64}
+            config = transformers.BertConfig(**sizes, attention_probs_dropout_prob=p)
+            return transformers.BertModel(config, add_pooling_layer=False)
+        made: Any = layers(0.0, "cpu")
+        for one in made[0].layers:
+            one.self_attn.dropout = p
+        return made
+
+    def peak(p: float, device: str) -> int:
+        given = torch.zeros(2, 128, dtype=torch.long) if of == "BERT" else torch.zeros(2, 128, 32)
+
+        def loss(called: nn.Module, micro: Any) -> Total:
+            out: Any = called(micro[0])
+            return Total((out[0] if of == "BERT" else out).square().sum(), len(micro[0]))
+
+        torch.manual_seed(0)
+        built = model(p)
+        optimizer = torch.optim.AdamW(built.parameters())
+        return plan(built, loss, optimizer, (given, given), rows=16, device=device).peak
+
+    assert peak(0.0, "cuda:a100") <= peak(0.1, "cuda:a100") <= 1.01 * peak(0.0, "cuda:a100")
+    assert peak(0.1, "cpu") > 1.5 * peak(0.0, "cpu")  # the CPU's fused kernel takes no dropout
+
+
+class Heads(nn.Module):
+    def __init__(self, size: int, heads: int = 4, shared: int = 4, mask: bool = False) -> None:
+        super().__init__()
+        self.shape, self.shared, self.mask = (heads, size), shared, mask
+        self.layer = nn.Linear(heads * size, heads * size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.layer(x).unflatten(-1, self.shape).transpose(1, 2)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool) if self.mask else None
+        keys = q[:, : self.shared]
+        return F.scaled_dot_product_attention(q, keys, keys, mask, enable_gqa=self.shared < 4)
+
+
+FLASH, EFFICIENT = r"fused \(flash\) on ", r"fused \(memory-efficient\) on "
+
+
+@pytest.mark.parametrize(
+    ("card", "precision", "heads", "kernel"),
+    [
+        ("a100", "bf16-mixed", {}, FLASH),
+        ("a100", "fp16-mixed", {"mask": True}, EFFICIENT),
+        ("a100", "float32", {}, EFFICIENT),
+        ("a100", "bf16-mixed", {"shared": 2}, FLASH),
+        ("a100", "float32", {"shared": 2}, "unfused, .* float32 whose heads share keys and values"),
+        ("a100", "float32", {"size": 18}, "unfused, .* float32 of 18 numbers a head"),
+        ("a100", "bf16-mixed", {"size": 256}, FLASH),
+        ("rtx4090", "bf16-mixed", {"size": 200}, EFFICIENT),
+        ("t4", "fp16-mixed", {}, EFFICIENT),
+        ("t4", "float32", {"size": 18}, EFFICIENT),
+        ("v100", "bf16-mixed", {}, "unfused, because cuda:v100 has no fused kernel for bfloat16"),
+    ],
+)
+def test_a_plan_names_the_kernel_of_attention_that_it_counts(
+    card: str, precision: str, heads: dict[str, Any], kernel: str
+) -> None:
+    model = Heads(**({"size": 16} | heads))
+    x = torch.zeros(2, 256, model.layer.in_features)
+    aim = torch.zeros(2, 4, 256, model.shape[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = plan(model, nn.MSELoss(), optimizer, (x, aim), device=f"cuda:{card}", precision=precision)
+    (note,) = report.notes
+    assert re.match(f"attention: {kernel}", note)
+    scores, kept = 2 * 4 * 256 * 256 * 4, report.ledger.at_peak["activations"]
+    assert (kept > scores) is note.startswith("attention: unfused") or model.shape[1] > 100

@@ -49,10 +49,8 @@ class _Search:
             raise below_floor(floor, self._limit)
         policy = KEEP
         for policy in policies:
-            at, again = self._largest(policy), None
-            if policy == "recompute" and at < len(sizes):
-                again = self._fewest_blocks()
-                at = self._largest(policy, again)
+            again = self._fewest_blocks() if policy == "recompute" else None
+            at = self._largest(policy, again)
             if at < len(sizes):
                 best, *others = [self._option(size, policy, again) for size in sizes[at : at + NEAR]]
                 return self._report(best, others)
@@ -101,9 +99,9 @@ class _Search:
         return again if fits else None
 
     def _may_free(self, option: Option) -> bool:
-        """Return True if a lower rung may take clearly less: those free activations, and nothing else."""
-        moments = self._ledgers[option.plan].moments
-        return CLOSE * max(one.total - one.bytes[ACTIVATIONS] for one in moments) < option.peak
+        """Return True if a lower rung may fit or take clearly less: those free activations, nothing else."""
+        rest = max(one.total - one.bytes[ACTIVATIONS] for one in self._ledgers[option.plan].moments)
+        return rest <= self._limit or CLOSE * rest < option.peak
 
     def _least(self, policy: str) -> Option:
         """Return the fastest plan that fits of those with the fewest bytes, or the one with the fewest.
