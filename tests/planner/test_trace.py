@@ -250,7 +250,10 @@ def test_a_device_that_is_not_there_rounds_sizes_up() -> None:
     model = mlp()
     step = Step(model, nn.CrossEntropyLoss(), OPTIMIZERS["adamw"](model.parameters()))
     batch, plan = TensorBatch(vectors()), Plan(rows=ROWS, micro_batch=ROWS)
-    here, there = trace(plan, step.task(), batch), trace(plan, step.task(), batch, device=find_device("cuda:a100"))
+    here, there = (
+        trace(plan, step.task(), batch),
+        trace(plan, step.task(), batch, device=find_device("cuda:a100")),
+    )
     assert there.ledger.device == "cuda"
     assert all(not size % 512 for moment in there.ledger.moments for size in moment.bytes)
     assert there.peak > here.peak
@@ -424,9 +427,10 @@ FLASH, EFFICIENT = r"fused \(flash\) on ", r"fused \(memory-efficient\) on "
     ],
 )
 def test_a_plan_names_the_kernel_of_attention_that_it_counts(
-    card: str, precision: str, heads: dict[str, Any], kernel: str
+    card: str, precision: Any, heads: dict[str, Any], kernel: str
 ) -> None:
-    model = Heads(**({"size": 16} | heads))
+    settings: Any = {"size": 16} | heads
+    model = Heads(**settings)
     x = torch.zeros(2, 256, model.layer.in_features)
     aim = torch.zeros(2, 4, 256, model.shape[1])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

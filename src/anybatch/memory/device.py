@@ -33,13 +33,11 @@ class Device:
         rate = self.half_flops if half else self.flops
         return operations * self.launch_s + flops / rate + moved / self.bandwidth
 
-    def attention(
-        self, dtype: torch.dtype, head: int, *, is_masked: bool, is_grouped: bool, has_dropout: bool
-    ) -> str:
+    def attention(self, dtype: torch.dtype, head: int, is_masked: bool, is_grouped: bool, drops: bool) -> str:
         """Return the kernel by which a card computes `scaled_dot_product_attention` of heads of one size."""
         most, step = 256, 16 // dtype.itemsize
-        if self.capability % 1 >= 0.6:  # from Ampere on these have less shared memory
-            most = 192 if has_dropout or head <= 224 else 256
+        if self.capability % 1 >= 0.6:  # 8.6 and 8.9 have less shared memory, which backward needs
+            most = 192 if drops or head <= 224 else 256
         if self.capability >= _FLASH.get(dtype, inf) and head <= most and not is_masked:
             return f"fused (flash) on {self.name}"
         told = f"{dtype}".removeprefix("torch.")

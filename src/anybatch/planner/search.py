@@ -9,11 +9,11 @@ from torch import nn
 
 from anybatch.core import counted, local
 from anybatch.engine import Plan
-from anybatch.memory import OWNERS, Ledger
+from anybatch.memory import OWNERS
 from anybatch.planner.ladder import update_to_come
 from anybatch.planner.report import Option, PlanReport, below_floor, refusal
 from anybatch.planner.request import KEEP, Request, computes_in_half
-from anybatch.planner.trace import trace
+from anybatch.planner.trace import Trace, trace
 
 SHOWN = 6  # options in a report
 CLOSE = 1.02  # guesses further over the budget than this factor are not traced
@@ -33,8 +33,7 @@ class _Search:
         self._limit = 2**62 if request.budget is None else request.budget
         self._half = request.like.precision.is_short or computes_in_half(request.task)
         self._traced: dict[Plan, Option] = {}
-        self._ledgers: dict[Plan, Ledger] = {}  # of the traced plans
-        self._kernels: dict[Plan, frozenset[str]] = {}  # of attention, in the traced plans
+        self._traces: dict[Plan, Trace] = {}  # of the traced plans
         self._known: dict[tuple[str, int | None], dict[int, Option]] = {}  # by policy and by size
         self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient
         self._tell_at, self._one_by_one = monotonic() + SILENT_S, False
@@ -59,7 +58,7 @@ class _Search:
         least = self._least(policy)
         if least.peak <= self._limit:
             return self._report(least, [])
-        ledger, batch_norms = self._ledgers[least.plan], network.batch_norms
+        ledger, batch_norms = self._traces[least.plan].ledger, network.batch_norms
         raise refusal(least, ledger, self._limit, batch_norms, request.cut_refused)
 
     def _largest(self, policy: str, again: int | None = None) -> int:
@@ -81,7 +80,7 @@ class _Search:
         """Estimate the peak of a size by the nearest traced one: activations grow with the rows."""
         known = self._known[policy, again].values()
         near = min(known, key=lambda option: abs(option.plan.micro_batch - size))
-        ledger, scale = self._ledgers[near.plan], size / near.plan.micro_batch
+        ledger, scale = self._traces[near.plan].ledger, size / near.plan.micro_batch
         is_late = self._one_by_one and near.plan.foreach is None  # updates will take less
         gradients, peaks = max(moment.bytes[1] for moment in ledger.moments), list[float]()
         for phase, moment in ledger.phases().items():
@@ -100,7 +99,7 @@ class _Search:
 
     def _may_free(self, option: Option) -> bool:
         """Return True if a lower rung may fit or take clearly less: those free activations, nothing else."""
-        rest = max(one.total - one.bytes[ACTIVATIONS] for one in self._ledgers[option.plan].moments)
+        rest = max(one.total - one.bytes[ACTIVATIONS] for one in self._traces[option.plan].ledger.moments)
         return rest <= self._limit or CLOSE * rest < option.peak
 
     def _least(self, policy: str) -> Option:
@@ -111,13 +110,12 @@ class _Search:
         """
         sizes = self._sizes
         least = self._option(sizes[-1], policy)
-        copied = max(moment.bytes[1] for moment in self._ledgers[least.plan].moments)
+        copied = max(moment.bytes[1] for moment in self._traces[least.plan].ledger.moments)
         if self._guess(sizes[0], policy, None) - copied <= CLOSE * least.peak:
             self._option(sizes[0], policy)
         for size in sizes[-2::-1]:
-            if self._guess(size, policy, None) > CLOSE * least.peak:
-                break
-            if self._option(size, policy).peak >= least.peak:
+            near = self._guess(size, policy, None) <= CLOSE * least.peak
+            if not near or self._option(size, policy).peak >= least.peak:
                 break
             least = self._option(size, policy)
         tried = [option for one in self._known.values() for option in one.values()]
@@ -127,7 +125,7 @@ class _Search:
         """Trace a plan; from an update that does not fit on, updates are made parameter by parameter."""
         plan = self._request.uniform(size, policy, again)
         option = self._trace(replace(plan, foreach=False) if self._one_by_one else plan)
-        phases = self._ledgers[option.plan].phases()
+        phases = self._traces[option.plan].ledger.phases()
         update = phases.pop("update", None)
         if update and update.total > self._limit and self._request.may_disable_foreach > self._one_by_one:
             self._one_by_one = True
@@ -147,7 +145,7 @@ class _Search:
             last, self._idle = found.marks[-1], found.idle
             seconds = device.seconds(last.operations, last.flops, last.moved, half=self._half)
             self._traced[plan] = Option(plan=plan, peak=found.peak, seconds=seconds)
-            self._ledgers[plan], self._kernels[plan] = found.ledger, found.attention
+            self._traces[plan] = found
         return self._traced[plan]
 
     def _report(self, best: Option, others: list[Option]) -> PlanReport:
@@ -155,10 +153,10 @@ class _Search:
         order = sorted(dict.fromkeys(fitting), key=lambda one: (one.seconds, -one.plan.micro_batch))
         return PlanReport(
             plan=best.plan,
-            ledger=self._ledgers[best.plan],
+            ledger=self._traces[best.plan].ledger,
             seconds=best.seconds,
             budget=self._request.budget,
             device=self._request.device.name,
             options=tuple([option for option in order if option is not best][:SHOWN]),
-            notes=tuple([f"attention: {kernel}" for kernel in sorted(self._kernels[best.plan])]),
+            notes=tuple([f"attention: {kernel}" for kernel in sorted(self._traces[best.plan].attention)]),
         )

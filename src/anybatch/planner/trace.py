@@ -118,9 +118,10 @@ def trace(
 ) -> Trace:
     """Run one step on fake tensors, with the optimizer's state of the second step; restore everything.
 
-    Of many micro-batches of one size only two are run, if both call the model as often. A device of another machine is approximated: sizes are rounded up as its allocator
-    does, optimizers update all parameters at once (foreach) as they would there, attention and dropout keep
-    what they keep there, and the other kernels are the CPU's.
+    Of many micro-batches of one size only two are run, if both call the model as often. A device of another
+    machine is approximated: sizes are rounded up as its allocator does, optimizers update all parameters at
+    once (foreach) as they would there, attention and dropout keep what they keep there, and the other kernels
+    are the CPU's.
 
     Raises:
         TraceError: the step needs values, for instance because shapes depend on them.
@@ -156,9 +157,8 @@ def trace(
     if reduced is not plan:
         recording = memory.continued(recording, plan.micro_batches)
     ledger = recording.ledger(source="predicted", device=device.kind)
-    return Trace(
-        plan=plan, ledger=ledger, marks=recording.marks, idle=found, attention=frozenset(kernels)
-    )
+    told: Any = {"marks": recording.marks, "idle": found, "attention": frozenset(kernels)}
+    return Trace(plan=plan, ledger=ledger, **told)
 
 
 def run_on_fakes(
@@ -226,13 +226,8 @@ def _kernels_of(device: memory.Device, kernels: set[str]) -> Generator[None]:
             return attention(query, key, value, mask, p, *rest, **named)
         kind, heads = query.device.type, (query, key, value)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-        kernel = device.attention(
-            dtype,
-            query.shape[-1],
-            is_masked=mask is not None,
-            is_grouped=query.shape[-3] != key.shape[-3],
-            has_dropout=p > 0,
-        )
+        is_grouped = query.shape[-3:-2] != key.shape[-3:-2]
+        kernel = device.attention(dtype, query.shape[-1], mask is not None, is_grouped, p > 0)
         kernels.add(kernel)
         if kernel.startswith("fused"):
             return attention(*heads, mask, 0.0, *rest, **named)
