@@ -111,7 +111,9 @@ class WholeBatchCallback(Callback):
         """Return the loss of the whole batch, with what else `training_step` returns; log."""
         trainer, self._kept = module.trainer, []
         # Several ranks exchange rows that meet, but no strings.
-        batch, joined = apart(batch, has_lists=not self._rows_meet or trainer.world_size == 1)
+        has_lists = not self._rows_meet or trainer.world_size == 1
+        may_be_one = self._options["micro_batch"] is None
+        batch, joined = apart(batch, has_lists=has_lists, may_be_one=may_be_one)
         self._run = lambda rows: run(joined(rows))  # pyright: ignore
         _refuse(trainer, module)
         batch_loss = self._batch_loss = self._batch_loss or self._made(module)
