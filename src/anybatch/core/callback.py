@@ -46,6 +46,9 @@ class Callback:
 
     # ---- a step
 
+    def attached(self, step: Any) -> None:
+        """Handle being made a callback of this step, or of a trainer's; raise PlanError to refuse it."""
+
     def begin(self, done: int) -> None:
         """Handle the start of micro-batches, first or again: of those shown so far only `done` count."""
 

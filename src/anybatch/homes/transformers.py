@@ -200,7 +200,7 @@ class _Seam:
             if self._loss is None:
                 error.add_note(
                     "rows_meet=True cuts any compute_loss, such as KTO's (docs/transformers.md). A loss "
-                    " that you write for anybatch goes into its argument `loss`."
+                    "that you write for anybatch goes into its argument `loss`."
                 )
             steps = self._trainer.args.gradient_accumulation_steps
             rows = steps * self._trainer.args.per_device_train_batch_size

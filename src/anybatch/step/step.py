@@ -18,7 +18,7 @@ from anybatch.losses import LossLike, module_of, resolve
 from anybatch.planner import PlanReport
 from anybatch.precision import LossScale, Masters, Precision, PrecisionName, at_work, find_precision
 from anybatch.recompute import choose_blocks
-from anybatch.state import Effects
+from anybatch.state import Effects, rng
 from anybatch.step.decide import NO_LIMIT, Planning, whole_number
 from anybatch.step.guard import Guard
 from anybatch.step.length import in_order, noted
@@ -161,6 +161,7 @@ class Step:
             refuse_others("step", others)
         if self.open_window is not None:
             refuse_open(self.open_window)
+        self.planning.guard.warn_of_use(self.model, self._progress.updates, self.micro_batch)
         try:
             task, token = self._begun(), core.running.set(True)
             try:
@@ -303,6 +304,38 @@ class Step:
         """
         return self.planning.by_rows(rows, like)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what model, loss, optimizers, schedulers and callbacks do not hold, for `torch.save`.
+
+        That is the loss scale, the float32 copies of 16-bit weights, the sizes that did not fit, the readings
+        of a budget, the number of updates, and the random streams of the process. A window must not be open.
+        """
+        if self.open_window is not None:
+            refuse_open(self.open_window)
+        modules, budget = (self.model, self.loss_module), self.planning.budget
+        full = [{name: self.masters.of(p) for name, p in one.named_parameters()} for one in modules]
+        return {
+            "scale": self.scale.state(),
+            "masters": [{name: one for name, one in each.items() if one is not None} for each in full],
+            "limits": self.planning.limits.state(),
+            "plans": [] if budget is None else budget.state(),
+            "updates": self._progress.updates,
+            "random": rng.capture_process(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict`, after model, optimizers and schedulers are loaded."""
+        if self.open_window is not None:
+            refuse_open(self.open_window)
+        self.scale.load(state["scale"])
+        self.planning.limits.load(state["limits"])
+        if self.planning.budget is not None:
+            self.planning.budget.load(state["plans"])
+        for module, masters in zip((self.model, self.loss_module), state["masters"], strict=True):
+            self.masters.load_state_dict(module, masters, strict=False)
+        self._progress.updates = state["updates"]
+        rng.restore_process(state["random"])
+
     @property
     def precision(self) -> Precision:
         """The dtypes of the step."""
@@ -378,8 +411,10 @@ class Step:
             callbacks: the callbacks.
             first: functions called with each report, before the step's own callbacks.
         """
-        own = core.Callbacks.of(self.callbacks)
-        told = core.Callbacks.of([*self.callbacks, *callbacks])
+        every = [*self.callbacks, *callbacks]
+        for attached in core.bound(every, "attached"):
+            attached(self)
+        own, told = core.Callbacks.of(self.callbacks), core.Callbacks.of(every)
         self._told = replace(told, update=(*first, *own.update))
 
     def task(self) -> engine.Task:
