@@ -170,7 +170,7 @@ class WholeBatchCallback(Callback):
         found = self._run(rows)
         if found is None:
             raise LossError(
-                "Expected training_step to return its loss, got None, by which Lightning skips a batch. "
+                f"Expected training_step to return its loss, got {found}, by which Lightning skips a batch. "
                 'Leave such rows out before; for a loss of NaN pass options=ab.Options(non_finite="skip").'
             )
         said: dict[str, Any] = dict(found) if isinstance(found, Mapping) else {"loss": found}  # pyright: ignore

@@ -18,13 +18,14 @@ from anybatch.losses import LossLike, module_of, resolve
 from anybatch.planner import PlanReport
 from anybatch.precision import LossScale, Masters, Precision, PrecisionName, at_work, find_precision
 from anybatch.recompute import choose_blocks
-from anybatch.state import Effects, rng
+from anybatch.state import Effects
 from anybatch.step.decide import NO_LIMIT, Planning, whole_number
 from anybatch.step.guard import Guard
 from anybatch.step.length import in_order, noted
 from anybatch.step.options import DEFAULT, Options, known_keywords
 from anybatch.step.remote import Remote
-from anybatch.step.window import OpenWindow, refuse_others
+from anybatch.step.state import load_state, state_of
+from anybatch.step.window import OpenWindow, refuse_open, refuse_others
 
 
 class Step:
@@ -136,7 +137,7 @@ class Step:
         self.attach()
         self.effects = Effects()
         self.open_window: OpenWindow | None = None
-        self._progress = engine.Progress()
+        self.progress = engine.Progress()
         self._gathered: tuple[engine.Task, engine.Signature] | None = None
         self.working = at_work(model, chosen, self.optimizers)  # last: a refusal changes nothing
 
@@ -159,9 +160,8 @@ class Step:
         """
         if others:
             refuse_others("step", others)
-        if self.open_window is not None:
-            refuse_open(self.open_window)
-        self.planning.guard.warn_of_use(self.model, self._progress.updates, self.micro_batch)
+        refuse_open(self)
+        self.planning.guard.warn_of_use(self.model, self.progress.updates, self.micro_batch)
         try:
             task, token = self._begun(), core.running.set(True)
             try:
@@ -264,8 +264,7 @@ class Step:
             >>> window.close().rows
             6
         """
-        if self.open_window is not None:
-            refuse_open(self.open_window)
+        refuse_open(self)
         if self.options.order is not None:
             raise core.WindowError(
                 f"Expected whole batches with order={self.options.order!r}, got a window, whose rows are "
@@ -304,37 +303,7 @@ class Step:
         """
         return self.planning.by_rows(rows, like)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what model, loss, optimizers, schedulers and callbacks do not hold, for `torch.save`.
-
-        That is the loss scale, the float32 copies of 16-bit weights, the sizes that did not fit, the readings
-        of a budget, the number of updates, and the random streams of the process. A window must not be open.
-        """
-        if self.open_window is not None:
-            refuse_open(self.open_window)
-        modules, budget = (self.model, self.loss_module), self.planning.budget
-        full = [{name: self.masters.of(p) for name, p in one.named_parameters()} for one in modules]
-        return {
-            "scale": self.scale.state(),
-            "masters": [{name: one for name, one in each.items() if one is not None} for each in full],
-            "limits": self.planning.limits.state(),
-            "plans": [] if budget is None else budget.state(),
-            "updates": self._progress.updates,
-            "random": rng.capture_process(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`, after model, optimizers and schedulers are loaded."""
-        if self.open_window is not None:
-            refuse_open(self.open_window)
-        self.scale.load(state["scale"])
-        self.planning.limits.load(state["limits"])
-        if self.planning.budget is not None:
-            self.planning.budget.load(state["plans"])
-        for module, masters in zip((self.model, self.loss_module), state["masters"], strict=True):
-            self.masters.load_state_dict(module, masters, strict=False)
-        self._progress.updates = state["updates"]
-        rng.restore_process(state["random"])
+    state_dict, load_state_dict = state_of, load_state
 
     @property
     def precision(self) -> Precision:
@@ -377,14 +346,14 @@ class Step:
         return (
             f"Step({', '.join(names)}, {sum(p.numel() for p in trained):,} trained parameters, "
             f"micro_batch={self.micro_batch}, memory={memory!r}, precision={str(self.precision)!r}, "
-            f"{core.counted(self._progress.updates, 'update')} made"
+            f"{core.counted(self.progress.updates, 'update')} made"
             f"{'' if self.open_window is None else f', {self.open_window!r}'})"
         )
 
     def _begun(self) -> engine.Task:
         """Return the parts of the next step, gathered anew if they have changed, and in looking steps."""
         if self.schedulers:
-            self._progress.warn_of_other_steps(self.schedulers)
+            self.progress.warn_of_other_steps(self.schedulers)
         if self.strategy.is_many:
             self.strategy.ready(self.model)
         known = self._gathered
@@ -411,10 +380,9 @@ class Step:
             callbacks: the callbacks.
             first: functions called with each report, before the step's own callbacks.
         """
-        every = [*self.callbacks, *callbacks]
-        for attached in core.bound(every, "attached"):
+        own, told = (core.Callbacks.of(ones) for ones in (self.callbacks, [*self.callbacks, *callbacks]))
+        for attached in told.attached:
             attached(self)
-        own, told = core.Callbacks.of(self.callbacks), core.Callbacks.of(every)
         self._told = replace(told, update=(*first, *own.update))
 
     def task(self) -> engine.Task:
@@ -428,7 +396,7 @@ class Step:
             effects=self.effects,
             working=self.working,
             strategy=self.strategy,
-            progress=self._progress,
+            progress=self.progress,
             callbacks=self._told,
             held=self.held(),
         )
@@ -439,11 +407,3 @@ class Step:
 
     def _checked(self, model: object, loss: object, optimizer: object, scheduler: object) -> Any:
         return engine.check_parts(model, loss, optimizer, scheduler)
-
-
-def refuse_open(window: OpenWindow) -> None:
-    """Raise WindowError for a step while a window is open."""
-    raise core.WindowError(
-        f"Expected no open window, got one with {window.rows} rows. Call close() on it for the update, or "
-        "discard() to drop its gradients; it is `step.open_window`."
-    )
