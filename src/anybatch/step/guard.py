@@ -23,7 +23,7 @@ from anybatch.core import Batch, Padding, PlanError, StepReport
 from anybatch.engine import Plan, Progress, Task
 
 Kind = Literal["step", "add", "dry", "foresee", "recut"]
-_UNCUT = 8  # updates without a cut after which a warning says so
+_UNCUT = 64  # updates without a cut after which a warning says so
 _DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 _EARLY = 64  # updates of which those at powers of two are compared; later one of as many
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
