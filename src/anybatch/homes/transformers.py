@@ -194,7 +194,10 @@ class _Seam:
             self._open = None
             return opener(window)
         except BatchError as error:
-            error.add_note("Without micro_batch= any batch passes: docs/transformers.md says what is cut.")
+            if self._loss is None:
+                error.add_note(
+                    "Without micro_batch= any batch passes (docs/transformers.md)."
+                )
             raise
         except LossError as error:
             if self._loss is None:
