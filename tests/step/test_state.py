@@ -53,7 +53,7 @@ def test_loop_that_was_saved_and_loaded_is_the_unbroken_one(precision: str) -> N
     reports = [again(batch) for batch in DATA[3:]]
     assert [report.cut for report in reports] == cuts[3:]  # what did not fit is known
     assert reports[-1].update == 6
-    assert reports[-1].redone == 0
+    assert not any(report.redone for report in reports)
     assert again.scale.value == whole.scale.value
     for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -195,9 +195,7 @@ class _Seam:
             return opener(window)
         except BatchError as error:
             if self._loss is None:
-                error.add_note(
-                    "Without micro_batch= any batch passes (docs/transformers.md)."
-                )
+                error.add_note("Without micro_batch= any batch passes (docs/transformers.md).")
             raise
         except LossError as error:
             if self._loss is None:
