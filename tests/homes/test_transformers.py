@@ -444,7 +444,7 @@ def test_an_uncut_batch_passes_whatever_it_is_made_of() -> None:
     assert error(whole.gradients[1], uncut.gradients[1]) == 0.0
     with pytest.raises(BatchError) as caught:
         train(task, "home", **more)
-    assert any("docs/transformers.md" in note for note in caught.value.__notes__)
+    assert any("docs/trl.md" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.slow

@@ -137,5 +137,5 @@ def test_updates_are_those_of_the_trainer_alone(name: str, tmp_path: Path) -> No
 def test_a_loss_whose_rows_meet_names_the_argument_and_the_page(name: str, tmp_path: Path) -> None:
     with pytest.raises(LossError) as caught:
         train(name, tmp_path, micro_batch=2)
-    assert any("rows_meet=True" in note and "docs/transformers.md" in note for note in caught.value.__notes__)
+    assert any("rows_meet=True" in note and "docs/trl.md" in note for note in caught.value.__notes__)
     assert not isinstance(caught.value, BatchError)

@@ -98,9 +98,10 @@ def _only(micro: Any) -> Any:
 def _documents(batch: Any) -> list[dict[str, Tensor]] | None:
     """Return the documents of a flat sequence, as packing and `padding_free` make it; None for others."""
     places = batch.get("position_ids") if isinstance(batch, Mapping) else None
-    is_flat = isinstance(places, Tensor) and places.dim() == 2 and places.shape[0] == 1
-    if not is_flat or "attention_mask" in batch or not places.numel() or int(places[0, 0]):
-        return None  # with a mask, documents would attend to each other
+    if not isinstance(places, Tensor) or places.dim() != 2 or places.shape[0] != 1 or not places.numel():
+        return None
+    if "attention_mask" in batch or int(places[0, 0]):  # documents may attend to each other
+        return None
     flat = {key: one for key, one in batch.items() if isinstance(one, Tensor) and key not in _BOUNDS}
     if any(one.shape[:2] != places.shape for one in flat.values()):
         return None

@@ -195,12 +195,12 @@ class _Seam:
             return opener(window)
         except BatchError as error:
             if self._loss is None:
-                error.add_note("Without micro_batch= any batch passes (docs/transformers.md).")
+                error.add_note("Without micro_batch= any batch passes (docs/trl.md).")
             raise
         except LossError as error:
             if self._loss is None:
                 error.add_note(
-                    "rows_meet=True cuts any compute_loss, such as KTO's (docs/transformers.md). A loss "
+                    "rows_meet=True cuts any compute_loss, such as KTO's (docs/trl.md). A loss "
                     "that you write for anybatch goes into its argument `loss`."
                 )
             steps = self._trainer.args.gradient_accumulation_steps
