@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from anybatch.parallel import ParameterServer
     from anybatch.planner import PlanReport
     from anybatch.precision import Precision
-    from anybatch.step import BatchLoss, Options, Step, Window, plan
-    from anybatch.train import EMA, EarlyStopping, Metrics, Trainer, accuracy
+    from anybatch.step import EMA, BatchLoss, Options, Step, Window, plan
+    from anybatch.train import EarlyStopping, Metrics, Trainer, accuracy
 
 __version__ = "0.2.0"
 
@@ -63,8 +63,8 @@ _HOMES = {
     "parallel": "ParameterServer",
     "planner": "PlanReport",
     "precision": "Precision",
-    "step": "BatchLoss Options Step Window plan",
-    "train": "EMA EarlyStopping Metrics Trainer accuracy",
+    "step": "EMA BatchLoss Options Step Window plan",
+    "train": "EarlyStopping Metrics Trainer accuracy",
 }
 
 

@@ -204,3 +204,38 @@ def test_what_cannot_be_is_refused(module: Any, options: Any, homes: int, error:
     assert (error is LossError and not meets) == (
         "rows_meet=True" in str(vars(caught.value).get("__notes__"))
     )
+
+
+class Mixed(Module):
+    """Draws mixup in `training_step`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        mixed = 0.7 * batch[0] + 0.3 * batch[0][torch.randperm(len(batch[0]))]
+        return nn.functional.cross_entropy(self.net(mixed).transpose(1, 2), batch[1])
+
+
+def test_mixup_in_training_step_is_told_where_to_draw() -> None:
+    with pytest.raises(LossError, match="mixes rows by them") as caught:
+        fit(Mixed("tokens"), WholeBatchCallback(7))
+    assert "on_after_batch_transfer" in caught.value.__notes__[-1]
+
+
+class Odd(Module):
+    """Adds what no row has to its batch."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"rows": batch, "edges": torch.zeros(2, 5), "graph": object()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert batch["edges"].shape == (2, 5)
+        return super().training_step(batch["rows"], batch_idx)
+
+
+def test_an_uncut_batch_passes_whatever_it_is_made_of() -> None:
+    whole, uncut = Odd("tokens"), Odd("tokens")
+    fit(whole)
+    fit(uncut, WholeBatchCallback())
+    for found, expected in zip(uncut.gradients, whole.gradients, strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(ab.errors.BatchError):
+        fit(Odd("tokens"), WholeBatchCallback(7))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.core import LossError, PlanError
+from anybatch.core import BatchError, LossError, PlanError
 from anybatch.homes import WholeBatchTrainer
 
 for needed in ("accelerate", "peft", "transformers"):
@@ -350,3 +350,112 @@ def test_a_detector_with_labels_in_a_list_is_trained_uncut_to_the_bit_and_its_cu
         assert one.grad is None or other.grad is None or torch.equal(one.grad, other.grad)
     with pytest.raises(LossError, match="a sum that is divided afterwards"):  # by the number of boxes
         ab.BatchLoss(ours, ab.ModelLoss(), micro_batch=2)(batch)
+
+
+def flat_rows(rows: Any) -> dict[str, Any]:
+    """Return documents as one flat sequence, with what kernels for such sequences get."""
+    ids = [row["input_ids"][row["attention_mask"].bool()] for row in rows]
+    own = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    return own([{"input_ids": one.tolist(), "labels": one.tolist()} for one in ids])
+
+
+def test_documents_of_a_flat_sequence_are_rows() -> None:
+    own = {"data_collator": flat_rows}
+    whole = train(CAUSAL, "whole", own=own)
+    uncut, both, home = [
+        train(CAUSAL, mode, own=own, **more)
+        for mode, more in (("home", {"micro_batch": None}), ("both", {"parts": 2}), ("home", {}))
+    ]
+    assert error(whole.gradients[1], uncut.gradients[1]) == 0.0
+    for run in (both, home):
+        assert error(whole.gradients[1], run.gradients[1]) <= LIMIT
+        assert run.logged("loss") == pytest.approx(whole.logged("loss"), rel=LOGGED)
+
+
+class RewardTrainer(transformers.Trainer):
+    """A host whose batch has the rejected rows after the chosen ones, as TRL's."""
+
+    __module__ = "trl.trainer.reward_trainer"
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        margin, scale = inputs.pop("margin"), inputs.pop("scale")
+        inputs.pop("labels")
+        chosen, rejected = model(**inputs).logits[:, 0].chunk(2)
+        return -nn.functional.logsigmoid(scale * (chosen - rejected - margin)).mean()
+
+
+def pairs_of(rows: Any) -> dict[str, Any]:
+    tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return {**tensors, "margin": torch.linspace(0, 1, len(rows) // 2).double(), "scale": torch.tensor(2.0)}
+
+
+def test_pairs_stay_together() -> None:
+    own = {"data_collator": pairs_of}
+    more = {"remove_unused_columns": False, "own": own}
+    task = with_host(RewardTrainer)
+    whole, home = train(task, "whole", **more), train(task, "home", micro_batch=2, **more)
+    assert error(whole.gradients[1], home.gradients[1]) <= LIMIT
+
+
+class Meeting(transformers.Trainer):
+    """A host whose loss subtracts a mean over all rows, in a sigmoid, as KTO's; it counts its calls."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._total_train_tokens = 0
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self._total_train_tokens = self._total_train_tokens + len(inputs["labels"])
+        values = model(**inputs).logits[:, 0]
+        return torch.sigmoid(3 * (values - values.mean().detach())).nanmean()
+
+
+def test_loss_whose_rows_meet_is_cut_where_that_is_said() -> None:
+    task = with_host(Meeting)
+    whole, home = train(task, "whole"), train(task, "home", own={"rows_meet": True})
+    assert error(whole.gradients[1], home.gradients[1]) <= LIMIT
+    assert home.trainer._total_train_tokens == 2 * ROWS  # not those of each micro-batch
+    with pytest.raises(LossError) as caught:
+        train(task, "home")
+    assert any("rows_meet=True" in note for note in caught.value.__notes__)
+
+
+class Graphs(Weighted):
+    """A host whose batch has what no row has."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert inputs.pop("edges").shape == (2, 5)
+        assert inputs.pop("graph").nodes == 3
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class Graph:
+    nodes = 3
+
+
+def with_edges(rows: Any) -> dict[str, Any]:
+    tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return {**tensors, "edges": torch.zeros(2, 5), "graph": Graph()}
+
+
+def test_an_uncut_batch_passes_whatever_it_is_made_of() -> None:
+    task, more = with_host(Graphs), {"remove_unused_columns": False, "own": {"data_collator": with_edges}}
+    whole, uncut = train(task, "whole", **more), train(task, "home", micro_batch=None, **more)
+    assert error(whole.gradients[1], uncut.gradients[1]) == 0.0
+    with pytest.raises(BatchError) as caught:
+        train(task, "home", **more)
+    assert any("docs/trl.md" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["own weighted loss", "causal LM", "classification"])
+def test_compiled_models_are_exact_or_refused_by_name(name: str) -> None:
+    more: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    task, whole = BY_NAME[name], train(BY_NAME[name], "whole")
+    uncut = train(task, "home", micro_batch=None, **more)
+    assert error(whole.gradients[1], uncut.gradients[1]) <= LIMIT
+    if name == "classification":  # its mean is inside the compiled code
+        with pytest.raises(LossError, match=r"BertFor.* outside of compiled code.*block\.compile\(\)"):
+            train(task, "home", **more)
+    else:
+        assert error(whole.gradients[1], train(task, "home", **more).gradients[1]) <= LIMIT

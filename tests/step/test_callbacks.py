@@ -27,7 +27,14 @@ class Told:
 
     def __init__(self, at: str = "", error: BaseException | None = None) -> None:
         self.events, self.at, self.error = list[str](), at, error
-        for name in {*METHODS} - {"validation", "metrics", "state_dict", "load_state_dict", "record"}:
+        for name in {*METHODS} - {
+            "attached",
+            "validation",
+            "metrics",
+            "state_dict",
+            "load_state_dict",
+            "record",
+        }:
             setattr(self, name, partial(self._tell, name))
 
     def _tell(self, name: str, *given: object) -> None:

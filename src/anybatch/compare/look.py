@@ -284,7 +284,9 @@ class _FewRows(NamedTuple):
             told = True
             if found and found.is_small:
                 said = f"got {found.words} for {self.few.rows} rows as {whole.cut} and as {cut}"
-                said += f" (the forward changes {whole.moved!r})" if whole.moved else ""
+                said += (
+                    f" (the forward changes {whole.moved!r}{_of_norm(whole.moved)})" if whole.moved else ""
+                )
                 doubt, is_small = Doubt(f"{said}: more than rounding in {found.dtype}", lasts=True), True
             elif found:  # else another split may show more
                 self._refuse(found, whole, parts)
@@ -343,7 +345,7 @@ class _FewRows(NamedTuple):
             )
         if whole.moved or self.disturbed:
             named = repr(whole.moved) if whole.moved else self._name_of(self.disturbed[0])
-            likely = f"The forward changes {named}, and later forwards may compute with it."
+            likely = f"The forward changes {named}, and later forwards may compute with it{_of_norm(named)}."
         advice = "ab.check(model, loss, batch) names the place"
         if self.disturbed:
             advice = "Move it once per update, after the step"
@@ -468,3 +470,9 @@ def _parts(rows: int, count: int, most: int = ROWS, least: int = 1) -> tuple[int
 def _in_turn(sizes: Sequence[int]) -> tuple[int, ...]:
     places = range(len(sizes))
     return tuple([sizes[-1 - place // 2] if place % 2 else sizes[place // 2] for place in places])
+
+
+def _of_norm(moved: str) -> str:
+    is_iterated = moved.endswith(("_u'", "_v'"))  # by spectral_norm
+    advice = ": a power iteration. Keep spectral_norm in eval(), iterate once per update (docs/callbacks.md)"
+    return advice if is_iterated else ""

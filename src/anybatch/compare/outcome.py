@@ -364,7 +364,9 @@ def losses_differ(
         # NaN from a part of which the whole is finite is a fault, too: a mean over no valid element.
         if not abs(first - second) <= max(rounding * size, 100 * eps):
             is_small = not is_double and abs(first - second) <= max(eps**0.5 * size, 100 * eps)
-            found = Difference(f"{first:.6g} and {second:.6g} for {name!r}", named, is_small)
+            digits = next((n for n in (6, 9) if f"{first:.{n}g}" != f"{second:.{n}g}"), 17)
+            said = f"{first:.{digits}g} and {second:.{digits}g} for {name!r}"
+            found = Difference(said, named, is_small)
             if not is_small:
                 return found
             small = small or found

@@ -46,6 +46,9 @@ class Callback:
 
     # ---- a step
 
+    def attached(self, step: Any) -> None:
+        """Handle being made a callback of this step, or of a trainer's; raise PlanError to refuse it."""
+
     def begin(self, done: int) -> None:
         """Handle the start of micro-batches, first or again: of those shown so far only `done` count."""
 
@@ -207,6 +210,7 @@ def call(functions: Functions, *given: Any) -> None:
 class Callbacks:
     """The functions that a step calls, bound once; none by default."""
 
+    attached: Functions = ()
     begin: Functions = ()
     micro_batch: Functions = ()
     redone: Functions = ()
@@ -218,7 +222,7 @@ class Callbacks:
     @staticmethod
     def of(callbacks: Sequence[object]) -> "Callbacks":
         """Bind the methods of these callbacks."""
-        names = "begin", "micro_batch", "redone", "gradients", "parameters", "update"
+        names = "attached", "begin", "micro_batch", "redone", "gradients", "parameters", "update"
         shown = tuple([one for one in callbacks if bound([one], "micro_gradients")])
         return Callbacks(**{name: bound(callbacks, name) for name in names}, of_micro_gradients=shown)
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from anybatch.core.units import format_count, format_seconds
 
@@ -90,6 +91,10 @@ class StepReport:
     def checked(self) -> bool:
         """True if nothing was split, or a few rows gave the same loss and gradient in several splits."""
         return not self.unchecked
+
+    def asdict(self) -> dict[str, Any]:
+        """Return all values by name, also `checked`, for a log."""
+        return asdict(self) | {"checked": self.checked}
 
     def __repr__(self) -> str:
         made = f"update {self.update}" if self.updated else "no update"

@@ -1,30 +1,57 @@
-"""Entries of a batch that are no tensors, and attributes that are replaced during a step."""
+"""Batches as other libraries make them, as rows; and attributes that are replaced during a step."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from anybatch.core import tree
+from anybatch.core import BatchError, batch_of, tree
 
 _PLAIN = (bool, int, float, str)
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_ENTRIES, _ROWS = "entries", "rows"  # of a batch that is a list with one entry for each row
+Back = Callable[[Any], Any]
 
 
-def apart(batch: Any, *, has_lists: bool = True) -> tuple[Any, Callable[[Any], Any]]:
-    """Return the tensors of a batch, and a function that gives their micro-batches the other entries back.
+def apart(
+    batch: Any, *, has_lists: bool = True, is_paired: bool = False, may_be_one: bool = False
+) -> tuple[Any, Back]:
+    """Return the rows of a batch, and a function that gives their micro-batches the form of the batch.
 
-    Numbers and strings are shared by all rows. A list of numbers or strings, one for each row, is cut as the
-    rows are, unless `has_lists` is False. Anything else stays with the tensors.
+    Numbers, strings and tensors of shape () are shared by all rows. A list of numbers or strings, one for
+    each row, is cut as the rows are, unless `has_lists` is False. The rows of a flat sequence, with
+    `position_ids` that begin anew at 0, are its documents. Anything else stays with the tensors.
+
+    Args:
+        batch: the batch of the host.
+        has_lists: lists are cut.
+        is_paired: row i of the first half and of the second belong together, as in a batch of preferences.
+        may_be_one: a batch without rows is one row.
     """
+    entries = _documents(batch)
+    if entries is not None:
+        return _column(entries), lambda micro: _flat(micro[_ENTRIES], batch)
+    paired, back = _pairs(batch) if is_paired else (batch, _as_it_is)
+    rows, fill = without_shared(paired, has_lists=has_lists)
+    if may_be_one and not _has_rows(rows):
+        return _column([batch]), _only
+    return rows, lambda micro: back(fill(micro))
+
+
+def without_shared(batch: Any, *, has_lists: bool = False) -> tuple[Any, Back]:
+    """Return a batch without what all rows share, and a function that gives it back; as `apart`."""
     values = batch if isinstance(batch, list | tuple) else ()
     entries = dict[Any, Any](batch if isinstance(batch, Mapping) else enumerate(values))
-    first = next(tree.tensors_in(batch), None)
-    rows = len(first) if has_lists and first is not None and first.dim() else -1
-    shared = {key: one for key, one in entries.items() if isinstance(one, _PLAIN)}
+    shared = {key: one for key, one in entries.items() if _is_shared(one)}
+    first = next(filter(Tensor.dim, tree.tensors_in(batch)), None)
+    rows = -1 if first is None or not has_lists else len(first)
     lists = {key: one for key, one in entries.items() if _is_list(one, rows)}
     if not (shared or lists):
-        return batch, lambda micro: micro
+        return batch, _as_it_is
     tensors = {key: one for key, one in entries.items() if key not in shared and key not in lists}
     build, keys = tree.mould(batch), [*entries]
 
@@ -36,9 +63,83 @@ def apart(batch: Any, *, has_lists: bool = True) -> tuple[Any, Callable[[Any], A
     return (tensors, torch.arange(rows)) if lists else tensors, whole
 
 
+def _is_shared(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, Tensor) and not value.dim())
+
+
 def _is_list(value: Any, rows: int) -> bool:
     is_long = isinstance(value, list | tuple) and len(value) == rows
     return is_long and all(isinstance(one, _PLAIN) for one in value)
+
+
+def _as_it_is(micro: Any) -> Any:
+    return micro
+
+
+def _has_rows(batch: Any) -> bool:
+    """Return False if a batch that is not empty cannot be cut."""
+    try:
+        batch_of(batch)
+    except BatchError:
+        sizes = [one.numel() for one in tree.tensors_in(batch)]
+        return bool(sizes) and not any(sizes)
+    return True
+
+
+def _column(entries: Sequence[Any]) -> Mapping[str, Any]:
+    return {_ENTRIES: entries, _ROWS: torch.arange(len(entries))}
+
+
+def _only(micro: Any) -> Any:
+    (batch,) = micro[_ENTRIES]
+    return batch
+
+
+def _documents(batch: Any) -> list[dict[str, Tensor]] | None:
+    """Return the documents of a flat sequence, as packing and `padding_free` make it; None for others."""
+    places = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(places, Tensor) or places.dim() != 2 or places.shape[0] != 1 or not places.numel():
+        return None
+    if "attention_mask" in batch or int(places[0, 0]):  # documents may attend to each other
+        return None
+    flat = {key: one for key, one in batch.items() if isinstance(one, Tensor) and key not in _BOUNDS}
+    if any(one.shape[:2] != places.shape for one in flat.values()):
+        return None
+    starts = [*places[0].eq(0).nonzero().flatten().tolist(), places.shape[1]]
+    sizes = [stop - start for start, stop in pairwise(starts)]
+    parts = zip(*[one[0].split(sizes) for one in flat.values()], strict=True)
+    return [dict(zip(flat, part, strict=True)) for part in parts]
+
+
+def _flat(documents: Sequence[Mapping[str, Tensor]], batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return some documents as one flat sequence, in the form of this batch."""
+    made = _bounds([len(one["position_ids"]) for one in documents])
+    made |= {key: torch.cat([one[key] for one in documents])[None] for key in documents[0]}
+    found = {key: made.get(key, one) for key, one in batch.items()}
+    return {key: one.to(batch[key]) if isinstance(one, Tensor) else one for key, one in found.items()}
+
+
+def _bounds(sizes: Sequence[int]) -> dict[str, Any]:
+    """Return what kernels for flat sequences get, by its name in transformers."""
+    lengths, longest = torch.tensor(sizes), max(sizes)
+    ends = F.pad(lengths.cumsum(0), (1, 0))
+    numbers = torch.arange(len(sizes)).repeat_interleave(lengths)[None]
+    return dict(zip(_BOUNDS, (ends, ends, longest, longest, numbers), strict=True))
+
+
+def _pairs(batch: Mapping[str, Any]) -> tuple[Any, Back]:
+    """Return a batch with pairs as rows, and a function that puts the halves one after the other again."""
+    sizes = {key: len(one) for key, one in batch.items() if isinstance(one, Tensor) and one.dim()}
+    most = max(sizes.values(), default=0)
+    if most % 2:
+        return batch, _as_it_is
+    halves = [key for key, size in sizes.items() if size == most]
+
+    def together(micro: Mapping[str, Any]) -> dict[str, Any]:
+        return {**micro, **{key: micro[key].transpose(0, 1).flatten(0, 1) for key in halves}}
+
+    cut = {key: batch[key].unflatten(0, (2, most // 2)).transpose(0, 1) for key in halves}
+    return {**batch, **cut}, together
 
 
 @contextmanager

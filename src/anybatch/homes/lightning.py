@@ -111,7 +111,9 @@ class WholeBatchCallback(Callback):
         """Return the loss of the whole batch, with what else `training_step` returns; log."""
         trainer, self._kept = module.trainer, []
         # Several ranks exchange rows that meet, but no strings.
-        batch, joined = apart(batch, has_lists=not self._rows_meet or trainer.world_size == 1)
+        has_lists = not self._rows_meet or trainer.world_size == 1
+        may_be_one = self._options["micro_batch"] is None
+        batch, joined = apart(batch, has_lists=has_lists, may_be_one=may_be_one)
         self._run = lambda rows: run(joined(rows))  # pyright: ignore
         _refuse(trainer, module)
         batch_loss = self._batch_loss = self._batch_loss or self._made(module)
@@ -122,7 +124,9 @@ class WholeBatchCallback(Callback):
             with self._noting(trainer, module):
                 loss = batch_loss(batch)
         except LossError as error:
-            if not self._rows_meet:
+            if "random numbers" in str(error):
+                error.add_note("Draw mixup and the like in on_after_batch_transfer, as parts of the batch.")
+            elif not self._rows_meet:
                 error.add_note("WholeBatchCallback(..., rows_meet=True) takes any loss.")
             raise
         self.report = batch_loss.report
@@ -164,6 +168,11 @@ class WholeBatchCallback(Callback):
         """Run `training_step` on some rows and return their loss; keep notes of what else it says."""
         before, self._notes = self._notes, []
         found = self._run(rows)
+        if found is None:
+            raise LossError(
+                f"Expected training_step to return its loss, got {found}, by which Lightning skips a batch. "
+                'Leave such rows out before; for a loss of NaN pass options=ab.Options(non_finite="skip").'
+            )
         said: dict[str, Any] = dict(found) if isinstance(found, Mapping) else {"loss": found}  # pyright: ignore
         loss = said.pop("loss")
         notes = [note._replace(is_loss=_is_same(note.value, loss)) for note in self._notes]

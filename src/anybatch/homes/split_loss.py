@@ -17,7 +17,8 @@ class SplitLoss:
     """A loss in two parts: the modules with parameters that it calls, and its other code.
 
     `evaluate` takes rows, calls parts of `module` and returns the loss; with `keeps=False` it is not used. An
-    output that is a mapping is kept without other `keys`, if it has one of these.
+    output that is a mapping is kept without other `keys`, if it has one of these. Losses in it
+    are None.
     """
 
     def __init__(self, module: nn.Module, evaluate: Callable[..., Any], keys: Sequence[str] = ()) -> None:
@@ -45,8 +46,10 @@ class SplitLoss:
                 kept = output
                 if isinstance(output, Tensor) and not output.dim():
                     self._losses.add(module)
-                if isinstance(output, Mapping):
+                if isinstance(output, Mapping):  # without losses of these rows alone
                     kept = {key: output[key] for key in self._keys if key in output} or output
+                    parts = [None if str(key).endswith("loss") else one for key, one in kept.items()]
+                    kept = tree.mould(kept)(parts)
                 found.append(kept)  # noqa: B023
                 return output
 

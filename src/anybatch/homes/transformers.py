@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, cast
@@ -11,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.compare import choose_rows
-from anybatch.core import LossError, PlanError, batch_of
-from anybatch.homes.entries import apart, replaced
+from anybatch.core import BatchError, LossError, PlanError, batch_of
+from anybatch.homes.entries import apart, replaced, without_shared
+from anybatch.homes.split_loss import SplitLoss
 from anybatch.losses import Additive, LossLike, ModelLoss
 from anybatch.precision import Precision
 from anybatch.state import ObjectState, rng
 from anybatch.step import BatchLoss, Window
 
 _CLOSE, _STEPS = 1e-6, "current_gradient_accumulation_steps"
+_ITEMS = "num_items_in_batch"
+_METRICS = {"_metrics", "_total_train_tokens"}  # that TRL's trainers count in `compute_loss`
 
 
 class WholeBatchTrainer:
@@ -42,6 +46,8 @@ class WholeBatchTrainer:
         micro_batch: rows per micro-batch. None for the whole batch, or, with `memory`, for what fits.
         memory: budget in bytes, as for `anybatch.Step`. Leave room for the state of the optimizer.
         loss: a loss in place of `compute_loss` in training, as for `anybatch.Step`; None for `compute_loss`.
+        rows_meet: True for a `compute_loss` of any kind, such as KTO's. Then the modules that it calls run on
+            micro-batches, twice; its other code runs on the outputs of all rows.
         whole_batch: further arguments of `anybatch.BatchLoss`, such as `{"options": ab.Options(...)}`.
 
     Raises:
@@ -74,10 +80,12 @@ class WholeBatchTrainer:
         micro_batch: int | None = None,
         memory: str | int | None = None,
         loss: LossLike | None = None,
+        rows_meet: bool = False,
         whole_batch: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._seam = _Seam(self, loss, {"micro_batch": micro_batch, "memory": memory, **(whole_batch or {})})
+        options = {"micro_batch": micro_batch, "memory": memory, **(whole_batch or {})}
+        self._seam = _Seam(self, loss, options, rows_meet=rows_meet)
         super().__init__(*args, **kwargs)
         _refuse_unsupported(self)
 
@@ -90,6 +98,12 @@ class WholeBatchTrainer:
         """Run the Trainer's own step, in which `compute_loss` returns the loss of the whole batch."""
         with self._seam.in_place():
             return cast("Any", super()).training_step(*args, **kwargs)
+
+
+def _descends(trainer: Any, *names: str) -> bool:
+    """Return True for one of these trainers of TRL."""
+    bases = [base for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
+    return any(base.__name__ in names for base in bases)
 
 
 def _refuse_unsupported(trainer: Any) -> None:
@@ -111,10 +125,14 @@ def _refuse_unsupported(trainer: Any) -> None:
 class _Seam:
     """The place of `compute_loss` in a training step."""
 
-    def __init__(self, trainer: Any, loss: LossLike | None, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, trainer: Any, loss: LossLike | None, options: Mapping[str, Any], *, rows_meet: bool
+    ) -> None:
         self._trainer, self._loss, self._options = trainer, loss, options
+        self._rows_meet = rows_meet
         self._compute: Any = None  # the trainer's own compute_loss, during a step
         self._items: Any = None  # num_items_in_batch of this update
+        self._steps = 1  # batches of this update, as the trainer knows them
         self._joined: Any = None  # gives a micro-batch the entries that are no tensors, as `return_loss`
         self._divides: bool | None = None  # True if the loss divides by these items; None if not known yet
         self._model: nn.Module | None = None  # the model of `_made`
@@ -124,11 +142,8 @@ class _Seam:
     def in_place(self) -> AbstractContextManager[None]:
         """Stand in for `compute_loss`; the trainer does not divide by its number of batches per update."""
         trainer, self._compute = self._trainer, self._trainer.compute_loss
-        places: list[Any] = [(trainer, "compute_loss", self), (trainer, _STEPS, 1)]
-        if trainer.args.world_size > 1:  # metrics stay on a rank: the others may have more micro-batches
-            own = lambda values, *_, **__: values  # noqa: E731  # pyright: ignore
-            places.append((trainer.accelerator, "gather_for_metrics", own))
-        return replaced(*places)
+        self._steps = getattr(trainer, _STEPS)
+        return replaced((trainer, "compute_loss", self), (trainer, _STEPS, 1))
 
     def __call__(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -139,8 +154,32 @@ class _Seam:
                 f"Expected compute_loss without outputs in a training step, got {return_outputs=}: the "
                 "outputs of all rows are never in memory together. Call the model for them, under no_grad()."
             )
-        self._items = num_items_in_batch
-        inputs, self._joined = apart(inputs, has_lists=self._loss is None)
+        trainer, self._items = self._trainer, num_items_in_batch
+        is_alone, self._joined = trainer.args.world_size == 1, None
+        if self._divides_by_entry():
+            self._items = inputs[_ITEMS] * self._steps
+            inputs = {**inputs, _ITEMS: self._items}
+        if self._loss is not None:
+            inputs, _ = without_shared(inputs)
+        else:
+            inputs, self._joined = apart(
+                inputs,
+                has_lists=is_alone or not self._rows_meet,  # ranks exchange no strings
+                is_paired=_descends(trainer, "DPOTrainer", "RewardTrainer"),  # chosen rows, then rejected
+                may_be_one=self._options["micro_batch"] is None,
+            )
+        if is_alone:
+            return self._run(model, inputs)
+        own = lambda values, *_, **__: values  # noqa: E731  # pyright: ignore
+        # Metrics stay on a rank: the others may have more micro-batches.
+        with replaced(*[(trainer.accelerator, name, own) for name in ("gather", "gather_for_metrics")]):
+            return self._run(model, inputs)
+
+    def _divides_by_entry(self) -> bool:
+        known = _descends(self._trainer, "GRPOTrainer") and self._trainer.loss_type
+        return known in ("cispo", "dapo", "vespo")
+
+    def _run(self, model: nn.Module, inputs: Any) -> Tensor:
         is_last = self._trainer.accelerator.sync_gradients
         try:
             if is_last and self._open is None:
@@ -154,9 +193,16 @@ class _Seam:
                 return torch.zeros((), device=next(model.parameters()).device, requires_grad=True)
             self._open = None
             return opener(window)
+        except BatchError as error:
+            if self._loss is None:
+                error.add_note("Without micro_batch= any batch passes (docs/trl.md).")
+            raise
         except LossError as error:
             if self._loss is None:
-                error.add_note("A loss that you write for anybatch goes into the Trainer's argument `loss`.")
+                error.add_note(
+                    "rows_meet=True cuts any compute_loss, such as KTO's (docs/trl.md). A loss "
+                    "that you write for anybatch goes into its argument `loss`."
+                )
             steps = self._trainer.args.gradient_accumulation_steps
             rows = steps * self._trainer.args.per_device_train_batch_size
             if steps > 1:  # a batch that comes at once can be split for more losses
@@ -173,6 +219,8 @@ class _Seam:
         if model is not self._model:  # the Trainer wraps the model anew in each `train`
             self._model, self._made, self._divides = model, {}, None
         loss, name = self._loss, "given"
+        if loss is None and self._rows_meet:
+            loss = SplitLoss(getattr(model, "module", model), partial(self._evaluate, model)).whole()
         if loss is None:
             if self._items is not None and self._divides is None:
                 self._divides = self._tells(getattr(model, "module", model), inputs)
@@ -189,6 +237,13 @@ class _Seam:
         # The Trainer multiplies by the number of ranks, because torch's data parallelism averages.
         return self._value(model, micro, self._items) / self._trainer.args.world_size
 
+    def _evaluate(self, model: nn.Module, micro: Any, *, keeps: bool) -> Tensor:
+        """Return the loss of some rows; unless it `keeps` them, metrics stay as they were."""
+        items, known = self._items if self._trainer.args.world_size == 1 else None, vars(self._trainer)
+        metrics = () if keeps else _METRICS & known.keys()
+        with replaced(*[(self._trainer, name, deepcopy(known[name])) for name in metrics]):
+            return self._value(model, micro, items)
+
     def _value(self, model: nn.Module, micro: Any, items: Any = None) -> Tensor:
         inputs = self._joined(micro)
         inputs = {**inputs} if isinstance(inputs, Mapping) else inputs  # the Trainer removes the labels
@@ -203,6 +258,8 @@ class _Seam:
     def _tells(self, model: nn.Module, inputs: Any) -> bool | None:
         """Return True if the loss of two rows divides by the number of items; None if they have no loss."""
         batch, trainer = batch_of(inputs), self._trainer
+        if self._divides_by_entry():
+            return True
         rows = next(batch.only(choose_rows(batch)(2)).cut(2)) if batch.rows > 1 else inputs
         count = self._count(rows)
         noted = ObjectState([trainer, model], but_for=[*model.parameters()])

@@ -2,6 +2,7 @@
 
 from anybatch.step import dry_run as dry_run, foresee as foresee
 from anybatch.step.batch_loss import BatchLoss as BatchLoss
+from anybatch.step.ema import EMA as EMA
 from anybatch.step.foresee import plan as plan
 from anybatch.step.length import ByLength as ByLength
 from anybatch.step.options import DEFAULT as DEFAULT, Options as Options, known_keywords as known_keywords

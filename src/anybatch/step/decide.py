@@ -1,9 +1,9 @@
 """How a step's batches are cut: as asked, as memory has taught, or as fits a budget."""
 
 import sys
-from collections.abc import Generator, Hashable
+from collections.abc import Generator, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from numbers import Integral
 from typing import cast
@@ -63,6 +63,14 @@ class Limits:
                 self.known[like] = replace(old, fits=largest, clean=0)
             else:
                 self.known[like] = replace(old, clean=old.clean + 1)
+
+    def state(self) -> list[tuple[Hashable, dict[str, int]]]:
+        """Return the limits, for a checkpoint."""
+        return [(like, asdict(one)) for like, one in self.known.items()]
+
+    def load(self, state: Iterable[tuple[Hashable, Mapping[str, int]]]) -> None:
+        """Load the result of `state`."""
+        self.known = {like: Limit(**one) for like, one in state}
 
 
 class Planning:

@@ -6,9 +6,10 @@ from functools import partial
 from operator import attrgetter
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
-from anybatch.batchnorm import refuse_batch_norms
+from anybatch.batchnorm import BatchNorm, refuse_batch_norms
 from anybatch.compare import (
     Covers,
     Doubt,
@@ -22,6 +23,8 @@ from anybatch.core import Batch, Padding, PlanError, StepReport
 from anybatch.engine import Plan, Progress, Task
 
 Kind = Literal["step", "add", "dry", "foresee", "recut"]
+_UNCUT = 64  # updates without a cut after which a warning says so
+_DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 _EARLY = 64  # updates of which those at powers of two are compared; later one of as many
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
 
@@ -43,6 +46,26 @@ class Guard:
         self._has_begun = False
         self._covers: dict[Hashable, Covers] = {}  # by the kind of rows
         self._has_warned = False
+        self._has_warned_of_use = False
+
+    def warn_of_use(self, model: nn.Module, updates: int, micro_batch: int | None) -> None:
+        """Warn, once, of a model that was left in eval(), or of batches that are never cut."""
+        if self._has_warned_of_use or (model.training and updates != _UNCUT):
+            return
+        said, norms = "", () if self.batch_norm == "frozen" else (BatchNorm,)
+        if not model.training:
+            found = [one for one in model.modules() if isinstance(one, (*_DROPOUTS, *norms))]
+            kinds = {type(one).__name__ for one in found if getattr(one, "p", 1)}
+            self._has_warned_of_use = torch.is_grad_enabled()
+            if kinds and torch.is_grad_enabled():
+                said = f"a model in training mode, got {type(model).__name__} in eval(), where "
+                said += f"{' and '.join(sorted(kinds))} do not train. Call model.train() before the step."
+        elif micro_batch is not None and self.checks and not self.updates:
+            said = f"batches of more than micro_batch={micro_batch} rows, got {updates} that were not cut. "
+            said += "Pass whole batches: each call makes an update. A window takes micro-batches."
+        if said:
+            self._has_warned_of_use = True
+            warnings.warn(f"Expected {said}", stacklevel=3)
 
     def begin_update(self, progress: Progress) -> None:
         """Begin an update; it is counted once it is cut."""

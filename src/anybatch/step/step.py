@@ -24,7 +24,8 @@ from anybatch.step.guard import Guard
 from anybatch.step.length import in_order, noted
 from anybatch.step.options import DEFAULT, Options, known_keywords
 from anybatch.step.remote import Remote
-from anybatch.step.window import OpenWindow, refuse_others
+from anybatch.step.state import load_state, state_of
+from anybatch.step.window import OpenWindow, refuse_open, refuse_others
 
 
 class Step:
@@ -136,7 +137,7 @@ class Step:
         self.attach()
         self.effects = Effects()
         self.open_window: OpenWindow | None = None
-        self._progress = engine.Progress()
+        self.progress = engine.Progress()
         self._gathered: tuple[engine.Task, engine.Signature] | None = None
         self.working = at_work(model, chosen, self.optimizers)  # last: a refusal changes nothing
 
@@ -159,8 +160,8 @@ class Step:
         """
         if others:
             refuse_others("step", others)
-        if self.open_window is not None:
-            refuse_open(self.open_window)
+        refuse_open(self)
+        self.planning.guard.warn_of_use(self.model, self.progress.updates, self.micro_batch)
         try:
             task, token = self._begun(), core.running.set(True)
             try:
@@ -263,8 +264,7 @@ class Step:
             >>> window.close().rows
             6
         """
-        if self.open_window is not None:
-            refuse_open(self.open_window)
+        refuse_open(self)
         if self.options.order is not None:
             raise core.WindowError(
                 f"Expected whole batches with order={self.options.order!r}, got a window, whose rows are "
@@ -302,6 +302,8 @@ class Step:
             like: the kind of its rows (`Batch.like`).
         """
         return self.planning.by_rows(rows, like)
+
+    state_dict, load_state_dict = state_of, load_state
 
     @property
     def precision(self) -> Precision:
@@ -344,14 +346,14 @@ class Step:
         return (
             f"Step({', '.join(names)}, {sum(p.numel() for p in trained):,} trained parameters, "
             f"micro_batch={self.micro_batch}, memory={memory!r}, precision={str(self.precision)!r}, "
-            f"{core.counted(self._progress.updates, 'update')} made"
+            f"{core.counted(self.progress.updates, 'update')} made"
             f"{'' if self.open_window is None else f', {self.open_window!r}'})"
         )
 
     def _begun(self) -> engine.Task:
         """Return the parts of the next step, gathered anew if they have changed, and in looking steps."""
         if self.schedulers:
-            self._progress.warn_of_other_steps(self.schedulers)
+            self.progress.warn_of_other_steps(self.schedulers)
         if self.strategy.is_many:
             self.strategy.ready(self.model)
         known = self._gathered
@@ -378,8 +380,9 @@ class Step:
             callbacks: the callbacks.
             first: functions called with each report, before the step's own callbacks.
         """
-        own = core.Callbacks.of(self.callbacks)
-        told = core.Callbacks.of([*self.callbacks, *callbacks])
+        own, told = (core.Callbacks.of(ones) for ones in (self.callbacks, [*self.callbacks, *callbacks]))
+        for attached in told.attached:
+            attached(self)
         self._told = replace(told, update=(*first, *own.update))
 
     def task(self) -> engine.Task:
@@ -393,7 +396,7 @@ class Step:
             effects=self.effects,
             working=self.working,
             strategy=self.strategy,
-            progress=self._progress,
+            progress=self.progress,
             callbacks=self._told,
             held=self.held(),
         )
@@ -404,11 +407,3 @@ class Step:
 
     def _checked(self, model: object, loss: object, optimizer: object, scheduler: object) -> Any:
         return engine.check_parts(model, loss, optimizer, scheduler)
-
-
-def refuse_open(window: OpenWindow) -> None:
-    """Raise WindowError for a step while a window is open."""
-    raise core.WindowError(
-        f"Expected no open window, got one with {window.rows} rows. Call close() on it for the update, or "
-        "discard() to drop its gradients; it is `step.open_window`."
-    )

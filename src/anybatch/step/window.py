@@ -282,3 +282,12 @@ def _is_zero(gradient: Tensor) -> bool:
     return core.all_finite([gradient]) and not bool(
         gradient.count_nonzero() if not gradient.is_sparse else gradient.coalesce().values().count_nonzero()
     )
+
+
+def refuse_open(step: Any) -> None:
+    """Raise WindowError while a window of this step is open."""
+    if step.open_window is not None:
+        raise core.WindowError(
+            f"Expected no open window, got one with {step.open_window.rows} rows. Call close() on it for the "
+            "update, or discard() to drop its gradients; it is `step.open_window`."
+        )

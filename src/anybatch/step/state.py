@@ -1,0 +1,43 @@
+"""The state of a step beside that of its parts, for `torch.save`"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from anybatch.state import rng
+from anybatch.step.window import refuse_open
+
+
+def state_of(step: Any) -> dict[str, Any]:
+    """Return what model, loss, optimizers, schedulers and callbacks do not hold, for `torch.save`.
+
+    That is the loss scale, the float32 copies of 16-bit weights, the sizes that did not fit, the readings
+    of a budget, the number of updates, and the random streams of the process. A window must not be open.
+    """
+    refuse_open(step)
+    budget = step.planning.budget
+    full = [{name: step.masters.of(p) for name, p in one.named_parameters()} for one in _modules(step)]
+    return {
+        "scale": step.scale.state(),
+        "masters": [{name: one for name, one in each.items() if one is not None} for each in full],
+        "limits": step.planning.limits.state(),
+        "plans": [] if budget is None else budget.state(),
+        "updates": step.progress.updates,
+        "random": rng.capture_process(),
+    }
+
+
+def load_state(step: Any, state: Mapping[str, Any]) -> None:
+    """Load the result of `state_dict`, after model, optimizers and schedulers are loaded."""
+    refuse_open(step)
+    step.scale.load(state["scale"])
+    step.planning.limits.load(state["limits"])
+    if step.planning.budget is not None:
+        step.planning.budget.load(state["plans"])
+    for module, masters in zip(_modules(step), state["masters"], strict=True):
+        step.masters.load_state_dict(module, masters, strict=False)
+    step.progress.updates = state["updates"]
+    rng.restore_process(state["random"])
+
+
+def _modules(step: Any) -> tuple[Any, Any]:
+    return step.model, step.loss_module

@@ -1,0 +1,118 @@
+"""A step's own state: with it a resumed loop has the bits of the unbroken one; warnings of use; asdict."""
+
+import io
+import json
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.core import WindowError
+
+DATA = [(torch.randn(12, 4), torch.randn(12, 1)) for _ in range(6)]
+
+
+class Scarce(nn.Module):
+    """A model in which more than five rows run out of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 5:
+            raise torch.OutOfMemoryError("injected")
+        return self.layers(x)
+
+
+def made(precision: Any, **options: Any) -> ab.Step:
+    model = Scarce()
+    optimizer = torch.optim.AdamW(model.parameters())
+    return ab.Step(model, nn.MSELoss(), optimizer, precision=precision, **options)
+
+
+@pytest.mark.filterwarnings("ignore:Expected to find the same loss")
+@pytest.mark.parametrize("precision", ["float32", "bf16-true", "fp16-mixed"])
+def test_loop_that_was_saved_and_loaded_is_the_unbroken_one(precision: str) -> None:
+    whole, file, cuts = made(precision, micro_batch=6), io.BytesIO(), list[tuple[int, ...]]()
+    for number, batch in enumerate(DATA):
+        if number == 3:
+            parts = whole.model.state_dict(), whole.optimizers[0].state_dict(), whole.state_dict()
+            torch.save(parts, file)
+        cuts.append(whole(batch).cut)
+    again = made(precision, micro_batch=6)
+    file.seek(0)
+    model, optimizer, own = torch.load(file, weights_only=True)
+    again.model.load_state_dict(model)
+    again.optimizers[0].load_state_dict(optimizer)
+    again.load_state_dict(own)
+    reports = [again(batch) for batch in DATA[3:]]
+    assert [report.cut for report in reports] == cuts[3:]  # what did not fit is known
+    assert reports[-1].update == 6
+    assert not any(report.redone for report in reports)
+    assert again.scale.value == whole.scale.value
+    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+        full = whole.masters.of(one), again.masters.of(other)
+        assert full == (None, None) or torch.equal(*full)  # pyright: ignore
+
+
+def test_an_open_window_has_no_state() -> None:
+    step = made("float32")
+    state, window = step.state_dict(), step.window()
+    for use in (step.state_dict, lambda: step.load_state_dict(state)):
+        with pytest.raises(WindowError, match="Expected no open window"):
+            use()
+    window.discard()
+
+
+def test_report_as_a_dict_goes_into_a_log() -> None:
+    report = made("float32", micro_batch=4)(DATA[0])
+    found = report.asdict()
+    assert json.loads(json.dumps(found))["cut"] == [4, 4, 4]
+    assert found["loss"] == report.loss
+    assert found["checked"] is report.checked
+
+
+def said(step: ab.Step, times: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            step(DATA[0])
+    return [str(one.message) for one in heard]
+
+
+@pytest.mark.parametrize("module", [nn.Dropout(0.1), nn.BatchNorm1d(4)])
+def test_model_left_in_eval_is_told_once(module: nn.Module) -> None:
+    model = nn.Sequential(module, nn.Linear(4, 1))
+    step = ab.Step(model.eval(), nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    assert [one for one in said(step, 3) if f"{type(module).__name__} do not train" in one] == [
+        f"Expected a model in training mode, got Sequential in eval(), where {type(module).__name__} do not "
+        "train. Call model.train() before the step."
+    ]
+
+
+def test_modes_that_change_nothing_or_were_asked_for_are_not_told() -> None:
+    for layer, options in (
+        (nn.Dropout(0.0), ab.Options()),
+        (nn.LayerNorm(4), ab.Options()),
+        (nn.BatchNorm1d(4), ab.Options(batch_norm="frozen")),
+    ):
+        model = nn.Sequential(layer, nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = ab.Step(model.eval(), nn.MSELoss(), optimizer, options=options)
+        assert not [one for one in said(step, 2) if "eval()" in one]
+
+
+def test_micro_batch_that_never_cuts_is_told_once() -> None:
+    def found(micro_batch: int | None) -> int:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = ab.Step(model, nn.MSELoss(), optimizer, micro_batch=micro_batch)
+        return sum("that were not cut" in one for one in said(step, 70))
+
+    assert [found(size) for size in (12, 30, 5, None)] == [1, 1, 0, 0]
