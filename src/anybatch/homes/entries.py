@@ -38,7 +38,7 @@ def apart(batch: Any, *, has_lists: bool = True) -> tuple[Any, Callable[[Any], A
 
 def _is_list(value: Any, rows: int) -> bool:
     is_long = isinstance(value, list | tuple) and len(value) == rows
-    return is_long and all(isinstance(one, _PLAIN) for one in value)
+    return is_long and all(isinstance(one, (*_PLAIN, Mapping)) for one in value)  # labels of images, too
 
 
 @contextmanager
