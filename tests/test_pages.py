@@ -8,6 +8,7 @@
 """
 
 import doctest
+import json
 import os
 import re
 import runpy
@@ -59,6 +60,8 @@ ALONE = {
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 MOST_WORDS = 900  # of a page, without blocks
+
+LONGEST = 60  # lines of a page under "I train ..."
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -203,7 +206,7 @@ def test_pages_name_only_what_exists(page: str) -> None:
     text = (ROOT / page).read_text()
     assert set(re.findall(r"\bab\.([A-Za-z_]+)", text)) <= set(dir(ab))
     assert set(re.findall(r"`\.\[(\w+)\]`", text)) <= set(EXTRAS)
-    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+    for link in re.findall(r"(?<!\")\]\((?!https?:|#)([^)#]+)", text):
         assert (ROOT / page).parent.joinpath(link).exists(), link
 
 
@@ -211,6 +214,37 @@ def test_pages_name_only_what_exists(page: str) -> None:
 def test_page_is_short(page: str) -> None:
     prose = re.sub(r"^(```|~~~).*?^\1$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     assert len(prose.split()) <= MOST_WORDS
+
+
+def task_pages() -> list[str]:
+    _, _, listed = (ROOT / "docs" / "index.md").read_text().partition("\n## I train ...\n")
+    return sorted({*re.findall(r"\]\((\w+\.md)\)", listed.partition("\n:::")[0])} - {"lora.md", "colab.md"})
+
+
+@pytest.mark.parametrize("page", task_pages())
+def test_task_page_is_short_and_its_program_says_that_it_is_exact(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    assert len(text.splitlines()) <= LONGEST
+    (block,) = [block for block in read_blocks(page, text) if block.kind == "python"]
+    assert "1e-10" in block.text  # that it is true shows the run of the block
+    assert re.search(r"% off", block.output or "")
+    assert re.search(r"exact( to 1e-10: True)?$", block.output or "", re.MULTILINE)
+    assert " False" not in (block.output or "")
+
+
+@pytest.mark.slow
+def test_notebook_runs_from_cell_to_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    cells = json.loads((ROOT / "examples" / "first_minutes.ipynb").read_text())["cells"]
+    assert len(cells) == 10
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    Path("cells.py").write_text("\n".join([*code, "print(len(plt.get_fignums()), 'pictures')"]))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    printed = run_alone("cells.py")
+    assert "3 pictures" in printed
+    assert re.search(r"usual loop: \d\d% off; anybatch: \de-1\d\n", printed)
+    assert "NOT exact" in printed  # BatchNorm
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -172,6 +172,41 @@ def test_page_is_short(page: str, most: int) -> None:
     assert len((DOCS / f"{page}.md").read_text().split()) <= most
 
 
+SEARCHED = {
+    "detection": "detection",
+    "kto": "preference",
+    "dpo": "preference",
+    "grpo": "preference",
+    "dice": "segmentation",
+    "segmentation": "segmentation",
+    "distillation": "distillation",
+    "diffusion": "diffusion",
+    "gan": "gan",
+    "clip": "contrastive",
+    "ctc": "ctc",
+    "experts": "moe",
+    "packed": "packing",
+    "multi-task": "multitask",
+    "mixup": "mixup",
+    "timm": "mixup",
+    "batchnorm": "batchnorm",
+    "out of memory": "card",
+    "deepspeed": "migrating",
+    "keras": "migrating",
+    "notebook": "colab",
+    "lora": "lora",
+}
+
+
+@pytest.mark.parametrize("word", SEARCHED)
+def test_a_word_that_people_search_for_is_in_the_title_of_its_page_alone(word: str) -> None:
+    """Sphinx ranks titles first, unless the text does not have the word."""
+    pages = {page.stem: page.read_text().lower() for page in DOCS.glob("*.md")}
+    titles = {name for name, text in pages.items() if word in text.partition("\n")[0]}
+    assert titles == {SEARCHED[word]}
+    assert word in pages[SEARCHED[word]].partition("\n")[2]
+
+
 # ---- the site itself, and the workflows
 
 

@@ -136,7 +136,7 @@ EXACT: dict[str, Callable[..., Any]] = {
 
 MET = "elements from . rows .* rows have met before it"
 UNLIKE = "the same loss and gradient from Own"
-LOOP = "A mean for every row, as of a loop over rows"
+LOOP = "Of a loop over rows, or a branch such as `if mask.any\\(\\)`"
 
 #: Losses that are refused, with what the message names.
 #: On a device a single term is divided last, so that this is exact there.

@@ -3,6 +3,8 @@
 A program has the names of `PRELUDE`: a small model, its loss, optimizer, rows `x` and `y`, and a step.
 """
 
+from tests.messages.pages import TASKS
+
 PRELUDE = """
 from tests.options import flat
 import math, warnings
@@ -401,6 +403,7 @@ COMMANDS: Mistakes = {
 MISTAKES = {
     **{f"batch: {name}": one for name, one in BATCHES.items()},
     **{f"loss: {name}": one for name, one in LOSSES.items()},
+    **{f"page: {name}": one for name, one in TASKS.items()},
     **SETTINGS,
     **{f"anybatch {line}": (f"cli({line!r})", *words) for line, words in COMMANDS.items()},
 }

@@ -328,7 +328,10 @@ class _FewRows(NamedTuple):
                 f"Expected the same loss and gradient from {self._name} with less padding, {rows} padded and "
                 f"trimmed. {self._trimmed(parts.cut, whole)}"
             )
-        likely = "Rows affect each other (batch_first, broadcasting, pairs: see ab.WholeBatch), "
+        likely = (
+            "Rows affect each other (batch_first, broadcasting; a statistic of the batch: compute it before "
+            "the step, or see ab.WholeBatch; pairs in two halves: make them two columns), "
+        )
         same = self.run(whole.cut, is_first=False)
         if isinstance(same, Looked) and differ(whole, same):
             likely = "A backward is not linear (it clamps, rounds or normalises, as the same cut differs too "

@@ -321,7 +321,8 @@ def _common_rows(nest: tree.Nest, value: object) -> int:
 def _disagreement(nest: tree.Nest, value: object) -> str:
     message = (
         f"Expected all tensors of a batch to agree in their first axis (the rows), got {_shapes(nest)}. "
-        "Give each tensor one entry per row; what all rows share belongs in the model or the loss."
+        "Give each tensor one entry per row; what all rows share belongs in the model or the loss, and "
+        "what is made of several rows (packed lengths, all boxes one after the other) in a collate=."
     )
     if not isinstance(value, list):
         return message

@@ -90,6 +90,8 @@ def _rows_of(beside: set[int | None], lists: Mapping[str, Sequence[Any]], *, is_
         shape = shapes.pop() if beside and len(shapes) == 1 else None
         if len(one) != rows or shape is not None:
             said = f"tensors of shape {tuple(shape)}: stack them if they are rows" if shape else "entries"
+            if rows in (sizes := [len(entry) for entry in one if isinstance(entry, Tensor) and entry.dim()]):
+                said = f"tensors of {sizes} rows: pad targets that lie one after the other (of CTC)"
             raise BatchError(
                 f"Expected a list with one entry for each of the {rows} rows at {path}, or tensors with the "
                 f"rows in their first axis, got {len(one)} {said}. What all rows share belongs in the model "

@@ -69,7 +69,7 @@ def _is_shared(value: Any) -> bool:
 
 def _is_list(value: Any, rows: int) -> bool:
     is_long = isinstance(value, list | tuple) and len(value) == rows
-    return is_long and all(isinstance(one, _PLAIN) for one in value)
+    return is_long and all(isinstance(one, (*_PLAIN, Mapping)) for one in value)  # labels of images, too
 
 
 def _as_it_is(micro: Any) -> Any:

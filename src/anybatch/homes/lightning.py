@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anybatch.core import LossError, MicroBatchDone, PlanError, StepReport
 from anybatch.homes.entries import apart, replaced
 from anybatch.homes.split_loss import SplitLoss
-from anybatch.losses import ModelLoss
+from anybatch.losses import LossLike, ModelLoss
 from anybatch.parallel import unwrapped
 from anybatch.step import BatchLoss
 
@@ -45,6 +45,9 @@ class WholeBatchCallback(Callback):
         rows_meet: False for a loss of means over rows or tokens, as for `anybatch.ModelLoss`. True for any
             other loss. Then the modules that `training_step` calls run on micro-batches, twice; its other
             code runs on the outputs of all rows.
+        loss: a loss in place of `training_step`, as for `anybatch.Step`, such as `ab.Terms` of a function of
+            the module and some rows: for losses that a module returns divided by a count of its own.
+            `training_step` is not run, and nothing is logged: `report.terms` has the values.
         options: further options of `anybatch.BatchLoss`.
 
     Attributes:
@@ -68,11 +71,12 @@ class WholeBatchCallback(Callback):
         memory: str | int | None = None,
         *,
         rows_meet: bool = False,
+        loss: LossLike | None = None,
         **options: Any,
     ) -> None:
         self._options: dict[str, Any] = {"micro_batch": micro_batch, "memory": memory, **options}
         self._options["callbacks"] = (*options.get("callbacks", ()), SimpleNamespace(micro_batch=self._keep))
-        self._rows_meet = rows_meet
+        self._rows_meet, self._given = rows_meet, loss
         self._place = ExitStack()  # that of `training_step`
         self._run: Any = None  # the module's own `training_step`
         self._notes: list[_Note] = []  # of its last call
@@ -109,12 +113,13 @@ class WholeBatchCallback(Callback):
 
     def _whole(self, module: LightningModule, batch: Any, run: Callable[[Any], Any]) -> Any:
         """Return the loss of the whole batch, with what else `training_step` returns; log."""
-        trainer, self._kept = module.trainer, []
+        trainer, self._kept, self._notes = module.trainer, [], []
         # Several ranks exchange rows that meet, but no strings.
-        has_lists = not self._rows_meet or trainer.world_size == 1
-        may_be_one = self._options["micro_batch"] is None
-        batch, joined = apart(batch, has_lists=has_lists, may_be_one=may_be_one)
-        self._run = lambda rows: run(joined(rows))  # pyright: ignore
+        if self._given is None:
+            has_lists = not self._rows_meet or trainer.world_size == 1
+            may_be_one = self._options["micro_batch"] is None
+            batch, joined = apart(batch, has_lists=has_lists, may_be_one=may_be_one)
+            self._run = lambda rows: run(joined(rows))  # pyright: ignore
         _refuse(trainer, module)
         batch_loss = self._batch_loss = self._batch_loss or self._made(module)
         if not is_overridden("optimizer_zero_grad", module):  # Lightning would do it only afterwards
@@ -126,12 +131,15 @@ class WholeBatchCallback(Callback):
         except LossError as error:
             if "random numbers" in str(error):
                 error.add_note("Draw mixup and the like in on_after_batch_transfer, as parts of the batch.")
-            elif not self._rows_meet:
-                error.add_note("WholeBatchCallback(..., rows_meet=True) takes any loss.")
+            elif self._given is None:
+                if not self._rows_meet:
+                    error.add_note("rows_meet=True takes a loss that training_step computes from outputs.")
+                error.add_note("WholeBatchCallback(..., loss=...) takes the place of a module's own loss.")
             raise
         self.report = batch_loss.report
         merged: dict[tuple[LightningModule | None, str], list[_Note]] = {}
-        for note in chain.from_iterable([self._notes] if self._rows_meet else self._kept):
+        kept = [self._notes] if self._rows_meet else self._kept
+        for note in chain.from_iterable(kept if self._given is None else ()):
             merged.setdefault((note.module, note.name), []).append(note)
         returned: dict[str, Any] = {"loss": loss}
         for (logging, name), notes in merged.items():
@@ -147,10 +155,10 @@ class WholeBatchCallback(Callback):
 
     def _made(self, module: LightningModule) -> BatchLoss:
         run = partial(type(self)._loss, proxy(self))
-        loss = (
-            SplitLoss(module, run).whole() if self._rows_meet else ModelLoss(call=lambda _, rows: run(rows))
-        )
-        return BatchLoss(module, loss, **self._options)
+        loss = self._given
+        if loss is None and self._rows_meet:
+            loss = SplitLoss(module, run).whole()
+        return BatchLoss(module, loss or ModelLoss(call=lambda _, rows: run(rows)), **self._options)
 
     def _noting(self, trainer: Trainer, module: LightningModule) -> AbstractContextManager[None]:
         """Note calls of `self.log` instead of logging."""

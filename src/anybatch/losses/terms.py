@@ -245,7 +245,8 @@ def bare_mean(micro: object = None) -> str:
     return (
         "Wrap it: ab.PerRow(fn) for fn(outputs, targets) with a value for each row, ab.ModelLoss(call=fn) "
         "for fn(model, micro) that returns a mean, ab.Additive(fn) for one divided by a total known "
-        f"beforehand. Or return a sum and what divides it, not a mean:\n{how_to_write(micro)}"
+        "beforehand, ab.WholeBatch(fn) for fn(outputs, targets) of all rows (Dice of a batch, contrastive). "
+        f"Or return a sum and what divides it, not a mean:\n{how_to_write(micro)}"
     )
 
 

@@ -92,7 +92,8 @@ def factors_of(
     if any(factor.requires_grad for factor in factors):
         raise LossError(
             f"Expected the loss of {type(model).__name__} to be a sum of means with constant factors, got "
-            f"{loss.grad_fn.name() if loss.grad_fn else loss} over {len(values)} of them. {WAYS_OUT}"
+            f"{loss.grad_fn.name() if loss.grad_fn else loss} over {len(values)} of them (a quotient as of "
+            f"Dice, a product, a root). {WAYS_OUT}"
         )
     # A fake has no value.
     known = [1.0 if isinstance(factor, private.FakeTensor) else float(factor) for factor in factors]

@@ -38,7 +38,12 @@ from anybatch.losses.model.targets import Match, count, find, leaves_of
 from anybatch.losses.terms import call_loss, check_function, told_of
 from anybatch.state import rng
 
-_SHORTEST = "Write (x * mask).sum() / mask.sum() as x[mask].mean(), with a bool mask. "
+_DIVIDED = (
+    "Write (x * mask).sum() / mask.sum() as x[mask].mean(), with a bool mask, return (x, mask) from "
+    "ab.PerRow, or return each sum with its divisor, as of boxes and classes:\ndef loss(model, micro):\n"
+    '    return {"boxes": ab.Total(distances.sum(), count), "classes": ab.Total(losses.sum(), weights)}\n'
+    'step = ab.Step(model, ab.Terms(loss, coefficients={"boxes": 5.0}), optimizer, micro_batch=4)'
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,10 +304,9 @@ class ModelTerms(Loss):
         for name, one in found.terms.items():
             fault = _fault(one, divides=found.divides, has_labels=bool(self._matches[name]))
             if fault:
-                shortest = _SHORTEST if one.is_sum and found.divides else ""
                 raise LossError(
                     f"Expected the loss of {type(model).__name__} to be made of means over rows, got {fault} "
-                    f"in {one.name}. {shortest}{WAYS_OUT}"
+                    f"in {one.name}. {_DIVIDED if one.is_sum and found.divides else WAYS_OUT}"
                 )
         if self._starts - {self._start} and [*found.factors] != ["loss"]:
             raise LossError(
@@ -372,13 +376,15 @@ def _weigh_whole(
 
 def _refuse_others(model: nn.Module, first: LossTerms, found: LossTerms) -> None:
     if found.factors != first.factors:
-        loop = (
-            "A mean for every row, as of a loop over rows, is no mean over all of them: return an ab.Total."
+        way_out = (
+            "Of a loop over rows, or a branch such as `if mask.any()`, return an ab.Total for each term: a "
+            "sum and what divides it, 0 where it has no rows."
         )
+        if found.factors.keys() == first.factors.keys():
+            way_out = f"Draw a factor before the step, as mixup's, and put it into the batch. {WAYS_OUT}"
         raise LossError(
             f"Expected the loss of {type(model).__name__} to be made of the same means with the same "
-            f"factors in every micro-batch, got {found.factors} after {first.factors}. "
-            f"{WAYS_OUT if found.factors.keys() == first.factors.keys() else loop}"
+            f"factors in every micro-batch, got {found.factors} after {first.factors}. {way_out}"
         )
     for name, one in found.terms.items():
         old = first.terms[name]
