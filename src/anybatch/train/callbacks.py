@@ -1,20 +1,13 @@
-"""Callbacks of a training: early stopping, averaged weights; the states of all."""
+"""Callbacks of a training: early stopping; the states of all."""
 
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
-
 from anybatch import core
-from anybatch.core import torch_private as private
-from anybatch.step import Step
 
 
 class TrainerCallback(core.Callback):
@@ -123,131 +116,6 @@ class EarlyStopping(TrainerCallback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the best value and the epochs since then."""
         self.best, self.waited = state["best"], state["waited"]
-
-
-class EMA(TrainerCallback):
-    """A callback that averages the weights exponentially over updates (Polyak averaging).
-
-    After the first update the average is the weights, after each later one `decay * average + (1 - decay) *
-    weights`, as in `torch.optim.swa_utils`. Only updates count: the number of micro-batches and skipped steps
-    do not matter. 16-bit weights are averaged in float32. The average is one more copy of the weights on
-    their device, which the budget of a step does not include.
-
-    Args:
-        decay: weight of the old average in each update, from 0 to below 1.
-        buffers: also average floating-point buffers, such as the statistics of BatchNorm. Otherwise the
-            average is used with the model's current buffers.
-        validate: run the trainer's validation with the averaged weights.
-
-    Attributes:
-        updates: updates in the average so far.
-        average: the averaged values by parameter name, empty before the first update.
-
-    Raises:
-        PlanError: the decay is out of range.
-
-    Example:
-        >>> import torch
-        >>> from anybatch import Step, Trainer
-        >>> model = torch.nn.Linear(2, 1)
-        >>> step = Step(model, torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> ema = EMA(decay=0.9)
-        >>> trainer = Trainer(
-        ...     step, (torch.zeros(8, 2), torch.ones(8, 1)), batch_size=4, progress=False, callbacks=[ema]
-        ... )
-        >>> reports = trainer.fit(epochs=2)
-        >>> with ema.weights(step):
-        ...     averaged = model.bias.item()
-        >>> ema.updates, averaged < model.bias.item()
-        (4, True)
-    """
-
-    def __init__(self, decay: float = 0.999, *, buffers: bool = False, validate: bool = True) -> None:
-        if not 0 <= decay < 1:
-            raise core.PlanError(
-                f"Expected decay from 0 to below 1, got {decay}. Use 0.99 to average over about 100 updates."
-            )
-        self.decay, self.buffers, self.validate = decay, buffers, validate
-        self.updates = 0
-        self.average: dict[str, Tensor] = {}
-        self._mix: Callable[..., None] = get_ema_multi_avg_fn(decay)
-
-    def start(self, trainer: Any, info: core.RunInfo) -> None:
-        """Keep the trainer; raise PlanError for a sharded model, of which no checkpoint has an average."""
-        if trainer.step.strategy.is_lockstep:
-            raise core.PlanError(
-                f"Expected a model that is not sharded to average its weights, got a "
-                f"{type(trainer.step.model).__name__} with fully_shard. Leave ab.EMA out."
-            )
-        super().start(trainer, info)
-
-    def update(self, report: core.StepReport) -> None:
-        """Add the weights to the average if the step made an update."""
-        if report.updated:
-            self._add(self._trainer.step)
-
-    @torch.no_grad()
-    def _add(self, step: Step) -> None:
-        places, averaged, current = self._places(step), list[Tensor](), list[Tensor]()
-        for name, (*_, value) in places.items():
-            if name not in self.average:
-                dtype = torch.float32 if value.dtype in core.SHORT_DTYPES else value.dtype
-                self.average[name] = value.detach().to(dtype, copy=True)
-                continue
-            average = self.average[name] = self.average[name].to(value.device)  # on the host after a resume
-            averaged.append(average)
-            current.append(value.detach().to(average.dtype))
-        if averaged:
-            self._mix(averaged, current, self.updates)
-        self.updates += 1
-
-    def _places(self, step: Step) -> dict[str, list[Tensor]]:
-        """Return the tensors that hold each averaged value, the most precise last."""
-        places: dict[str, list[Tensor]] = {}
-        for name, parameter in step.model.named_parameters():
-            full = step.masters.of(parameter)
-            places[private.plain_name(name)] = [parameter] if full is None else [parameter, full]
-        if self.buffers:
-            places |= {private.plain_name(name): [buffer] for name, buffer in step.model.named_buffers()}
-        return {name: place for name, place in places.items() if place[0].is_floating_point()}
-
-    @contextmanager
-    def weights(self, step: Step) -> Generator[None]:
-        """Put the averaged weights into a step's model inside this context, and its own back afterwards.
-
-        Before the first update nothing changes. Do not train inside.
-
-        Args:
-            step: the step whose model gets the weights; afterwards they are bit-identical to before.
-        """
-        places = self._places(step)
-        pairs = [(one, self.average[name]) for name in places.keys() & self.average for one in places[name]]
-        with torch.no_grad():
-            before = [one.clone() for one, _ in pairs]
-        try:
-            _write((one, average) for one, average in pairs)
-            yield
-        finally:
-            _write((one, own) for (one, _), own in zip(pairs, before, strict=True))
-
-    def validation(self, trainer: Any) -> AbstractContextManager[None]:
-        """Return a context with the averaged weights, or an empty one if `validate` is False."""
-        return self.weights(trainer.step) if self.validate else nullcontext()
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return the average and the number of updates in it."""
-        return {"updates": self.updates, "average": dict(self.average)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the average and the number of updates in it."""
-        self.updates = state["updates"]
-        self.average = {name: value.clone() for name, value in state["average"].items()}
-
-
-@torch.no_grad()
-def _write(pairs: Any) -> None:
-    for place, value in pairs:
-        place.copy_(value)
 
 
 def records(trainer: Any) -> dict[str, dict[str, Any]]:
