@@ -32,6 +32,8 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <tuple>
+#include <utility>
 
 namespace {
 
@@ -53,40 +55,135 @@ struct Inside {
 
 // ---- memory
 
+// With `is_caching` it keeps to the rules of torch's allocator for CUDA, c10/cuda/CUDACachingAllocator.cpp: pieces of
+// segments, the best fit, split and merged; at the limit unused segments are given back, and the device is asked
+// again. Without it a tensor takes the bytes that it has. Pieces have places in segments; their bytes are malloc's.
 struct Memory final : c10::Allocator {
+  static constexpr size_t GRANULE = 512, MB = 1 << 20, SMALL = MB, LARGE = 10 * MB;
+  using Place = std::tuple<size_t, int64_t, size_t>;  // bytes, number of the segment, where in it
+  struct Segment {
+    bool is_small;
+    std::map<size_t, std::pair<size_t, bool>> pieces;  // by where they are: bytes, and whether they are used
+  };
   struct Block {
     void* start;
     size_t bytes;
+    Place place;  // segment -1 without cache
   };
 
   c10::DataPtr allocate(size_t bytes) override {
+    Place place{bytes, -1, 0};
     {
       std::lock_guard<std::mutex> lock(mutex);
-      if (in_use + (int64_t)bytes > limit) {
-        refused++;
-        TORCH_CHECK_WITH(OutOfMemoryError, false, "sim out of memory. Tried to allocate ", bytes, " bytes: ",
-                         in_use, " of ", limit, " are in use");
+      if (is_caching && bytes) {
+        place = taken((bytes + GRANULE - 1) / GRANULE * GRANULE);
+      } else {
+        reserve(bytes);
       }
-      in_use += bytes;
+      in_use += std::get<0>(place);
       peak = std::max(peak, in_use);
     }
     void* start = bytes ? std::aligned_alloc(64, (bytes + 63) / 64 * 64) : nullptr;
     if (bytes) std::memset(start, 0xFF, bytes);
-    return {start, new Block{start, bytes}, &release, DEVICE};
+    return {start, new Block{start, bytes, place}, &release, DEVICE};
   }
   static void release(void* context);
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
 
+  void empty_cache() {
+    for (auto one = segments.begin(); one != segments.end();) {
+      auto& [number, segment] = *one;
+      auto [bytes, is_used] = segment.pieces.begin()->second;
+      if (segment.pieces.size() > 1 || is_used) {
+        ++one;
+        continue;
+      }
+      unused[segment.is_small].erase({bytes, number, 0});
+      reserved -= bytes;
+      one = segments.erase(one);
+    }
+  }
+
   std::mutex mutex;
-  int64_t in_use = 0, peak = 0, limit = INT64_MAX, refused = 0;
+  bool is_caching = false;
+  int64_t in_use = 0, peak = 0, reserved = 0, reserved_peak = 0, most = 0, limit = INT64_MAX, refused = 0, flushed = 0, made = 0;
+
+ private:
+  void reserve(size_t bytes) {
+    if (reserved + (int64_t)bytes > limit && is_caching) {
+      flushed++;
+      empty_cache();
+    }
+    if (reserved + (int64_t)bytes > limit) {
+      refused++;
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "sim out of memory. Tried to allocate ", bytes, " bytes: ", in_use,
+                       " of ", limit, " are in use, ", reserved, " are reserved");
+    }
+    reserved += bytes;
+    reserved_peak = std::max(reserved_peak, reserved);
+    most = std::max(most, reserved);
+  }
+
+  Place taken(size_t bytes) {
+    bool is_small = bytes <= SMALL;
+    auto& pool = unused[is_small];
+    auto best = pool.lower_bound({bytes, -1, 0});
+    if (best == pool.end()) {
+      size_t size = is_small ? 2 * MB : bytes < LARGE ? 20 * MB : (bytes + 2 * MB - 1) / (2 * MB) * (2 * MB);
+      reserve(size);
+      segments[made] = {is_small, {{0, {size, false}}}};
+      best = pool.insert({size, made++, 0}).first;
+    }
+    auto [size, number, at] = *best;
+    pool.erase(best);
+    auto& pieces = segments[number].pieces;
+    auto rest = size - bytes;
+    if (is_small ? rest >= GRANULE : rest > SMALL) {
+      pieces[at + bytes] = {rest, false};
+      pool.insert({rest, number, at + bytes});
+      size = bytes;
+    }
+    pieces[at] = {size, true};
+    return {size, number, at};
+  }
+
+  void give_back(const Place& place) {
+    auto [size, number, at] = place;
+    auto& [is_small, pieces] = segments[number];
+    auto one = pieces.find(at), after = std::next(one);
+    auto joined = [&](auto next) {  // takes a free neighbour out of the pool
+      unused[is_small].erase({next->second.first, number, next->first});
+      return next->second.first;
+    };
+    if (after != pieces.end() && !after->second.second) {
+      size += joined(after);
+      pieces.erase(after);
+    }
+    if (one != pieces.begin() && !std::prev(one)->second.second) {
+      auto before = std::prev(one);
+      size += joined(before);
+      pieces.erase(one);
+      one = before;
+    }
+    one->second = {size, false};
+    unused[is_small].insert({size, number, one->first});
+  }
+
+  std::map<int64_t, Segment> segments;
+  std::array<std::set<Place>, 2> unused;  // pieces of the large and of the small pool
 } memory;
 
 void Memory::release(void* context) {
   auto block = static_cast<Block*>(context);
   {
     std::lock_guard<std::mutex> lock(memory.mutex);
-    memory.in_use -= block->bytes;
+    memory.in_use -= std::get<0>(block->place);
+    if (std::get<1>(block->place) < 0) {
+      memory.reserved -= block->bytes;
+    } else {
+      memory.give_back(block->place);
+    }
   }
   if (block->bytes) std::memset(block->start, 0xFF, block->bytes);
   std::free(block->start);
@@ -430,7 +527,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   m.def("in_use", [] { return memory.in_use; });
   m.def("peak", [] { return memory.peak; });
-  m.def("reset_peak", [] { memory.peak = memory.in_use; });
+  m.def("reserved", [] { return memory.reserved; });
+  m.def("reserved_peak", [] { return memory.reserved_peak; });
+  m.def("most_reserved", [] { return std::exchange(memory.most, memory.reserved); });  // since the last call
+  m.def("flushed", [] { return memory.flushed; });
+  m.def("reset_peak", [] { memory.peak = memory.in_use, memory.reserved_peak = memory.reserved; });
+  m.def("empty_cache", [] {
+    std::lock_guard<std::mutex> lock(memory.mutex);
+    memory.empty_cache();
+  });
+  m.def("set_caching", [](bool is_on) { memory.is_caching = is_on; });
   m.def("limit", [] { return memory.limit; });
   m.def("set_limit", [](int64_t bytes) { memory.limit = bytes; });
   m.def("refused", [] { return memory.refused; });

@@ -84,8 +84,10 @@ def load() -> ModuleType:
     sim.get_rng_state = lambda device=0: sim.default_generators[0].get_state()
     sim.set_rng_state = lambda state, device=0: sim.default_generators[0].set_state(state)
     sim.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
-    sim.memory_allocated = sim.memory_reserved = lambda device=None: native.in_use()
+    sim.memory_allocated = lambda device=None: native.in_use()
+    sim.memory_reserved = lambda device=None: native.reserved()
     sim.max_memory_allocated = lambda device=None: native.peak()
+    sim.max_memory_reserved = lambda device=None: native.reserved_peak()
     sim.reset_peak_memory_stats = lambda device=None: native.reset_peak()
     whole: list[int] = []  # the limit without a fraction, while there is one
 
@@ -105,11 +107,11 @@ def load() -> ModuleType:
     def total() -> int:
         return whole[0] if whole else native.limit()
 
-    sim.mem_get_info = lambda device=None: (total() - native.in_use(), total())
+    sim.mem_get_info = lambda device=None: (total() - native.reserved(), total())
     sim.set_per_process_memory_fraction = set_fraction
     sim.get_per_process_memory_fraction = lambda device=None: needs_index(device) or native.limit() / total()
     sim.get_device_name = lambda device=None: "simulated"
-    sim.empty_cache = lambda: None
+    sim.empty_cache = native.empty_cache
     sim.device = lambda device: nullcontext()
     sim.Stream, sim.Event = torch.Stream, torch.Event
     torch._register_device_module("sim", sim)
@@ -153,10 +155,22 @@ def uncounted() -> Generator[None]:
 
 @contextmanager
 def limited(bytes_: int) -> Generator[None]:
-    """Limit the memory that is in use on the device."""
+    """Limit the memory that is reserved on the device: the bytes in use, unless it is `caching`."""
     native = load().native
     native.set_limit(bytes_)
     try:
         yield
     finally:
         native.set_limit(UNLIMITED)
+
+
+@contextmanager
+def caching() -> Generator[None]:
+    """Give the device's allocator the cache, the segments and the rounding of CUDA's."""
+    native = load().native
+    native.set_caching(True)
+    try:
+        yield
+    finally:
+        native.set_caching(False)
+        native.empty_cache()

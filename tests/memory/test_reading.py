@@ -55,7 +55,7 @@ def test_no_reading_beside_a_profiler_or_another_reading() -> None:
     thread = threading.Thread(target=lambda: found.append(MemoryReading.begin(["cpu"])))
     thread.start()
     thread.join()
-    first.close()
+    first.end()
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=1)
     with torch.profiler.profile(schedule=schedule) as profiler:
         for _ in range(3):

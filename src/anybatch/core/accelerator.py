@@ -1,5 +1,6 @@
 """Accelerators: memory, caches, streams, random streams and backends, for every kind of device"""
 
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -64,6 +65,12 @@ def peak_bytes(device: torch.device) -> int | None:
     return None if read is None else read(device)
 
 
+def peak_unused(device: torch.device) -> int:
+    """Return the peak of the bytes reserved, which a limit counts, less that of the bytes allocated."""
+    read = getattr(module_of(device), "max_memory_reserved", None)
+    return 0 if read is None else read(device) - (peak_bytes(device) or 0)
+
+
 def allocated(device: torch.device) -> int:
     """Return the bytes allocated on a device; 0 if they are not counted."""
     read = getattr(module_of(device), "memory_allocated", None)
@@ -88,17 +95,34 @@ def free_and_total(device: torch.device) -> tuple[int, int] | None:
     return free + module.memory_reserved(device), total
 
 
+def _limiting(device: torch.device) -> tuple[Any, int, int] | None:
+    """Return module, index and all bytes of a device whose allocator can have a limit; None for others."""
+    module, found = module_of(device), free_and_total(device)
+    if found is None or not hasattr(module, "get_per_process_memory_fraction"):
+        return None
+    index = module.current_device() if str(device) == device.type else device.index  # torch wants a number
+    return module, index, found[1]
+
+
+def below_limit(device: torch.device) -> float:
+    """Return the bytes that may still be reserved below the limit of a device's allocator."""
+    found = _limiting(device)
+    if found is None:
+        return math.inf
+    module, index, total = found
+    return module.get_per_process_memory_fraction(index) * total - module.memory_reserved(device)
+
+
 @contextmanager
 def capped(device: torch.device, num_bytes: int) -> Generator[bool]:
     """Make the allocator of a device refuse more than so many bytes for a while; yield False if it cannot."""
-    module, found = module_of(device), free_and_total(device)
-    if found is None or not hasattr(module, "get_per_process_memory_fraction"):
+    found = _limiting(device)
+    if found is None:
         yield False
         return
-    # torch wants a number here
-    index = module.current_device() if str(device) == device.type else device.index
+    module, index, total = found
     before = module.get_per_process_memory_fraction(index)
-    module.set_per_process_memory_fraction(min(1.0, num_bytes / found[1]), index)
+    module.set_per_process_memory_fraction(min(1.0, num_bytes / total), index)
     try:
         yield True
     finally:

@@ -25,13 +25,16 @@ class MemoryReading:
     end, 2.3 to 2.9 KB per event), and at `mark` adds other memory of malloc, such as nodes of the graph. On
     accelerators it uses the allocators' statistics, added up, and resets their peaks; if there are none, it
     follows the storages that operations return. Then, and without glibc, it adds a quarter to the bytes seen
-    (`is_exact` is False). End it in the thread that began it.
+    (`is_exact` is False). Bytes that an allocator reserved and did not use count: a limit counts them. For
+    that the cache is freed first. End it in the thread that began it.
     """
 
-    def __init__(self, start: "_Start", *, is_exact: bool) -> None:
+    def __init__(self, start: "_Start", *, is_exact: bool, counted: Set[torch.device] = frozenset()) -> None:
         """Use `begin`."""
         began = time.thread_time()
         self.events, self.is_exact = 0, is_exact  # allocations and releases; all bytes were seen
+        self.allocated = self.unused = 0  # bytes of all tensors of the devices at the peak; reserved beside
+        self._counted = counted
         self._in_use, self._at_mark = held_by_malloc(), 0
         self._stop: Callable[[], list[int] | None] | None = start()
         self._seconds = time.thread_time() - began
@@ -46,9 +49,11 @@ class MemoryReading:
         try:
             if any(one.type != "cpu" for one in found):
                 if accelerator.in_use() is not None:
+                    accelerator.free_cache()
                     is_counted = all(accelerator.forget_peak(one) is not None for one in found)
                     start = _start_statistics if is_counted else Following
-                    reading = cls(partial(start, found), is_exact=is_counted)
+                    counted = found if is_counted else set[torch.device]()
+                    reading = cls(partial(start, found), is_exact=is_counted, counted=counted)
             elif not private.is_profiling() and _has_events():
                 reading = cls(private.start_memory_events, is_exact=_mallinfo() is not None)
         finally:
@@ -76,6 +81,9 @@ class MemoryReading:
             _open.release()
         if sizes is None:
             return None
+        for device in self._counted:
+            self.allocated += accelerator.peak_bytes(device) or 0
+            self.unused += accelerator.peak_unused(device)
         level = peak = besides = 0
         for size in sizes:
             if abs(size) != _MARK:
@@ -85,11 +93,8 @@ class MemoryReading:
                 besides = max(0, self._at_mark - self._in_use - level)
         self.events = len(sizes)
         seconds = self._seconds + time.thread_time() - began + 1e-6 * self.events
-        return int((1 if self.is_exact else _ALLOWANCE) * (peak + besides)), seconds, max(0, level)
-
-    def close(self) -> None:
-        """Discard the reading; does nothing after `end`."""
-        self.end()
+        peak += besides + self.unused
+        return int(peak if self.is_exact else _ALLOWANCE * peak), seconds, max(0, level)
 
 
 # Starts a source, and returns a function that stops it and returns the changes in bytes, or their peak.

@@ -196,7 +196,7 @@ class Ladder:
         if not want.is_whole or size in known.whole or not (known.law.readings or rung is not self.plain):
             return False
         if known.law.readings:
-            share = known.law(size) / max(1.0, rung.room(want) + known.gradients)
+            share = known.expected(size) / max(1.0, rung.room(want) + known.gradients)
             if not SURE < share < 1 / SURE:
                 return False
         read(rung, (want.rows,))

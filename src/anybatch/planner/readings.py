@@ -25,6 +25,7 @@ _LENGTHS = 8  # lengths that are read when they first come
 _SIZES = 12  # sizes that are read when they first come, however small
 _PER_EVENT = 2_600  # bytes that a reading itself uses per allocation
 _TOO_DEAR = 0.03  # share of the room by which a reading may exceed it
+_SEGMENTS = 22 * 2**20  # bytes of one segment of each pool of CUDA's allocator, which may be nearly empty
 
 
 class Readings:
@@ -41,6 +42,9 @@ class Readings:
         self.events = 0  # allocations in the last reading
         self.host = 0  # bytes that waited in host memory
         self.is_exact = True  # readings saw all bytes; otherwise an allowance is added
+        # Of an allocator with a cache: bytes reserved and not used, by size; their largest share in the bytes
+        # of tensors, beyond a segment of each pool; bytes of tensors on the device before a micro-batch.
+        self.unused, self.unusable, self.below = dict[Size, int](), 0.0, 0
 
     @property
     def seen(self) -> int:
@@ -63,7 +67,29 @@ class Readings:
         if is_uncut and size in self.whole:
             return self.whole[size] <= room + self.gradients
         # Fewer rows than were read may take more bytes: a single one may run other kernels.
-        return self.law.least <= size[0] and self.law.bound(size) <= room
+        return self.law.least <= size[0] and self.bound(size) <= room
+
+    def expected(self, size: Size) -> float:
+        """Return the bytes expected of a micro-batch."""
+        return self._reserved(size, self.law(size))
+
+    def bound(self, size: Size) -> float:
+        """Return the bytes to allow for."""
+        return self._reserved(size, self.law.bound(size))
+
+    def _reserved(self, size: Size, used: float) -> float:
+        if size in self.unused or not self.below:
+            return used + self.unused.get(size, 0)
+        return used + _SEGMENTS + self.unusable * (self.below + used)
+
+    def add(self, size: Size, num_bytes: float, reading: MemoryReading) -> None:
+        """Add the reading of a micro-batch beside gradient sums."""
+        used, unused = num_bytes - reading.unused, reading.unused
+        self.law.add(size, used)
+        if unused:
+            self.unused[size] = max(self.unused.get(size, 0), unused)
+            self.below = max(self.below, int(reading.allocated - used))
+            self.unusable = max(self.unusable, (unused - _SEGMENTS) / reading.allocated)
 
     def is_new(self, size: Size) -> bool:
         """Return True if a size is to be read when it comes."""
@@ -79,6 +105,7 @@ class Readings:
             "readings": [[*size, found] for size, found in self.law.readings.items()],
             "whole": [[*size, found] for size, found in self.whole.items()],
             "first": [[rows, *found] for rows, found in self.first.items()],
+            "unused": [[*size, found] for size, found in self.unused.items()],
         } | {name: getattr(self, name) for name in _PLAIN}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -86,11 +113,12 @@ class Readings:
         self.law = Law(((rows, length), found) for rows, length, found in state["readings"])
         self.whole = {(rows, length): found for rows, length, found in state["whole"]}
         self.first = {rows: (peak, left) for rows, peak, left in state["first"]}
+        self.unused = {(rows, length): found for rows, length, found in state.get("unused", ())}
         for name in _PLAIN:
             setattr(self, name, state.get(name, 0))
 
 
-_PLAIN = "update", "gradients", "ran", "events", "host", "is_exact"
+_PLAIN = "update", "gradients", "ran", "events", "host", "is_exact", "unusable", "below"
 
 
 @dataclass(slots=True)
@@ -148,7 +176,7 @@ class MemoryReader(Reader):
         times = len(read.law.readings.get(size, ()))
         if self._is_look:
             return times < 2 if held else size[0] == self._rows
-        expected = read.law.bound(size) if read.law.readings else 0.0
+        expected = read.bound(size) if read.law.readings else 0.0
         is_dear = expected + read.events * _PER_EVENT > (1 + _TOO_DEAR) * self._room
         if self._has_read or is_dear:
             return False
@@ -188,7 +216,7 @@ class MemoryReader(Reader):
         read.is_exact = read.is_exact and opened.reading.is_exact
         read.events, read.host = opened.reading.events, max(read.host, Offload.most)
         if opened.held:
-            read.law.add(opened.size, found[0] + opened.own)
+            read.add(opened.size, found[0] + opened.own, opened.reading)
         else:
             read.whole[opened.size] = found[0] + max(0, opened.own - self._own)
 

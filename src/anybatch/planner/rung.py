@@ -71,7 +71,7 @@ class Rung:
         read, size = self.readings, (want.size, want.length)
         if want.is_whole and read.whole.get(size, RAN_OUT) < RAN_OUT:
             return read.whole[size] - read.gradients
-        return read.law(size) if read.law.readings else 0.0
+        return read.expected(size) if read.law.readings else 0.0
 
     def has_read(self, want: Want) -> bool:
         """Return True if a reading tells what these rows take."""
@@ -118,7 +118,7 @@ class Rung:
             return room + read.gradients - read.whole[largest]
         if not read.law.readings or max(cut) * want.length > read.seen:
             return 0.0
-        return room - max([read.law.bound((size, want.length)) for size in cut])
+        return room - max([read.bound((size, want.length)) for size in cut])
 
     def reader(self, want: Want, cut: Sequence[int], task: Task) -> MemoryReader | None:
         """Return the reader of a step with this cut; None if nothing is to be read."""
@@ -206,7 +206,7 @@ class Rung:
         if size < want.rows or one in read.whole:
             return read.fits(one, room, is_uncut=size == want.rows)
         share = 1.0 if want.is_add else SURE
-        return not read.law.readings or read.law(one) <= share * (room + read.gradients)
+        return not read.law.readings or read.expected(one) <= share * (room + read.gradients)
 
     def _next(self, top: int, length: int, room: float) -> int:
         """Return the most rows to try next, far beyond the readings."""
@@ -231,7 +231,7 @@ def smallest(rung: Rung, want: Want) -> float:
     read = rung.readings
     sizes: list[Size] = [(want.size, want.length), *([] if want.only else read.law.readings)]
     sizes = [size for size in sizes if size[1] == want.length and size[0] >= want.size]
-    found = [read.law.bound(size) for size in sizes if read.law.readings]
+    found = [read.bound(size) for size in sizes if read.law.readings]
     if want.is_whole and sizes[0] in read.whole:
         found = [read.whole[sizes[0]] - read.gradients]
     peak, left = read.first_pass(want.rows)

@@ -307,7 +307,12 @@ class Planning:
     def lifted(self) -> AbstractContextManager[object]:
         """Return a context without that limit, for the update: one that runs out of memory may be torn."""
         place = self.limited_place
-        return NO_LIMIT if place is None else accelerator.capped(place, sys.maxsize)
+        if place is None or self._used is None:
+            return NO_LIMIT
+        rung = self._used[1]
+        if not rung.steps or accelerator.below_limit(place) < rung.readings.update:
+            accelerator.free_cache()  # or the update might not find what it needs in it
+        return accelerator.capped(place, sys.maxsize)
 
     def foresee(
         self,

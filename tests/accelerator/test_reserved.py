@@ -1,0 +1,227 @@
+"""Budgets under the rules of CUDA's allocator: what it reserves stays within them, from step 1 on."""
+
+import gc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anybatch as ab
+from tests.accelerator.programs import contrast
+from tests.accelerator.simulated import caching, load
+from tests.accelerator.test_uncut import Head, Residual
+
+
+class Sequences(nn.Module):
+    """A transformer over tokens of any length."""
+
+    def __init__(self, width: int = 128, layers: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(200, width), nn.Linear(width, 200)
+        self.layers = nn.Sequential(
+            *[
+                nn.TransformerEncoderLayer(width, 4, 4 * width, dropout, nn.functional.gelu, batch_first=True)
+                for _ in range(layers)
+            ]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.tokens(x)).mean(1))
+
+
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.LSTM(64, 192, num_layers=2, batch_first=True), nn.Linear(192, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)[0][:, -1])
+
+
+class Gru(nn.Module):
+    """A GRU of plain operations: the device has no kernel for its cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates, self.new, self.head = nn.Linear(256, 384), nn.Linear(256, 192), nn.Linear(192, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 192)
+        for one in x.unbind(1):
+            reset, keep = self.gates(torch.cat([one, h], 1)).sigmoid().chunk(2, 1)
+            h = keep * h + (1 - keep) * self.new(torch.cat([one, reset * h], 1)).tanh()
+        return self.head(h)
+
+
+class Mixed(nn.Module):
+    """A residual block: a layer, GroupNorm, GELU."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layer, self.norm, self.act = layer, nn.GroupNorm(4, width), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.act(self.norm(self.layer(x)))
+
+
+class Nested(nn.Module):
+    """A U-Net of so many levels."""
+
+    def __init__(self, width: int, levels: int, channels: int = 3) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), block(width))
+        self.inside = Nested(2 * width, levels - 1, width) if levels else block(width)
+        self.up = nn.Conv2d((3 if levels else 2) * width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(x)
+        y = self.inside(nn.functional.max_pool2d(x, 2))
+        return self.up(torch.cat([x, nn.functional.interpolate(y, scale_factor=2.0)], 1))
+
+
+def block(width: int) -> nn.Module:
+    return Mixed(nn.Conv2d(width, width, 3, padding=1), width)
+
+
+def images(width: int, *blocks: nn.Module, patch: int = 2) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, width, patch, patch), *blocks, Head(width))
+
+
+class Towers(nn.Module):
+    """Two encoders, whose outputs stand side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (
+            nn.Sequential(*[nn.Sequential(nn.Linear(w, 512), nn.Tanh()) for w in (64, 512, 512)])
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.left(x).mean(1), self.right(x.flip(1)).mean(1)], 1)
+
+
+def wave() -> nn.Module:
+    layers = [Mixed(nn.Conv1d(32, 32, 3, padding=2**i, dilation=2**i), 32) for i in range(8)]
+    return nn.Sequential(
+        nn.Conv1d(1, 32, 1), *layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, 4)
+    )
+
+
+def depthwise() -> nn.Module:
+    layers = [
+        nn.Sequential(nn.Conv2d(32, 32, 7, 1, 3, groups=32), Mixed(nn.Conv2d(32, 32, 1), 32))
+        for _ in range(6)
+    ]
+    return images(32, *layers)
+
+
+def residual() -> nn.Module:
+    stem = nn.Conv2d(3, 24, 3, 2, 1, bias=False), nn.BatchNorm2d(24), nn.ReLU(inplace=True)
+    return nn.Sequential(*stem, *[Residual(24) for _ in range(5)], Head(24))
+
+
+def unet() -> nn.Module:
+    return nn.Sequential(Nested(8, 2), Head(8))
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)
+    )
+
+
+class Case(NamedTuple):
+    build: Callable[[], nn.Module]
+    rows: int
+    shape: tuple[int, ...]
+    lengths: tuple[int, ...] = ()  # of the tokens, step by step
+    loss: Any = nn.CrossEntropyLoss()
+    options: ab.Options = ab.Options()
+
+
+LENGTHS = (96, 64, 128, 80, 112, 72)
+CASES = {
+    "transformer": Case(Sequences, 24, (), (96,)),
+    "changing lengths": Case(Sequences, 24, (), LENGTHS),
+    "recompute": Case(Sequences, 64, (), LENGTHS, options=ab.Options(recompute="all")),
+    "dropout": Case(lambda: Sequences(dropout=0.1), 24, (), (96,)),
+    "convolutions": Case(lambda: images(24, *[block(24) for _ in range(6)]), 96, (3, 64, 64)),
+    "depthwise": Case(depthwise, 56, (3, 64, 64)),
+    "wave": Case(wave, 20, (1, 4096)),
+    "lstm": Case(Lstm, 384, (24, 64)),
+    "gru": Case(Gru, 1536, (24, 64)),
+    "two towers": Case(Towers, 128, (64, 64), loss=ab.WholeBatch(contrast)),
+    "u-net": Case(unet, 96, (3, 64, 64)),
+    "residual": Case(residual, 96, (3, 64, 64)),
+    "wide": Case(wide, 1024, (512,)),
+}
+
+
+class Found(NamedTuple):
+    """Some steps: the most bytes reserved in each, the micro-batches of each, and how many were undone."""
+
+    reserved: list[int]
+    parts: list[int]
+    undone: list[int]
+
+
+def trained(name: str, memory: int | None, steps: int = 6) -> Found:
+    case, native, found = CASES[name], load().native, Found([], [], [])
+    gc.collect()
+    native.empty_cache()
+    floor = native.reserved()
+    torch.manual_seed(0)
+    model = case.build().to("sim")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = ab.Step(model, case.loss, optimizer, memory=memory, options=case.options)
+    for number in range(steps):
+        length = case.lengths[number % len(case.lengths)] if case.lengths else 0
+        x = torch.randint(200, (case.rows, length)) if length else torch.randn(case.rows, *case.shape)
+        batch = x.to("sim"), torch.randint(4, (case.rows,)).to("sim")
+        native.most_reserved()
+        report = step(batch)
+        del batch
+        found.reserved.append(native.most_reserved() - floor)
+        found.parts.append(report.micro_batches)
+        found.undone.append(report.redone)
+    return found
+
+
+def exceeded(name: str, budget: int) -> list[str]:
+    """Return what is wrong with steps within a budget."""
+    found = trained(name, budget)
+    wrong = [f"step {i}: {one} of {budget}" for i, one in enumerate(found.reserved, 1) if one > budget]
+    return wrong + ([f"micro-batches undone: {found.undone}"] if any(found.undone) else [])
+
+
+def kept(name: str, share: float) -> list[str]:
+    """Return what is wrong with steps within a share of what the plain step reserves."""
+    with caching():
+        budget = int(share * max(trained(name, None, 3).reserved))
+        try:
+            return exceeded(name, budget)
+        except ab.BudgetError as refused:
+            return boundary(name, refused.smallest)
+
+
+def boundary(name: str, smallest: int) -> list[str]:
+    """Return what is wrong with a smallest budget: it holds, and 0.9 of it is refused."""
+    wrong = exceeded(name, smallest)
+    try:
+        trained(name, int(0.9 * smallest), 1)
+    except ab.BudgetError:
+        return wrong
+    return [*wrong, f"0.9 of {smallest} is not refused"]
+
+
+FAST = [("changing lengths", 0.3), ("lstm", 0.45), ("residual", 0.3), ("wide", 0.45)]
+ALL = [(name, share) for name in CASES for share in (0.7, 0.45, 0.3, 0.2)]
+SLOW = [pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in FAST]
+
+
+@pytest.mark.parametrize(("name", "share"), [*FAST, *SLOW])
+def test_what_the_allocator_reserves_stays_within_the_budget(sim: Any, name: str, share: float) -> None:
+    assert sim(kept, name, share) == []
