@@ -1,6 +1,5 @@
 """Accelerators: memory, caches, streams, random streams and backends, for every kind of device"""
 
-import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -71,6 +70,12 @@ def peak_unused(device: torch.device) -> int:
     return 0 if read is None else read(device) - (peak_bytes(device) or 0)
 
 
+def reserved(device: torch.device) -> int:
+    """Return the bytes that the allocator of a device holds; 0 if they are not counted."""
+    read = getattr(module_of(device), "memory_reserved", None)
+    return 0 if read is None else read(device)
+
+
 def allocated(device: torch.device) -> int:
     """Return the bytes allocated on a device; 0 if they are not counted."""
     read = getattr(module_of(device), "memory_allocated", None)
@@ -95,34 +100,17 @@ def free_and_total(device: torch.device) -> tuple[int, int] | None:
     return free + module.memory_reserved(device), total
 
 
-def _limiting(device: torch.device) -> tuple[Any, int, int] | None:
-    """Return module, index and all bytes of a device whose allocator can have a limit; None for others."""
-    module, found = module_of(device), free_and_total(device)
-    if found is None or not hasattr(module, "get_per_process_memory_fraction"):
-        return None
-    index = module.current_device() if str(device) == device.type else device.index  # torch wants a number
-    return module, index, found[1]
-
-
-def below_limit(device: torch.device) -> float:
-    """Return the bytes that may still be reserved below the limit of a device's allocator."""
-    found = _limiting(device)
-    if found is None:
-        return math.inf
-    module, index, total = found
-    return module.get_per_process_memory_fraction(index) * total - module.memory_reserved(device)
-
-
 @contextmanager
 def capped(device: torch.device, num_bytes: int) -> Generator[bool]:
     """Make the allocator of a device refuse more than so many bytes for a while; yield False if it cannot."""
-    found = _limiting(device)
-    if found is None:
+    module, found = module_of(device), free_and_total(device)
+    if found is None or not hasattr(module, "get_per_process_memory_fraction"):
         yield False
         return
-    module, index, total = found
+    # torch wants a number here
+    index = module.current_device() if str(device) == device.type else device.index
     before = module.get_per_process_memory_fraction(index)
-    module.set_per_process_memory_fraction(min(1.0, num_bytes / total), index)
+    module.set_per_process_memory_fraction(min(1.0, num_bytes / found[1]), index)
     try:
         yield True
     finally:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -142,8 +142,8 @@ def device_of(task: Task) -> Device:
     return find_device(next(iter(found), "cpu"))
 
 
-def enforced(memory: str | int, task: Task, held: int) -> AbstractContextManager[object]:
-    """Return a context in which the allocator of an accelerator refuses more than the budget.
+def limit_of(memory: str | int, task: Task, held: int) -> tuple[torch.device, int]:
+    """Return the device of a step, and the bytes beyond which its allocator shall refuse.
 
     Args:
         memory: the budget.
@@ -153,4 +153,4 @@ def enforced(memory: str | int, task: Task, held: int) -> AbstractContextManager
     device = device_of(task)
     place = torch.device(device.name)
     others = max(0, accelerator.allocated(place) - held)
-    return accelerator.capped(place, parse_memory(memory, device) + others)
+    return place, parse_memory(memory, device) + others

@@ -26,6 +26,7 @@ _SIZES = 12  # sizes that are read when they first come, however small
 _PER_EVENT = 2_600  # bytes that a reading itself uses per allocation
 _TOO_DEAR = 0.03  # share of the room by which a reading may exceed it
 _SEGMENTS = 22 * 2**20  # bytes of one segment of each pool of CUDA's allocator, which may be nearly empty
+_PACKED = 1 / 8  # share that tensors of 1 to 10 MB leave empty in its segments of 20 MB; on average 0.115
 
 
 class Readings:
@@ -80,7 +81,7 @@ class Readings:
     def _reserved(self, size: Size, used: float) -> float:
         if size in self.unused or not self.below:
             return used + self.unused.get(size, 0)
-        return used + _SEGMENTS + self.unusable * (self.below + used)
+        return used + _SEGMENTS + max(_PACKED * used, self.unusable * (self.below + used))
 
     def add(self, size: Size, num_bytes: float, reading: MemoryReading) -> None:
         """Add the reading of a micro-batch beside gradient sums."""

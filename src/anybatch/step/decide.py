@@ -100,7 +100,7 @@ class Planning:
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
         self._used: tuple[planner.Ladder, planner.Rung] | None = None  # what chose the cut of this step
         self._used_for: planner.Want | None = None
-        self.limited_place: torch.device | None = None  # whose allocator keeps to the budget
+        self.limit: tuple[torch.device, int] | None = None  # bytes that an allocator may reserve in a step
 
     @property
     def is_asked(self) -> bool:
@@ -300,17 +300,17 @@ class Planning:
         if self.budget is None or task.network.kinds <= {"cpu"}:
             return NO_LIMIT
         places = task.network.devices
-        self.limited_place = next(iter(places))
         leaves = [one for one in getattr(batch, "leaves", ()) if one.device in places]
-        return planner.enforced(self.budget.memory, task, ladder.held + sum(one.nbytes for one in leaves))
+        held = ladder.held + sum(one.nbytes for one in leaves)
+        self.limit = planner.limit_of(self.budget.memory, task, held)
+        return accelerator.capped(*self.limit)
 
     def lifted(self) -> AbstractContextManager[object]:
         """Return a context without that limit, for the update: one that runs out of memory may be torn."""
-        place = self.limited_place
-        if place is None or self._used is None:
+        if self.limit is None or self._used is None:
             return NO_LIMIT
-        rung = self._used[1]
-        if not rung.steps or accelerator.below_limit(place) < rung.readings.update:
+        (place, most), rung = self.limit, self._used[1]
+        if not rung.steps or accelerator.reserved(place) + rung.readings.update > most:
             accelerator.free_cache()  # or the update might not find what it needs in it
         return accelerator.capped(place, sys.maxsize)
 

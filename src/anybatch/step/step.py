@@ -185,7 +185,7 @@ class Step:
 
     def end(self, window: engine.Window) -> core.StepReport:
         """End a window with the update."""
-        with NO_LIMIT if self.planning.limited_place is None else self.planning.lifted():
+        with self.planning.lifted():
             return window.write()
 
     def _step(
