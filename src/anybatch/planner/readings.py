@@ -26,6 +26,7 @@ _SIZES = 12  # sizes that are read when they first come, however small
 _PER_EVENT = 2_600  # bytes that a reading itself uses per allocation
 _TOO_DEAR = 0.03  # share of the room by which a reading may exceed it
 _SEGMENTS = 22 * 2**20  # bytes of one segment of each pool of CUDA's allocator, which may be nearly empty
+_SMALL = 2 * 2**20  # bytes of a segment of its small pool
 _PACKED = 1 / 8  # share that tensors of 1 to 10 MB leave empty in its segments of 20 MB; on average 0.115
 
 
@@ -46,6 +47,11 @@ class Readings:
         # Of an allocator with a cache: bytes reserved and not used, by size; their largest share in the bytes
         # of tensors, beyond a segment of each pool; bytes of tensors on the device before a micro-batch.
         self.unused, self.unusable, self.below = dict[Size, int](), 0.0, 0
+
+    @property
+    def spare(self) -> int:
+        """Bytes of a small segment that the update may leave nearly empty; 0 without a cache."""
+        return _SMALL if self.below else 0
 
     @property
     def seen(self) -> int:

@@ -64,7 +64,7 @@ class Rung:
     def room(self, want: Want) -> float:
         """Return the bytes for a micro-batch, beside what a step holds."""
         left = self.readings.first_pass(want.rows)[1]
-        return self.num_bytes - want.static - self.readings.gradients - left
+        return self.num_bytes - want.static - self.readings.gradients - self.readings.spare - left
 
     def takes(self, want: Want) -> float:
         """Return the bytes of the smallest micro-batch beside gradient sums; 0 if nothing was read."""
@@ -235,5 +235,5 @@ def smallest(rung: Rung, want: Want) -> float:
     if want.is_whole and sizes[0] in read.whole:
         found = [read.whole[sizes[0]] - read.gradients]
     peak, left = read.first_pass(want.rows)
-    held = want.static + read.gradients
+    held = want.static + read.gradients + read.spare
     return max(held + read.update, want.static + peak, held + left + min(found, default=float("inf")))
