@@ -79,3 +79,13 @@ def test_skipped_update_does_not_count_and_a_state_goes_on() -> None:
 def test_a_loss_for_another_loop_is_refused() -> None:
     with pytest.raises(PlanError, match=r"got an ab\.BatchLoss of Linear\. Your loop makes the update"):
         ab.BatchLoss(nn.Linear(2, 1), nn.MSELoss(), callbacks=[ab.EMA()])
+
+
+def test_only_trained_parameters_of_one_model_are_averaged() -> None:
+    ema = ab.EMA(DECAY)
+    step = made(ema)
+    step.model.bias.requires_grad_(requires_grad=False)  # pyright: ignore
+    step(DATA[0])
+    assert [*ema.average] == ["weight"]
+    with pytest.raises(PlanError, match="one model, got a second one, a Linear"):
+        made(ema)(DATA[0])

@@ -13,6 +13,7 @@ from anybatch.core import BatchError, batch_of, tree
 
 _PLAIN = (bool, int, float, str)
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_IGNORED = -100  # label of a document's first token, which packing sets: no token before it tells it
 _ENTRIES, _ROWS = "entries", "rows"  # of a batch that is a list with one entry for each row
 Back = Callable[[Any], Any]
 
@@ -107,6 +108,9 @@ def _documents(batch: Any) -> list[dict[str, Tensor]] | None:
         return None
     starts = [*places[0].eq(0).nonzero().flatten().tolist(), places.shape[1]]
     sizes = [stop - start for start, stop in pairwise(starts)]
+    firsts = flat["labels"][0, starts[1:-1]] if "labels" in flat else None
+    if 1 in sizes or firsts is None or bool(firsts.ne(_IGNORED).any()):  # other places than those of tokens
+        return None
     parts = zip(*[one[0].split(sizes) for one in flat.values()], strict=True)
     return [dict(zip(flat, part, strict=True)) for part in parts]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.core import LossError, MicroBatchDone, PlanError, StepReport
-from anybatch.homes.entries import apart, replaced
+from anybatch.homes.entries import apart, replaced, without_shared
 from anybatch.homes.split_loss import SplitLoss
 from anybatch.losses import LossLike, ModelLoss
 from anybatch.parallel import unwrapped
@@ -120,6 +120,8 @@ class WholeBatchCallback(Callback):
             may_be_one = self._options["micro_batch"] is None
             batch, joined = apart(batch, has_lists=has_lists, may_be_one=may_be_one)
             self._run = lambda rows: run(joined(rows))  # pyright: ignore
+        else:
+            batch, _ = without_shared(batch)
         _refuse(trainer, module)
         batch_loss = self._batch_loss = self._batch_loss or self._made(module)
         if not is_overridden("optimizer_zero_grad", module):  # Lightning would do it only afterwards

@@ -72,7 +72,7 @@ class Readings:
         The gradients of an uncut batch are made while activations are freed, so its own reading counts.
         """
         if is_uncut and size in self.whole:
-            return self.whole[size] <= room + self.gradients
+            return self.whole[size] <= room + self.gradients + self.spare
         # Fewer rows than were read may take more bytes: a single one may run other kernels.
         return self.law.least <= size[0] and self.bound(size) <= room
 

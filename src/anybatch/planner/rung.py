@@ -235,5 +235,5 @@ def smallest(rung: Rung, want: Want) -> float:
     if want.is_whole and sizes[0] in read.whole:
         found = [read.whole[sizes[0]] - read.gradients]
     peak, left = read.first_pass(want.rows)
-    held = want.static + read.gradients + read.spare
+    held = want.static + read.gradients + (0 if want.is_whole else read.spare)
     return max(held + read.update, want.static + peak, held + left + min(found, default=float("inf")))

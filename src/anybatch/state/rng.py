@@ -134,13 +134,13 @@ def capture_process() -> dict[str, Any]:
 def restore_process(state: Mapping[str, Any]) -> None:
     """Restore the result of `capture_process`; of accelerators only if they are of that kind and number."""
     with private.disable_current_modes():
-        saved = tuple(state["devices"])
+        saved = tuple([one.cpu() for one in state["devices"]])  # `torch.load(map_location=...)` moves them
         sizes = [len(one.get_state()) for one in accelerator.generators()]
-        restore(RandomState(state["cpu"], saved if [*map(len, saved)] == sizes else ()))
+        restore(RandomState(state["cpu"].cpu(), saved if [*map(len, saved)] == sizes else ()))
         random.setstate(state["python"])
         if "numpy" in state and (numpy := numpy_random()) is not None:
             name, keys, *rest = state["numpy"]
-            numpy.set_state((name, keys.numpy().astype("uint32"), *rest))
+            numpy.set_state((name, keys.cpu().numpy().astype("uint32"), *rest))
 
 
 class OwnStreams:

@@ -158,11 +158,14 @@ class Planning:
 
         def read(rung: planner.Rung, sizes: tuple[int, ...]) -> None:
             run = compare.rehearse if task.strategy.is_lockstep else compare.run_parts
-            limit = NO_LIMIT  # the last rung tells the smallest budget
-            if len(sizes) == 1 and not rung.is_last:
-                limit = self._within_limit(task, batch, ladder)
-            with self._reading(task, rung, want) as running, limit:
-                run(running, batch, _of_size(rung.settings, sum(sizes), max(sizes)), sizes)
+            limits: list[AbstractContextManager[object]] = [NO_LIMIT]
+            if len(sizes) == 1:  # what runs within the budget fits; the last rung tells the smallest one
+                limits = [self._within_limit(task, batch, ladder), *limits[not rung.is_last :]]
+            for limit in limits:
+                with self._reading(task, rung, want) as running, limit:
+                    run(running, batch, _of_size(rung.settings, sum(sizes), max(sizes)), sizes)
+                if (want.rows, want.length) in rung.readings.whole:
+                    return
 
         if task.strategy.is_lockstep and isinstance(task.loss, WholeBatch):
             raise core.PlanError(

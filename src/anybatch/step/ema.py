@@ -19,7 +19,7 @@ class EMA(core.Callback):
     After the first update the average is the weights, after each later one `decay * average + (1 - decay) *
     weights`, as in `torch.optim.swa_utils`. Only updates count: the number of micro-batches and skipped steps
     do not matter. 16-bit weights are averaged in float32. The average is one more copy of the weights on
-    their device, which the budget of a step does not include.
+    their device, which the budget of a step does not include. Parameters that are not trained are left out.
 
     Args:
         decay: weight of the old average in each update, from 0 to below 1.
@@ -66,6 +66,8 @@ class EMA(core.Callback):
             said = f"a model that is not sharded, got a {name} with fully_shard. Leave ab.EMA out."
         elif not step.optimizers:
             said = f"an ab.Step, got an ab.BatchLoss of {name}. Your loop makes the update: average after it."
+        elif self._step is not None and self._step.model is not step.model:
+            said = f"one model, got a second one, a {name}. Make an ab.EMA for each."
         else:
             self._step = step
             return
@@ -95,8 +97,10 @@ class EMA(core.Callback):
         """Return the tensors that hold each averaged value, the most precise last."""
         places: dict[str, list[Tensor]] = {}
         for name, parameter in step.model.named_parameters():
-            full = step.masters.of(parameter)
-            places[private.plain_name(name)] = [parameter] if full is None else [parameter, full]
+            name = private.plain_name(name)
+            if parameter.requires_grad or name in self.average:
+                full = step.masters.of(parameter)
+                places[name] = [parameter] if full is None else [parameter, full]
         if self.buffers:
             places |= {private.plain_name(name): [buffer] for name, buffer in step.model.named_buffers()}
         return {name: place for name, place in places.items() if place[0].is_floating_point()}
@@ -132,6 +136,8 @@ class EMA(core.Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the average and the number of updates in it."""
+        if {"updates", "average"} - state.keys():
+            raise core.CheckpointError(f"Expected the result of EMA.state_dict(), got keys {sorted(state)}.")
         self.updates = state["updates"]
         self.average = {name: value.clone() for name, value in state["average"].items()}
 

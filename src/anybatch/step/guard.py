@@ -46,23 +46,29 @@ class Guard:
         self._has_begun = False
         self._covers: dict[Hashable, Covers] = {}  # by the kind of rows
         self._has_warned = False
-        self._has_warned_of_use = False
+        self._has_warned_of_use, self._calls = False, 0
 
-    def warn_of_use(self, model: nn.Module, updates: int, micro_batch: int | None) -> None:
+    def warn_of_use(self, model: nn.Module, micro_batch: int | None) -> None:
         """Warn, once, of a model that was left in eval(), or of batches that are never cut."""
-        if self._has_warned_of_use or (model.training and updates != _UNCUT):
+        self._calls += 1
+        if self._has_warned_of_use or (model.training and self._calls != _UNCUT + 1):
             return
         said, norms = "", () if self.batch_norm == "frozen" else (BatchNorm,)
         if not model.training:
-            found = [one for one in model.modules() if isinstance(one, (*_DROPOUTS, *norms))]
-            kinds = {type(one).__name__ for one in found if getattr(one, "p", 1)}
+            modules = [*model.modules()]
             self._has_warned_of_use = torch.is_grad_enabled()
+            still = [] if any(one.training for one in modules) else modules  # a part in eval() is meant
+            kinds = {type(one).__name__ for one in still if isinstance(one, _DROPOUTS) and one.p}
+            for one in still:
+                if isinstance(one, norms) and any(p.requires_grad for p in one.parameters(recurse=False)):
+                    kinds.add(type(one).__name__)
             if kinds and torch.is_grad_enabled():
                 said = f"a model in training mode, got {type(model).__name__} in eval(), where "
-                said += f"{' and '.join(sorted(kinds))} do not train. Call model.train() before the step."
+                said += f"{' and '.join(sorted(kinds))} stand still. Call model.train() before the step, or "
+                said += 'Options(batch_norm="frozen") if BatchNorm shall keep its statistics.'
         elif micro_batch is not None and self.checks and not self.updates:
-            said = f"batches of more than micro_batch={micro_batch} rows, got {updates} that were not cut. "
-            said += "Pass whole batches: each call makes an update. A window takes micro-batches."
+            said = f"batches of more than micro_batch={micro_batch} rows, got {_UNCUT} that were not cut. "
+            said += "Pass whole batches: each call makes an update. Or leave micro_batch out."
         if said:
             self._has_warned_of_use = True
             warnings.warn(f"Expected {said}", stacklevel=3)

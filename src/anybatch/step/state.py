@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from anybatch.core import CheckpointError
 from anybatch.state import rng
 from anybatch.step.window import refuse_open
 
@@ -29,6 +30,12 @@ def state_of(step: Any) -> dict[str, Any]:
 def load_state(step: Any, state: Mapping[str, Any]) -> None:
     """Load the result of `state_dict`, after model, optimizers and schedulers are loaded."""
     refuse_open(step)
+    missing = {"scale", "masters", "limits", "plans", "updates", "random"} - state.keys()
+    if missing:
+        raise CheckpointError(
+            f"Expected the result of step.state_dict(), got one without {sorted(missing)}: keys "
+            f"{sorted(map(str, state))[:8]}. Save step.state_dict() beside those of model and optimizer."
+        )
     step.scale.load(state["scale"])
     step.planning.limits.load(state["limits"])
     if step.planning.budget is not None:

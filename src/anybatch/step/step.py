@@ -161,7 +161,8 @@ class Step:
         if others:
             refuse_others("step", others)
         refuse_open(self)
-        self.planning.guard.warn_of_use(self.model, self.progress.updates, self.micro_batch)
+        asked = self.micro_batch if self.planning.budget is None else None
+        self.planning.guard.warn_of_use(self.model, asked)
         try:
             task, token = self._begun(), core.running.set(True)
             try:
