@@ -130,7 +130,7 @@ def test_check_says_exact_and_only_then_returns_0(here: str, capsys: pytest.Capt
         (["plan", "{}:sound", "--memory", "much"], "'much'"),
         (["plan", "{}:sound", "--device", "tpu"], "'tpu'"),
         (["plan", "{}:failing", "--memory", "1MB"], "Error"),
-        (["plan", "{}:sound", "--memory", "10"], "The smallest budget"),
+        (["plan", "{}:sound", "--memory", "10"], "learn the smallest"),
         (["check", "{}:failing"], "could not check: RuntimeError"),
     ],
 )

@@ -385,7 +385,7 @@ COMMANDS: Mistakes = {
     "train lenet5 --keep -1": ("--keep to be at least 0, got -1",),
     "train lenet5 --save-minutes -1": ("--save-minutes to be at least 0, got -1.0",),
     "train lenet5 --workers 2": ("--servers with --workers", "--servers 1"),
-    "train lenet5 --servers 0": ("whole number of at least 1, got 0",),
+    "train lenet5 --servers 0": ("--servers to be at least 1, got 0",),
     "train lenet5 --servers 1 --workers 0": ("Expected workers to be a whole number",),
     "train lenet5 --servers 1 --ranks 2": ("Expected --ranks to be 1 with --servers, got 2",),
     "train clip --norm whole": ("options of clip (--image-size), got --norm",),

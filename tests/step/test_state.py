@@ -86,30 +86,6 @@ def said(step: ab.Step, times: int) -> list[str]:
     return [str(one.message) for one in heard]
 
 
-@pytest.mark.parametrize("module", [nn.Dropout(0.1), nn.BatchNorm1d(4)])
-def test_model_left_in_eval_is_told_once(module: nn.Module) -> None:
-    model = nn.Sequential(module, nn.Linear(4, 1))
-    step = ab.Step(model.eval(), nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-    (told,) = [one for one in said(step, 3) if "in eval()" in one]
-    assert f"got Sequential in eval(), where {type(module).__name__} stand still. Call model.train()" in told
-
-
-def test_modes_that_change_nothing_or_were_asked_for_are_not_told() -> None:
-    for layer, options in (
-        (nn.Dropout(0.0), ab.Options()),
-        (nn.LayerNorm(4), ab.Options()),
-        (nn.BatchNorm1d(4), ab.Options(batch_norm="frozen")),
-        (nn.BatchNorm1d(4).requires_grad_(requires_grad=False), ab.Options()),
-    ):
-        model = nn.Sequential(layer, nn.Linear(4, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = ab.Step(model.eval(), nn.MSELoss(), optimizer, options=options)
-        assert not [one for one in said(step, 2) if "eval()" in one]
-    model = nn.Sequential(nn.Dropout(0.1).eval(), nn.Linear(4, 1))  # a part in eval() is meant
-    step = ab.Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-    assert not [one for one in said(step, 2) if "eval()" in one]
-
-
 def test_micro_batch_that_never_cuts_is_told_once() -> None:
     def found(micro_batch: int | None) -> int:
         model = nn.Linear(4, 1)

@@ -289,9 +289,7 @@ def test_a_failed_write_leaves_the_earlier_checkpoint_and_no_other(
         with pytest.raises((CheckpointError, Killed, KeyboardInterrupt)) as caught:
             write(tmp_path, 2.0)
     if caught.type is CheckpointError:
-        assert re.search(
-            r"expected a checkpoint that can be written.*, got on rank 0: \w+", str(caught.value)
-        )
+        assert re.search(r"expected a checkpoint that can be written.*, got: \w+", str(caught.value))
     assert list(tmp_path.iterdir()) == made
     if earlier:
         assert number_in(tmp_path) == 1.0

@@ -6,10 +6,9 @@ from functools import partial
 from operator import attrgetter
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
-from anybatch.batchnorm import BatchNorm, refuse_batch_norms
+from anybatch.batchnorm import refuse_batch_norms
 from anybatch.compare import (
     Covers,
     Doubt,
@@ -24,7 +23,6 @@ from anybatch.engine import Plan, Progress, Task
 
 Kind = Literal["step", "add", "dry", "foresee", "recut"]
 _UNCUT = 64  # updates without a cut after which a warning says so
-_DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 _EARLY = 64  # updates of which those at powers of two are compared; later one of as many
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
 
@@ -46,32 +44,17 @@ class Guard:
         self._has_begun = False
         self._covers: dict[Hashable, Covers] = {}  # by the kind of rows
         self._has_warned = False
-        self._has_warned_of_use, self._calls = False, 0
+        self._calls = 0
 
-    def warn_of_use(self, model: nn.Module, micro_batch: int | None) -> None:
-        """Warn, once, of a model that was left in eval(), or of batches that are never cut."""
+    def warn_of_use(self, micro_batch: int | None) -> None:
+        """Warn, once, of batches that are never cut."""
         self._calls += 1
-        if self._has_warned_of_use or (model.training and self._calls != _UNCUT + 1):
-            return
-        said, norms = "", () if self.batch_norm == "frozen" else (BatchNorm,)
-        if not model.training:
-            modules = [*model.modules()]
-            self._has_warned_of_use = torch.is_grad_enabled()
-            still = [] if any(one.training for one in modules) else modules  # a part in eval() is meant
-            kinds = {type(one).__name__ for one in still if isinstance(one, _DROPOUTS) and one.p}
-            for one in still:
-                if isinstance(one, norms) and any(p.requires_grad for p in one.parameters(recurse=False)):
-                    kinds.add(type(one).__name__)
-            if kinds and torch.is_grad_enabled():
-                said = f"a model in training mode, got {type(model).__name__} in eval(), where "
-                said += f"{' and '.join(sorted(kinds))} stand still. Call model.train() before the step, or "
-                said += 'Options(batch_norm="frozen") if BatchNorm shall keep its statistics.'
-        elif micro_batch is not None and self.checks and not self.updates:
-            said = f"batches of more than micro_batch={micro_batch} rows, got {_UNCUT} that were not cut. "
-            said += "Pass whole batches: each call makes an update. Or leave micro_batch out."
-        if said:
-            self._has_warned_of_use = True
-            warnings.warn(f"Expected {said}", stacklevel=3)
+        if self._calls == _UNCUT + 1 and micro_batch is not None and self.checks and not self.updates:
+            warnings.warn(
+                f"Expected batches of more than micro_batch={micro_batch} rows, got {_UNCUT} that were not "
+                "cut. Pass whole batches: each call makes an update. Or leave micro_batch out.",
+                stacklevel=3,
+            )
 
     def begin_update(self, progress: Progress) -> None:
         """Begin an update; it is counted once it is cut."""

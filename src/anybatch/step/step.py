@@ -162,7 +162,7 @@ class Step:
             refuse_others("step", others)
         refuse_open(self)
         asked = self.micro_batch if self.planning.budget is None else None
-        self.planning.guard.warn_of_use(self.model, asked)
+        self.planning.guard.warn_of_use(asked)
         try:
             task, token = self._begun(), core.running.set(True)
             try:
