@@ -213,8 +213,9 @@ def parse(parser: argparse.ArgumentParser, command: type[C], given: Sequence[str
     for one in known.values():
         one.add_to(parser)
     found, unknown = parser.parse_known_args(given)
-    for path in _files(found):
-        parser.set_defaults(**read(path, command))
+    for number, path in enumerate(_files(found)):
+        options = read(path, command)  # what a config leaves open stays as the resumed run had it
+        parser.set_defaults(**{name: one for name, one in options.items() if one is not None or not number})
         found, unknown = parser.parse_known_args(given)
     for word in sorted(unknown, key=lambda word: not word.startswith("-"))[:1]:
         raise core.PlanError(
