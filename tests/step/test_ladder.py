@@ -86,7 +86,7 @@ def test_a_wrong_batch_does_not_end_the_readings(made: list[Any]) -> None:
 
 def test_what_cannot_be_traced_is_read() -> None:
     batch = torch.randn(64, 8), torch.zeros(64, dtype=torch.long)
-    least = refused(make(12_000, model=Untraceable(), loss=nn.CrossEntropyLoss()), batch)
+    least = refused(make(6_000, model=Untraceable(), loss=nn.CrossEntropyLoss()), batch)
     assert make(int(1.1 * least), model=Untraceable(), loss=nn.CrossEntropyLoss())(batch).updated
 
 
@@ -300,6 +300,18 @@ def test_a_budget_below_what_is_always_held_is_refused_with_one_that_holds(made:
     assert metered(step, lambda: step(batch), batch) <= least
     refused(make(int(0.9 * least), model=model), batch, "smallest")
     assert not made
+
+
+def test_the_state_of_parameters_that_are_trained_later_counts_from_then_on() -> None:
+    batch, model = batch_of(96, 1), Heavy()
+    later = list(model.layers[1:-1].parameters())
+    for p in later:
+        p.requires_grad_(False)
+    step = make(2 * HEAVY + 5_000_000, model=model)
+    assert [step(batch).updated for _ in range(3)] == [True] * 3
+    for p in later:
+        p.requires_grad_(True)
+    assert refused(step, batch) > 3.5 * HEAVY
 
 
 def test_what_the_update_takes_for_a_moment_is_within_the_budget() -> None:

@@ -47,7 +47,7 @@ class Ladder:
         self.short = ""  # the reason why nothing is offloaded: the host lacks memory
         self.looks = 0  # looks at a few rows, with readings or without
         self._static: tuple[Task | None, int, int] = None, 0, 0
-        self._to_come = 0  # bytes of optimizer state before the first update
+        self._to_come = self._at_first = 0  # bytes of optimizer state to be made; states that are there
         self._one_by_one = 0.0  # bytes that an update takes for a moment, parameter by parameter
         self._steps = 0
 
@@ -72,9 +72,10 @@ class Ladder:
         if self._static[:2] != (task, states) or self._steps < FROZEN:
             if self._static[0] is None:
                 self._to_come, self._one_by_one = update_to_come(task)
+                self._at_first = states
                 for rung in self.rungs.values():
                     rung.readings.update = max(rung.readings.update, self._one_by_one)
-            self._static = task, states, _held(task) + (0 if states else self._to_come)
+            self._static = task, states, _held(task) + self._to_come * (states == self._at_first)
         grads = [core.local(p.grad) for p in task.network.everyone if p.grad is not None]
         found = [one for one in grads if one.layout is torch.strided]
         # Existing gradients are kept and added to the step's, hence twice.
@@ -348,12 +349,14 @@ def update_to_come(task: Task) -> tuple[int, float]:
             trained = [p for p in group["params"] if p.requires_grad]
             full = [core.local(p if (one := task.masters.of(p)) is None else one) for p in trained]
             shapes = Counter([(one.shape, one.dtype) for one in full])
+            bare = [one for p, one in zip(trained, full, strict=True) if not optimizer.state.get(p)]
+            without = Counter([(one.shape, one.dtype) for one in bare])
             metas = [nn.Parameter(torch.empty(size, dtype=dtype, device="meta")) for size, dtype in shapes]
             for one in metas:
                 one.grad = torch.empty_like(one)
             switches = {name: False for name in ("foreach", "fused") if name in group}
             twin.param_groups.append({**group, **switches, "params": metas})
-            counts += shapes.values()
+            counts += [without[one] for one in shapes]
         following = None
         try:
             private.step_without_hooks(twin)

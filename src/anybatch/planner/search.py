@@ -5,9 +5,9 @@ from dataclasses import replace
 from math import inf
 from time import monotonic
 
-from torch import nn
+from torch import nn, strided
 
-from anybatch.core import counted, local
+from anybatch.core import counted, local, tensors_in
 from anybatch.engine import Plan
 from anybatch.memory import OWNERS
 from anybatch.planner.ladder import update_to_come
@@ -43,7 +43,10 @@ class _Search:
         request, sizes, policies = self._request, self._sizes, (KEEP, *self._request.policies)
         network = request.task.network
         held = [*network.everyone, *network.parameters, *request.task.masters.tensors]
-        floor = sum(local(one).nbytes for one in held) + update_to_come(request.task)[0]
+        held += tensors_in([[*one.state.values()] for one in request.task.optimizers])
+        floor = (
+            sum(local(one).nbytes for one in held if one.layout is strided) + update_to_come(request.task)[0]
+        )
         if floor > self._limit:
             raise below_floor(floor, self._limit)
         policy = KEEP
