@@ -74,11 +74,12 @@ def __getattr__(name: str) -> Any:
             package = importlib.import_module(f"anybatch.{home}")
             globals()[name] = found = getattr(package, name) if name in names.split() else package
             return found
-    raise AttributeError(f"module 'anybatch' has no attribute {name!r}")
+    missing = f"module 'anybatch' has no attribute {name!r}"
+    raise AttributeError(missing, name=name, obj=sys.modules[__name__])  # Python adds the nearest name
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]
 
 
 class _Package(ModuleType):

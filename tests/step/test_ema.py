@@ -89,3 +89,5 @@ def test_only_trained_parameters_of_one_model_are_averaged() -> None:
     assert [*ema.average] == ["weight"]
     with pytest.raises(PlanError, match="one model, got a second one, a Linear"):
         made(ema)(DATA[0])
+    with pytest.raises(ab.errors.CheckpointError, match=r"got 'weight' of shape \(1, 1\); the model has"):
+        ema.load_state_dict({"updates": 1, "average": {"weight": torch.zeros(1, 1)}})

@@ -40,6 +40,8 @@ OPTIMIZERS: dict[str, Any] = {name.lower(): getattr(torch.optim, name) for name 
 def train(options: kinds.Run) -> tuple[dict[str, Any], str]:
     """Run `anybatch train`: train a recipe or a target; return the result as numbers and as text."""
     if options.print_config:
+        if ":" not in options.recipe:
+            find_recipe(options.recipe)
         return kinds.to_keep(options), json.dumps(kinds.to_keep(options), indent=2)
     _check(options)
     start_under_torchrun()

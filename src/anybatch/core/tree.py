@@ -144,7 +144,10 @@ def _advice(node: object, path: str) -> str:
             "Pass a setting to the model in a loss function (model, micro); CLIP's loss is an ab.WholeBatch."
         )
     if not path:
-        return "Make a DataLoader(dataset, batch_size=...); then, for batch in loader: step(batch)."
+        return (
+            "Make a DataLoader(dataset, batch_size=...); then, for batch in loader: step(batch), or "
+            "ab.Trainer(step, loader).fit(epochs=...)."
+        )
     return "Make it a tensor with one entry per row, or pass a list of samples to a step with a collate=."
 
 

@@ -15,6 +15,8 @@ from anybatch.engine.strategy import Agreed
 from anybatch.engine.task import Task
 from anybatch.losses import Evaluated, Loss
 
+_SHOWN = 8  # micro-batches that a message names
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Division:
@@ -240,8 +242,9 @@ class Sums:
         bad = [index for index, value in enumerate(values) if not math.isfinite(value)]
         first = sum(self.rows[: bad[0]])
         named = self.batch.rows_in_words(first, first + self.rows[bad[0]])
+        shown = f"{bad[:_SHOWN]}" + f" and {len(bad) - _SHOWN} more" * (len(bad) > _SHOWN)
         raise NonFiniteLossError(
-            f"Expected a finite loss, got {values[bad[0]]} for {name!r} in micro-batches {bad} of "
+            f"Expected a finite loss, got {values[bad[0]]} for {name!r} in micro-batches {shown} of "
             f"{len(values)} (the first one holds {named}). No update was made. "
             "Look for bad data in these rows of the batch, a mean over no valid target, too high a learning "
             "rate, or a sum that overflows float16."

@@ -70,6 +70,7 @@ class EMA(core.Callback):
             said = f"one model, got a second one, a {name}. Make an ab.EMA for each."
         else:
             self._step = step
+            self._refuse_other()
             return
         raise core.PlanError(f"Expected, to average weights, {said}")
 
@@ -140,6 +141,20 @@ class EMA(core.Callback):
             raise core.CheckpointError(f"Expected the result of EMA.state_dict(), got keys {sorted(state)}.")
         self.updates = state["updates"]
         self.average = {name: value.clone() for name, value in state["average"].items()}
+        self._refuse_other()
+
+    def _refuse_other(self) -> None:
+        """Refuse the average of another model."""
+        model = None if self._step is None else self._step.model
+        known = dict([*model.named_parameters(), *model.named_buffers()] if model else ())
+        shapes = {private.plain_name(name): tuple(one.shape) for name, one in known.items()}
+        for name, value in self.average.items() if model else ():
+            if shapes.get(name) != tuple(value.shape):
+                raise core.CheckpointError(
+                    f"Expected an average of this model's weights, got {name!r} of shape "
+                    f"{tuple(value.shape)}; the model has {shapes.get(name, 'none')}. Load the state of its "
+                    "own ab.EMA."
+                )
 
 
 @torch.no_grad()
