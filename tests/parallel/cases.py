@@ -90,6 +90,7 @@ def one(rank: int, size: int, seed: int) -> str:
             mine = samples(mine) if way == "collate" else mine
         else:
             mine = None if drawn.random() < 0.5 or way == "collate" else mine
+        step(mine)  # the second time nothing is compared, and buckets leave under backward
         report = step(mine)
     try:
         check((report, recorder.gradients), whole)
@@ -102,12 +103,27 @@ def one(rank: int, size: int, seed: int) -> str:
 
 
 def several(rank: int, size: int, seed: int, count: int) -> list[str]:
-    """Drawn cases; in every other one nearly each parameter is a bucket of its own."""
+    """Drawn cases, in each of the ways to send gradients."""
     found: list[str] = []
     for index in range(count):
-        with mock.patch("anybatch.parallel.replicate._BUCKET", 64 if index % 2 else 8 << 20):
+        with sending(WAYS[index % len(WAYS)]):
             found.append(one(rank, size, seed + index))
     return found
+
+
+WAYS = "in the message", "in one bucket", "in buckets", "under backward"
+
+
+@contextmanager
+def sending(way: str) -> Any:
+    """Steps that send gradients in this way, however few; in buckets of nearly each parameter alone."""
+    with (
+        mock.patch("anybatch.parallel.buckets._BUCKET", 8 << 20 if "one" in way else 64),
+        mock.patch("anybatch.parallel.replicate.SMALL", 0 if "backward" in way else 1 << 20),
+        mock.patch("anybatch.parallel.fingerprint._of_rows", return_value=0),  # else sent in full
+        mock.patch("anybatch.parallel.replicate._TINY", 2816 if "message" in way else 0),
+    ):
+        yield
 
 
 def wrong(rank: int, size: int, seed: int, count: int, mutation: str) -> int:

@@ -1,11 +1,13 @@
 """Faults on one rank of several, and what follows on all of them. Called on every rank."""
 
+import functools
 import math
 import os
 import random
 import signal
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from tests.faults.faulty import (
     spread,
     take,
 )
-from tests.parallel.cases import digest
+from tests.parallel.cases import WAYS, digest, sending
 from tests.snapshots import DRAWN, changes, snapshot
 
 NO = ValueError("no")
@@ -95,7 +97,81 @@ def drawn(rank: int, size: int, seed: int) -> dict[str, Any]:
 
 
 def several(rank: int, size: int, seed: int, count: int) -> list[dict[str, Any]]:
-    return [drawn(rank, size, seed + index) for index in range(count)]
+    found: list[dict[str, Any]] = []
+    for index in range(count):
+        with sending(WAYS[index % len(WAYS)]):
+            found.append(drawn(rank, size, seed + index))
+    return found
+
+
+class Layers(nn.Module):
+    """Many layers, which may fail behind each in backward, skip one, or run in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(6)])
+        # A plain object, so that no snapshot holds it: errors by forward and layer.
+        self.fault = SimpleNamespace(fails=[], forwards=0)
+        self.skipped, self.reversed = -1, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.fault.forwards += 1
+        layers = [*enumerate(self.layers)]
+        for at, layer in layers[::-1] if self.reversed else layers:
+            if at != self.skipped:
+                x = layer(x).tanh()
+                x.register_hook(functools.partial(self._meet, self.fault.forwards, at))
+        return x
+
+    def _meet(self, number: int, layer: int, gradient: torch.Tensor) -> None:
+        for *place, error in self.fault.fails:
+            if place == [number, layer]:
+                raise error
+
+
+def in_the_last(rank: int, size: int, seed: int, count: int) -> list[dict[str, Any]]:
+    """Steps whose last micro-batch fails on drawn ranks while buckets are summed, beside steps without it."""
+    return [_last(rank, size, number) for number in range(seed, seed + count)]
+
+
+def _last(rank: int, size: int, seed: int) -> dict[str, Any]:
+    draws = random.Random(seed)
+    found, told = dict[bool, Any](), {"error": "", "said": ""}
+    failing = draws.choice([[draws.randrange(size)], [*range(size)]])
+    parts, times = draws.choice([1, 2, 3]), draws.choice([1, 1, 2])
+    errors = [draws.choice([NO_MEMORY, NO_MEMORY, NO, KeyboardInterrupt()]) for _ in range(size)]
+    layers = [draws.randrange(6) for _ in range(2)]
+    skipped, is_reversed = draws.choice([-1, -1, 3]), draws.random() < 0.3
+    rows = 4 * parts * draws.choice([1, 2]) if rank else 4 * parts
+    drawn = torch.Generator().manual_seed(100 * seed + rank)
+    batch = torch.randn(rows, 6, generator=drawn), torch.randint(6, (rows,), generator=drawn)
+    for is_faulty in (True, False):
+        with sending("under backward" if is_faulty else "in buckets"):
+            model = Layers()
+            adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+            step = ab.Step(model, nn.CrossEntropyLoss(), adam, micro_batch=4, options=ab.Options(check=False))
+            for _ in range(3):  # the order is learned and agreed upon
+                step(batch)
+            model.skipped, model.reversed = (skipped, is_reversed) if rank == 0 else (-1, is_reversed)
+            if is_faulty and rank in failing:
+                last = model.fault.forwards + rows // 4
+                places = [(last + number, layers[number]) for number in range(times)]
+                model.fault.fails = [(*place, errors[rank]) for place in places]
+            before = snapshot(step)
+            try:
+                step(batch)
+            except BaseException as error:
+                told |= {"error": type(error).__name__, "said": str(error)}
+                assert not changes(before, snapshot(step)), seed
+            model.fault.fails, model.skipped = [], -1
+            found[is_faulty] = [p.detach().clone() for p in model.parameters()]
+            step(batch)
+    if not told["error"]:
+        again = any(one is NO_MEMORY for one in errors)  # in halves
+        for one, other in zip(found[True], found[False], strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-5 if again else 0.0), seed
+    return told | {"bits": digest(found[True]), "seed": seed}
 
 
 def assert_agreed(answers: list[dict[str, Any]]) -> None:

@@ -60,6 +60,9 @@ class Ways:
         is_many = task.strategy.is_many
         self.adds_over_ranks = is_many and (self.is_lockstep or task.is_synced(plan))
         self.is_plain = not is_whole or self.loss.is_plain  # a window has opened its loss
+        # others are told when the last backward begins, and may take gradients as it finishes them
+        is_told = is_many and is_whole and self.is_plain and not self.adds_over_ranks
+        self.tells_last = is_told and not (self.is_guarded or is_dry)
         self.computing = None
         if plan.precision.is_mixed:
             self.computing = partial(plan.precision.computing, task.network.kinds)
@@ -341,6 +344,8 @@ class Part:
             )
         if flowing:
             sums.has_flowed = True
+            if self.ways.tells_last and self._done + 1 == len(self._cut.parts):
+                self._tell_last(values, weights)
             try:
                 self._flow(flowing)
             except core.NonFinite:  # the sums were looked at with the gradients
@@ -354,6 +359,10 @@ class Part:
         sums.count(values, weights, len(self._micro.indices))
         if self.reader is not None:
             self.reader.done()
+
+    def _tell_last(self, values: Mapping[str, Tensor], weights: Mapping[str, core.Number] | None) -> None:
+        if self.reader is None and isinstance(self.sums.gradients, InPlace):
+            self.task.strategy.flow(self.sums.ahead(values, weights, len(self.left[0])))
 
     def accompany(self, rows: Any) -> None:
         """Run a micro-batch of weight 0, and put back what its forward has changed.

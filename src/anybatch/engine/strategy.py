@@ -85,6 +85,12 @@ class Strategy:
     def undo(self, said: str, kind: type[Exception]) -> None:
         """Raise `kind` if other processes wait in the micro-batch that is to run again, for this reason."""
 
+    def flow(self, sums: Any) -> None:
+        """Note that the last backward begins; `sums` count its micro-batch. It may begin again.
+
+        Only if there are several processes, and each gradient is finished once in this backward.
+        """
+
     def close(self, sums: Any) -> Mapping[str, Number]:
         """Return the weight of each term over all processes, after the last micro-batch of these `Sums`."""
         return sums.weigh()

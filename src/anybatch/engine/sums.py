@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -108,6 +109,7 @@ class Sums:
         has_flowed: a loss had a gradient.
         scale_before: the loss scale before the first micro-batch; None where none is in use.
         agreed: totals of all ranks; None in one process.
+        reduced: the finished gradient of all ranks, if they have summed it before `finish`.
         totals: the summed loss of each term, after `read`.
     """
 
@@ -123,6 +125,7 @@ class Sums:
         self.has_flowed = False
         self.scale_before = task.scale.state() if task.scale.is_on else None
         self.agreed: Agreed | None = None
+        self.reduced: Gradient | None = None
         self.totals: dict[str, float] = {}
 
     def count(self, sums: Mapping[str, Tensor], weights: Mapping[str, Number] | None, rows: int) -> None:
@@ -134,6 +137,14 @@ class Sums:
             self.weights.append(weighed)
         self.rows.append(rows)
         self.total += rows
+
+    def ahead(self, sums: Mapping[str, Tensor], weights: Mapping[str, Number] | None, rows: int) -> "Sums":
+        """Return these with one micro-batch more, whose gradient is still to come."""
+        found = copy(self)
+        found.values, found.weights, found.rows = [*self.values], [*self.weights], [*self.rows]
+        found.totals = {}
+        found.count(sums, weights, rows)
+        return found
 
     def take(self, other: "Sums") -> None:
         """Merge the sums of one `add`; the parameters have no gradient afterwards."""
@@ -175,6 +186,9 @@ class Sums:
 
     def finish(self, weights: Mapping[str, Number]) -> Gradient:
         """Return the gradient of the rows here, divided by these weights."""
+        if self.reduced is not None:
+            self.close()
+            return self.reduced
         if self.gradients is None:
             return {}
         self.close()

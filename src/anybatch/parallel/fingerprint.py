@@ -2,8 +2,11 @@
 
 import dataclasses
 import hashlib
+import math
 import warnings
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,17 +37,19 @@ def fingerprint(
     buffers = [one for place, one in enumerate(buffers_of_model(task)) if place not in written]
     return {
         "torch": torch.__version__,
-        "model": _hash([(names[p], tuple(p.shape), str(p.dtype), _cut(p)) for p in task.network.parameters]),
-        "sharding": _hash(private.sharding_of(task.model)),
-        "weights": _hash([checksum(p) for p in (*task.network.parameters, *task.model.parameters())]),
-        "optimizer": optimizers_of(task),
-        "optimizer state": _hash([*map(checksum, state_of(task))]),
-        "buffers": _hash([*map(checksum, buffers)]),
-        "schedulers": schedulers_of(task),
-        "loss": loss_of(task),
-        "options": _hash(sorted(plan.items(), key=str)),
+        "model": hash_of(
+            [(names[p], tuple(p.shape), str(p.dtype), _cut(p)) for p in task.network.parameters]
+        ),
+        "sharding": hash_of(private.sharding_of(task.model)),
+        "weights": hash_of([checksum(p) for p in (*task.network.parameters, *task.model.parameters())]),
+        "optimizer": hash_of(optimizers_of(task)),
+        "optimizer state": hash_of([*map(checksum, state_of(task))]),
+        "buffers": hash_of([*map(checksum, buffers)]),
+        "schedulers": hash_of(schedulers_of(task)),
+        "loss": hash_of(loss_of(task)),
+        "options": hash_of(sorted(plan.items(), key=str)),
         "hold": str(getattr(task.strategy, "hold", "")),
-        "compression": _hash([type(compression).__name__, *_plain(getattr(compression, "__dict__", {}))]),
+        "compression": hash_of([type(compression).__name__, *_plain(getattr(compression, "__dict__", {}))]),
         "updates": str(task.progress.updates),
     }
 
@@ -54,26 +59,23 @@ def _cut(parameter: Any) -> str:
 
 
 def optimizers_of(task: Task) -> str:
-    """Return a hash of the optimizers' options and counts, such as their steps."""
-    counts = [
-        value
-        for one in task.optimizers
-        for slots in one.state.values()
-        if isinstance(slots, dict)
-        for value in slots.values()
-        if isinstance(value, (int, float))
-    ]
-    options = [(type(one).__name__, *map(_plain, one.param_groups)) for one in task.optimizers]
-    return _hash([options, counts])
+    """Return the optimizers' options and counts, such as their steps, as text."""
+    counts: list[object] = []
+    for one in task.optimizers:
+        slots = next(iter(one.state.values()), None)
+        if isinstance(slots, dict) and any(isinstance(value, (int, float)) for value in slots.values()):
+            held = [value for each in one.state.values() for value in each.values()]
+            counts += [value for value in held if isinstance(value, (int, float))]
+    return repr([[(type(one).__name__, *map(_plain, one.param_groups)) for one in task.optimizers], counts])
 
 
 def schedulers_of(task: Task) -> str:
-    """Return a hash of the schedulers' plain state."""
-    return _hash([(type(one).__name__, _plain(one.state_dict())) for one in task.schedulers])
+    """Return the schedulers' plain state as text."""
+    return repr([(type(one).__name__, _plain(one.state_dict())) for one in task.schedulers])
 
 
 def loss_of(task: Task, batch: Batch | None = None) -> str:
-    """Return a hash of the loss's settings; tensors are included if there is a batch."""
+    """Return the loss's settings as text; with sums of its tensors if there is a batch."""
     settings: Mapping[str, Any] = getattr(task.loss, "settings", {})  # only torch's losses have them
     values = [*settings.values()]
     if batch is None:
@@ -84,7 +86,7 @@ def loss_of(task: Task, batch: Batch | None = None) -> str:
             one for module in task.network.modules if module not in inside for one in module.buffers(False)
         ]
     sums = [checksum(one) for one in values if isinstance(one, Tensor)]
-    return _hash([type(task.loss).__name__, *task.loss.coefficients.items(), *_plain(settings), *sums])
+    return repr([type(task.loss).__name__, *task.loss.coefficients.items(), *_plain(settings), *sums])
 
 
 def state_of(task: Task) -> list[Tensor]:
@@ -112,7 +114,8 @@ def refuse_differences(found: Sequence[Mapping[str, str]]) -> None:
             )
 
 
-def _hash(value: object) -> str:
+def hash_of(value: object) -> str:
+    """Return a hash of the text of a value."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
@@ -127,19 +130,20 @@ def checksum(value: Tensor, start: int = 0, stop: int | None = None) -> int:
     """Return the sum of all 8-byte words between two bytes: the same bits give the same number."""
     if is_shard(value):  # each rank holds another part
         return 0
-    flat = value.detach().contiguous().reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    flat = value.detach()
+    flat = torch.view_as_real(flat) if flat.is_complex() else flat
+    flat = flat.contiguous().view(-1)
     if not flat.numel():
         return 0
     raw = flat.view(torch.uint8)[start:stop]
     raw = raw.clone() if raw.storage_offset() % 8 else raw
     words = raw.numel() // 8 * 8
-    return int(raw[:words].view(torch.int64).sum()) + int(raw[words:].sum(dtype=torch.int64))
+    rest = int(raw[words:].sum(dtype=torch.int64)) if words < raw.numel() else 0
+    return int(raw[:words].view(torch.int64).sum()) + rest
 
 
 def _plain(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    kept = {key: one for key, one in values.items() if isinstance(one, _PLAIN)}
-    return sorted(kept.items())
+    return sorted([(key, one) for key, one in values.items() if isinstance(one, _PLAIN)])
 
 
 # ---- drift: each step compares options, and a checksum of a rotating 64th of all tensors
@@ -161,29 +165,37 @@ class Drift:
         self._containers: list[Any] = []
         self._versions, self._steps = list[int](), list[int]()
         self._steps_read = self._alike = 0
+        self._buffers: Sequence[Tensor] = ()
+        self._network: object = None
 
     def begin(self, task: Task, *, is_first: bool) -> None:
         """Read the values to compare, before the forward; all buffers in the first step."""
         self._turn = (self._turn + 1) % TURNS
         self._notice(task)
         self._is_first = is_first
-        self._before = self._sums_of(buffers_of_model(task))
+        self._buffers = buffers_of_model(task)
+        self._before = self._sums_of(self._buffers)
         self._same = {
             "optimizer": optimizers_of(task),
             "schedulers": schedulers_of(task),
-            "weights": _part(task.network.everyone, self._turn),
-            "optimizer state": _part(state_of(task), self._turn),
         }
+        self._same["weights"], self._same["optimizer state"] = self._part(task)
 
     def message(self, sums: Sums) -> dict[str, Any]:
         """Return the values to compare with the other ranks, after the last forward."""
-        after = self._sums_of(buffers_of_model(sums.task))
+        after = self._sums_of(buffers_of_model(sums.task)) if self._buffers else {}
         self.written |= {place for place, value in after.items() if self._before.get(place) != value}
         buffers = [] if self._is_first else [pair for pair in after.items() if pair[0] not in self.written]
         same = {**self._same, "loss": loss_of(sums.task, sums.batch)}
         rows = _of_rows(sums.batch) if self._steps_read < _LOOKS else 0
         self._steps_read += 1
         return {"same": same, "buffers": buffers, "touched": self.is_touched, "rows": rows}
+
+    @staticmethod
+    def in_full(message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return such values with hashes in place of text, to be sent."""
+        same = {key: hash_of(one) if isinstance(one, str) else one for key, one in message["same"].items()}
+        return {**message, "same": same}
 
     def warn_of_same_rows(self, said: Sequence[Mapping[str, Any]]) -> None:
         """Warn if all ranks passed the same rows in each of the first steps."""
@@ -207,6 +219,27 @@ class Drift:
         self._steps = steps if any(steps) else self._steps
         self._containers, self._versions = containers, versions
 
+    def _part(self, task: Task) -> tuple[int, int]:
+        """Return sums of this turn's part of all weights, and of their optimizer state."""
+        if self._network is not task.network:
+            self._network = task.network
+            self._whole = [p for p in task.network.everyone if not is_shard(p)]  # others differ between ranks
+            self._stops = [*accumulate(p.nbytes for p in self._whole)]
+        total, weights, states = self._stops[-1] if self._stops else 0, 0, 0
+        start, stop = total * self._turn // TURNS, total * (self._turn + 1) // TURNS
+        while start < stop:
+            place = bisect_right(self._stops, start)
+            p, end = self._whole[place], self._stops[place]
+            first, last = start - end + p.nbytes, min(stop, end) - end + p.nbytes
+            weights += (place + 1) * _sum_of_part(p, first / p.nbytes, last / p.nbytes)
+            slots = [one.state[p] for one in task.optimizers if p in one.state]
+            held = [value for one in slots if isinstance(one, dict) for value in one.values()]
+            for number, value in enumerate(held, 1):
+                if isinstance(value, Tensor) and value.layout is torch.strided:
+                    states += (place + number) * _sum_of_part(value, first / p.nbytes, last / p.nbytes)
+            start = end
+        return weights % 2**61, states % 2**61
+
     def _sums_of(self, buffers: Sequence[Tensor]) -> dict[int, int]:
         places = range(len(buffers)) if self._is_first else range(self._turn, len(buffers), TURNS)
         return {place: checksum(buffers[place]) for place in places}
@@ -225,20 +258,14 @@ def refuse_drift(said: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
+def _sum_of_part(value: Tensor, first: float, last: float) -> int:
+    """Return the checksum between two shares of a tensor, in whole words."""
+    size = value.nbytes
+    return checksum(value, int(first * size) // 8 * 8, min(-(-math.ceil(last * size) // 8) * 8, size))
+
+
 def _of_rows(batch: Batch) -> int:
     """Return a checksum of the first rows of a batch; 0 if they hold one number only."""
     heads = [leaf.detach()[:_FEW] for leaf in getattr(batch, "leaves", ()) if leaf.layout is torch.strided]
     differ = any(bool((one != one.flatten()[0]).any()) for one in heads if one.numel())
     return sum(place * checksum(one) for place, one in enumerate(heads, 1)) % 2**61 if differ else 0
-
-
-def _part(tensors: Sequence[Tensor], turn: int) -> int:
-    tensors = [one for one in tensors if not is_shard(one)]  # each rank holds another part
-    total, found, at = sum(one.nbytes for one in tensors), 0, 0
-    start, stop = total * turn // TURNS, total * (turn + 1) // TURNS
-    for place, one in enumerate(tensors, 1):
-        first, last = max(start - at, 0) // 8 * 8, min(-(-(stop - at) // 8) * 8, one.nbytes)
-        if first < last:
-            found += place * checksum(one, first, last)
-        at += one.nbytes
-    return found % 2**61

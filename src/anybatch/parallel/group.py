@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from threading import Thread
 from time import monotonic, sleep
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -46,33 +47,102 @@ def start_under_torchrun() -> None:
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
-def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, Any]]:
-    """Send a message of at most 4,096 bytes as JSON to all ranks; return the messages of all ranks in order.
+class Members:
+    """The ranks of a group, as far as messages need them.
 
-    Each call is one collective of 4 KiB per rank, so ranks at different places of the program can still
-    exchange messages. Raise RankError if the message is too long, or a rank ended or did not answer in time.
+    Attributes:
+        size: how many.
+        keys: of the ranks in the store; `key` is that of this one.
+        sent: messages so far.
     """
-    said = json.dumps(message, ensure_ascii=False).encode(errors="replace")
-    if len(said) > _SIZE:
-        raise RankError(
-            f"Expected a message to other ranks of at most {_SIZE} bytes, got {len(said)}: "
-            f"{said[:80].decode(errors='replace')}... Use fewer or shorter names of loss terms."
-        )
-    backends = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
-    device = torch.device("cpu" if "cpu" in backends else backends.partition(":")[0])
-    heard = bytearray(_SIZE * ranks(group))
-    host = torch.frombuffer(heard, dtype=torch.uint8)
-    received = [*host.to(device).split(_SIZE)]  # on the CPU without a copy: `heard` receives the messages
-    _leave_word(group)
-    with answered(group):
-        dist.all_gather(
-            received,
-            torch.frombuffer(bytearray(said.ljust(_SIZE)), dtype=torch.uint8).to(device),
-            group=group,
-        )
-    if device.type != "cpu":
-        host.copy_(torch.cat(received))
-    return [json.loads(heard[start : start + _SIZE]) for start in range(0, len(heard), _SIZE)]
+
+    def __init__(self, group: Any) -> None:
+        backends = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
+        self.device = torch.device("cpu" if "cpu" in backends else backends.partition(":")[0])
+        self.size, self.sent = dist.get_world_size(group), 0
+        self.keys = [f"anybatch {group.group_name} {one}" for one in range(self.size)]
+        self.key = self.keys[dist.get_rank(group)]
+        self.store: Any = private.default_store(dist.distributed_c10d)
+
+    @staticmethod
+    def of(group: Group) -> "Members":
+        """Return those of a group."""
+        group = group or dist.group.WORLD
+        return _members.get(group) or _members.setdefault(group, Members(group))
+
+
+_members = WeakKeyDictionary[Any, Members]()
+
+
+class Sent:
+    """A message of at most 4,096 bytes to all ranks, under way.
+
+    Each is one collective of 4 KiB per rank, so ranks at different places of the program can still exchange
+    messages.
+
+    Args:
+        message: JSON, or bytes after a first byte of 1.
+        group: the ranks.
+        tail: numbers sent along, of the same size on all ranks; both must fit.
+        is_async: do not wait for the other ranks until `heard`.
+
+    Raises:
+        RankError: the message is too long, or a rank ended or did not answer in time.
+    """
+
+    def __init__(
+        self, message: bytes, group: Group = None, tail: Tensor | None = None, *, is_async: bool = False
+    ) -> None:
+        if len(message) > _SIZE:
+            raise RankError(
+                f"Expected a message to other ranks of at most {_SIZE} bytes, got {len(message)}: "
+                f"{message[:80].decode(errors='replace')}... Use fewer or shorter names of loss terms."
+            )
+        ranks = Members.of(group)
+        self._device, self._heard, self._group = ranks.device, bytearray(_SIZE * ranks.size), group
+        self._host = torch.frombuffer(self._heard, dtype=torch.uint8)
+        # On the CPU without a copy: `_heard` receives the messages.
+        self._received = [*self._host.to(self._device).split(_SIZE)]
+        mine = torch.frombuffer(bytearray(message.ljust(_SIZE, b"\0")), dtype=torch.uint8)
+        if tail is not None:
+            mine[_SIZE - tail.nbytes :] = tail.view(torch.uint8)
+        ranks.sent += 1
+        with suppress(RuntimeError):  # its host may have ended
+            if ranks.store is not None:  # before this rank waits for others
+                ranks.store.set(ranks.key, str(ranks.sent))
+        with answered(group):
+            self._work = dist.all_gather(
+                self._received, mine.to(self._device), group=group, async_op=is_async
+            )
+
+    def is_over(self) -> bool:
+        """Return True if all ranks have sent theirs, so that `heard` does not wait."""
+        return self._work is None or self._work.is_completed()
+
+    def heard(self) -> list[dict[str, Any]]:
+        """Return the messages of all ranks, in order; {"brief": bytes} for one that is not JSON."""
+        if self._work is not None:
+            with answered(self._group):
+                self._work.wait()
+        if self._device.type != "cpu":
+            self._host.copy_(torch.cat(self._received))
+        parts = [self._heard[at : at + _SIZE] for at in range(0, len(self._heard), _SIZE)]
+        return [{"brief": one} if one[0] == 1 else json.loads(one.rstrip(b"\0")) for one in parts]
+
+    def tails(self, like: Tensor) -> list[Tensor]:
+        """Return the tails of all ranks, each like the one here; after `heard`."""
+        stops = range(_SIZE, len(self._heard) + 1, _SIZE)
+        return [self._host[stop - like.nbytes : stop].view(like.dtype) for stop in stops]
+
+
+def in_full(message: Mapping[str, Any]) -> bytes:
+    """Return a message as JSON."""
+    return json.dumps(message, ensure_ascii=False).encode(errors="replace")
+
+
+def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, Any]]:
+    """Send a message to all ranks; return the messages of all ranks, in order. See `Sent`."""
+    return Sent(in_full(message), group).heard()
 
 
 @contextmanager
@@ -93,35 +163,19 @@ def answered(group: Group = None) -> Generator[None]:
         ) from error
 
 
-_messages: dict[tuple[int, ...], int] = {}  # sent so far, by the ranks of a group
-
-
-def _leave_word(group: Group) -> None:
-    """Store the number of this message for other processes, before waiting for them."""
-    members = tuple(dist.get_process_group_ranks(group))
-    _messages[members] = count = _messages.get(members, 0) + 1
-    store = private.default_store(dist.distributed_c10d)
-    with suppress(RuntimeError):  # its host may have ended
-        if store is not None:
-            store.set(f"anybatch {members} {dist.get_rank()}", str(count))
-
-
 def leave_error(said: str, group: Group = None) -> None:
     """Store an error for other processes, which wait in a collective of this one until their timeout."""
-    store: Any = private.default_store(dist.distributed_c10d)
+    ranks = Members.of(group)
     with suppress(RuntimeError, AttributeError):
-        members = tuple(dist.get_process_group_ranks(group))
-        store.set(f"anybatch {members} {dist.get_rank()} failed at {_messages.get(members, 0)}", said[:600])
+        ranks.store.set(f"{ranks.key} failed at {ranks.sent}", said[:600])
 
 
 def _behind(group: Group, found: list[str]) -> None:
     """Find the ranks that failed, sent fewer messages than this one, or do not say that they wait, too."""
-    members = tuple(dist.get_process_group_ranks(group))
-    mine = _messages.get(members, 0)
-    keys = [f"anybatch {members} {member}" for member in members]
-    store: Any = private.default_store(dist.distributed_c10d)
+    ranks = Members.of(group)
+    mine, store, keys = ranks.sent, ranks.store, ranks.keys
     with suppress(RuntimeError, AttributeError):  # its host may have ended, or there is none
-        store.set(f"{keys[dist.get_rank(group)]} waits", str(mine))
+        store.set(f"{ranks.key} waits", str(mine))
         for place, key in enumerate(keys):
             count = int(store.get(key)) if store.check([key]) else 0
             if store.check([failed := f"{key} failed at {mine}"]):

@@ -1,8 +1,12 @@
 """Data parallelism: every rank computes some rows of one logical batch, and all make the same update."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
 from math import fsum
+from struct import pack, unpack_from
 from typing import Any, NoReturn
 
 import torch
@@ -11,15 +15,24 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.batchnorm import names_of_batch_norms
-from anybatch.core import LossError, NonFiniteLossError, PlanError, RankError, all_finite, local
+from anybatch.core import (
+    AnybatchError,
+    LossError,
+    NonFiniteLossError,
+    PlanError,
+    RankError,
+    all_finite,
+    local,
+)
 from anybatch.engine import Agreed, Gradient, Plan, Progress, Strategy, Sums, Task, accumulation_dtype
+from anybatch.parallel.buckets import SMALL, Buckets, flat_of
 from anybatch.parallel.compression import Codec
-from anybatch.parallel.fingerprint import Drift, fingerprint, refuse_differences, refuse_drift
-from anybatch.parallel.group import Group, all_gather_rows, answered, exchange, rank, ranks, sending_device
+from anybatch.parallel.fingerprint import Drift, fingerprint, hash_of, refuse_differences, refuse_drift
+from anybatch.parallel.group import Group, Sent, all_gather_rows, exchange, rank, ranks
 
 _NO_UPDATE = "No rank has made the update."
 _SAID = 600  # characters of an error sent to other ranks; they fit a message at 6 bytes each
-_BUCKET = 8 << 20  # bytes of gradients sent together; a larger gradient is sent alone, without a copy
+_TINY = 2816  # bytes of gradients that are sent in the message
 
 
 class Replicate(Strategy):
@@ -31,8 +44,9 @@ class Replicate(Strategy):
     are bit-identical on all ranks.
 
     A step sends one message of 4 KiB per rank and the gradient in buckets of 8 MiB, however many micro-
-    batches there are. A loss over all rows (`ab.WholeBatch`) gathers the model's outputs as well. The first
-    message of a run also compares model, weights, optimizer, loss and options.
+    batches there are. The message of a step leaves before the last backward, and buckets as it fills them. A
+    loss over all rows (`ab.WholeBatch`) gathers the model's outputs as well. The first message of a run also
+    compares model, weights, optimizer, loss and options.
 
     If a rank fails before the update, no rank makes it, and every rank raises an error that names the first
     that failed. If a rank ends, the others raise a `RankError` within the timeout of the process group.
@@ -65,6 +79,19 @@ class Replicate(Strategy):
         self.drift = Drift()
         self._progress, self._updates = Progress(), 0  # updates made before this step
         self._gathered: tuple[list[Tensor], int] | None = None
+        self._early: Early | None = None  # this step's message, sent before its last backward
+        self._drift: dict[str, Any] = {}  # to compare, of this step
+        self._like: dict[nn.Parameter, torch.dtype] = {}  # of gradients, in the order of buckets
+        self._like_of: Any = None
+        self._nbytes, self._is_tiny = 0, False  # of all gradients
+        self._order = [
+            "",
+            "",
+        ]  # hashes of the order of buckets, and of that in which a backward finished them
+        self._seen: list[nn.Parameter] = []  # that order
+        self._tails: list[Tensor] = []  # of the last message
+        self._terms: list[str] = []  # of the loss, in the last update
+        self._is_summed = False
 
     @property
     def is_broken(self) -> bool:
@@ -74,7 +101,7 @@ class Replicate(Strategy):
     def begin(self, task: Task, settings: Plan) -> None:
         """Begin a step or a window; raise PlanError for existing gradients and unsupported settings."""
         self._is_told, self._gathered, self._has_encoded = False, None, False
-        self._is_meeting = False
+        self._is_meeting, self._drift = False, {}
         self._progress, self._updates = task.progress, task.progress.updates
         if self._is_broken:
             raise RankError(
@@ -102,6 +129,14 @@ class Replicate(Strategy):
             self._device = task.network.parameters[0].device
             self._fingerprint = fingerprint(task, settings, self.compression)
         self._task, self._settings = task, settings
+        chosen = settings.accumulation_dtype
+        if self._like_of != (task.network, chosen):
+            self._like_of, self._order = (task.network, chosen), ["", ""]
+            parameters = reversed(task.network.parameters)  # the last layers are the first in a backward
+            self._like = {p: accumulation_dtype(p.dtype, chosen) for p in parameters}
+            self._nbytes = sum(p.numel() * dtype.itemsize for p, dtype in self._like.items())
+            kinds = {(p.is_cpu, dtype, dtype.is_complex) for p, dtype in self._like.items()}
+            self._is_tiny = self._nbytes <= _TINY and kinds == {(True, min(kinds)[1], False)}
         self.drift.begin(task, is_first=not self._is_known)
 
     def meet(self, task: Task, parts: int) -> None:
@@ -169,91 +204,254 @@ class Replicate(Strategy):
             ]
         return all_gather_rows(values, counts, self.group), sum(counts[: rank(self.group)])
 
+    def flow(self, sums: Sums) -> None:
+        """Send the message of the step, and buckets as the last backward, which begins now, fills them."""
+        if self._early is None:
+            if self._nbytes <= SMALL or self.compression:
+                return
+            try:
+                message = self._message(sums)
+            except AnybatchError:  # `close` raises it again
+                return
+            brief = self._brief(message, is_early=True)
+            if not brief:
+                return
+            buckets = Buckets(self._like, self.group, keeps=True)
+            self._early = Early(message, Sent(brief, self.group, is_async=True), buckets)
+        early = self._early
+        early.buckets.watch(partial(self._factor_of, early, sums), watches_all=not self._order[1])
+
     def close(self, sums: Sums) -> dict[str, float]:
         """Add up weights and losses over ranks, and agree on the loss scale; raise if a rank failed."""
         self._undo()  # after an attempt with a gradient that was not finite
-        self._is_meeting = False
-        here, _ = sums.read(sums.weigh())
-        message = {
-            "weights": here,
-            "totals": sums.totals,
-            # These are the weights of all ranks: 1 for a sum, all rows for a whole-batch loss.
-            "shared": sums.division.divisors is not None,
-            "rows": sum(sums.rows),
-            "dropped": sums.dropped,
-            "scale": sums.task.scale.state(),
-            "layout": [
-                len(sums.task.network.parameters),
-                sum(p.numel() for p in sums.task.network.parameters),
-                sums.task.progress.updates,
-            ],
-            "drift": self.drift.message(sums),
-        }
-        said = self._settle(message, sums)
+        self._is_meeting, self._tails = False, []
+        message, early = self._message(sums), self._stopped()
+        said = (
+            self._settle(message, sums) if early is None else self._understood(early.message, early.heard())
+        )
+        if not said:
+            said, self._tails = self._agree(message), []
         if any("gather" in one for one in said):  # from ranks with rows; this one has none
             self._gather(said, ())
             said = self._agree(message)
+        self._refuse(said)
+        self._compare([one["drift"] for one in said])
+        scale, weights = sums.task.scale.state(), _weights_of(said)
+        sums.task.scale.load({key: min(one["scale"][key] for one in said) for key in scale})
+        sums.agreed = Agreed(
+            totals={name: fsum(one["totals"].get(name, 0.0) for one in said) for name in weights},
+            rows=sum(one["rows"] for one in said),
+            dropped=sum(one["dropped"] for one in said),
+        )
+        self._names = sums.task.names() if self.compression else {}
+        self._gathered, self._is_reducing, self._terms = None, True, [*weights]
+        self._is_empty = not any(weights.values())
+        self._order_buckets([one["order"] for one in said], told=message["order"][1])
+        if not self._is_empty and any(one["early"] for one in said):
+            sums.reduced = self._flown(early, message, sums, weights)
+            if sums.reduced is None:  # a rank has run its last micro-batch again
+                self._is_reducing = False
+                return self.close(sums)
+        elif not self._is_empty and self._tails and all(one["tail"] for one in said):
+            sums.reduced = self._added(said, weights)
+        self._is_summed = sums.reduced is not None
+        return weights
+
+    def _order_buckets(self, orders: Sequence[Sequence[str]], told: str) -> None:
+        """Take the order in which all ranks saw gradients finished, or the first if a rank begins anew."""
+        used, seen = orders[0]
+        if any(one[0] != used for one in orders):  # a rank has replaced its parameters
+            self._like, self._order = dict(reversed(self._in_order(self._like).items())), ["", ""]
+        elif seen and all(one == ["", seen] for one in orders):
+            self._like, self._order[0] = {p: self._like[p] for p in self._seen}, seen
+        if told:
+            self._seen = []
+
+    def _message(self, sums: Sums) -> dict[str, Any]:
+        """Return what the ranks have to know of each other before an update."""
+        here, _ = sums.read(sums.weigh())
+        self._drift = self._drift or self.drift.message(sums)
+        division = sums.division
+        units = [division.coefficients[name] * one for name, one in division.provisional.items()]
+        return {
+            "weights": here,
+            "totals": sums.totals,
+            # These are the weights of all ranks: 1 for a sum, all rows for a whole-batch loss.
+            "shared": division.divisors is not None,
+            "unit": units[0] if len(units) == 1 and division.divisors is None else None,
+            "rows": sum(sums.rows),
+            "dropped": sums.dropped,
+            "scale": sums.task.scale.state(),
+            "layout": [len(self._like), self._nbytes, sums.task.progress.updates],
+            "drift": self._drift,
+            "order": [*self._order],
+            "early": False,
+        }
+
+    def _refuse(self, said: Sequence[Mapping[str, Any]]) -> None:
         layouts = [one["layout"] for one in said]
         if any(one != layouts[0] for one in layouts):
             self._fail(
                 PlanError,
                 "Expected the same parameters trained and as many updates made on every rank, got "
-                f"parameters, elements and updates {layouts}. After an error in an update, load the last "
+                f"parameters, bytes and updates {layouts}. After an error in an update, load the last "
                 "checkpoint.",
             )
-        self._compare([one["drift"] for one in said])
+        try:
+            refuse_drift([one["drift"] for one in said])
+        except PlanError:
+            self._is_told = True
+            raise
         named = [one["weights"] for one in said if one["weights"]]
         if any(one.keys() != named[0].keys() for one in named):
             self._fail(
                 LossError, f"Expected the same terms of the loss on every rank, got {[*map(list, named)]}."
             )
-        names = [*named[0]] if named else []
-        scale = sums.task.scale.state()
-        sums.task.scale.load({key: min(one["scale"][key] for one in said) for key in scale})
-        sums.agreed = Agreed(
-            totals={name: fsum(one["totals"].get(name, 0.0) for one in said) for name in names},
-            rows=sum(one["rows"] for one in said),
-            dropped=sum(one["dropped"] for one in said),
-        )
-        self._chosen = sums.plan.accumulation_dtype
-        self._gathered, self._is_reducing = None, True
-        self._names = sums.task.names() if self.compression else {}
-        add = max if any(one["shared"] for one in said) else fsum
-        weights = {name: add(one["weights"].get(name, 0.0) for one in said) for name in names}
-        self._is_empty = not any(weights.values())
-        return weights
 
     def _settle(self, message: Mapping[str, Any], sums: Sums) -> list[dict[str, Any]]:
-        return self._agree(message)
+        tail = self._tail(sums)
+        brief = self._brief(message, has_tail=tail is not None)
+        if not brief:
+            return self._agree(message)
+        sent = Sent(brief, self.group, tail)
+        said = self._understood(message, sent.heard())
+        self._tails = [] if tail is None else sent.tails(tail)
+        return said
+
+    def _brief(self, message: Mapping[str, Any], *, is_early: bool = False, has_tail: bool = False) -> bytes:
+        """Return a message of few bytes, a hash for what is the same on all ranks; b"" for a first one."""
+        drift = message["drift"]
+        is_new = not self._is_known or bool(self._seen) or drift["touched"] or drift["rows"]
+        if is_new or not self._task.loss.is_plain:
+            return b""
+        self._terms = [*message["weights"]] or self._terms
+        same = message["layout"], message["scale"], self._order[0], self._terms, drift
+        unit = math.nan if message["unit"] is None else message["unit"]
+        plain = [unit, message["shared"], message["rows"], message["dropped"], is_early, has_tail]
+        each = [message[key].get(name, 0.0) for key in ("weights", "totals") for name in self._terms]
+        hashed = blake2b(repr(same).encode(), digest_size=15).digest()
+        return b"\1" + hashed + pack(f"{len(plain) + len(each)}d", *plain, *each)
+
+    def _understood(
+        self, message: Mapping[str, Any], heard: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return the messages after a brief one; [] to exchange them in full; raise if a rank failed."""
+        briefs = [one["brief"] for one in heard if "brief" in one]
+        if len(briefs) < len(heard):
+            self._refuse_failed(heard)
+        if len(briefs) < len(heard) or any(one[:16] != briefs[0][:16] for one in briefs):
+            return []
+        said, form = list[dict[str, Any]](), f"{6 + 2 * len(self._terms)}d"
+        for one in briefs:
+            unit, shared, rows, dropped, early, tail, *each = unpack_from(form, one, 16)
+            said.append(
+                {
+                    **message,
+                    "unit": None if math.isnan(unit) else unit,
+                    "shared": bool(shared),
+                    "rows": int(rows),
+                    "dropped": int(dropped),
+                    "early": bool(early),
+                    "tail": bool(tail),
+                    "weights": dict(zip(self._terms, each, strict=False)),
+                    "totals": dict(zip(self._terms, each[len(self._terms) :], strict=True)),
+                }
+            )
+        return said
+
+    def _factor_of(self, early: "Early", sums: Sums) -> float | None:
+        """Return the factor of the gradients here; None while nothing may be sent."""
+        if early.weights is None and early.sent.is_over():
+            early.weights = {}
+            with suppress(AnybatchError):  # `close` raises it again
+                early.weights = _weights_of(self._understood(early.message, early.heard()))
+        return _factor(sums, early.weights) if early.weights and any(early.weights.values()) else None
+
+    def _stopped(self) -> "Early | None":
+        """Return what was sent before the last backward was over; nothing more is."""
+        early, self._early = self._early, None
+        if early is not None:
+            early.buckets.unwatch()
+            seen = [*dict.fromkeys(early.buckets.order)]
+            if not self._order[1] and len(seen) == len(self._like):
+                places = {p: place for place, p in enumerate(self._task.network.parameters)}
+                self._seen, self._order[1] = seen, hash_of([places[p] for p in seen])
+        return early
+
+    def _flown(
+        self, early: "Early | None", message: Mapping[str, Any], sums: Sums, weights: Mapping[str, float]
+    ) -> Gradient | None:
+        """Send the buckets that are left; return the sums, or None if a rank's last backward failed."""
+        buckets = Buckets(self._like, self.group, keeps=True) if early is None else early.buckets
+        bank = _bank(sums)
+        failed = bank is None or (early is not None and early.message != message)
+        found = buckets.finish(bank or {}, _factor(sums, weights), failed=failed)
+        self.bytes_sent = buckets.bytes_sent
+        return found and self._in_order(found)
+
+    def _in_order(self, found: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]:
+        return {p: found[p] for p in self._task.network.parameters if p in found}
+
+    def _tail(self, sums: Sums) -> Tensor | None:
+        """Return the few gradients of a tiny model, and which there are, to be sent in the message."""
+        bank = _bank(sums) if self._is_tiny and self.compression is None else None
+        if bank is None:
+            return None
+        parts = [flat_of(bank.get(p), p, dtype) for p, dtype in self._like.items()]
+        return torch.cat([*parts, torch.tensor([float(p in bank) for p in self._like], dtype=parts[0].dtype)])
+
+    def _added(self, said: Sequence[Mapping[str, Any]], weights: Mapping[str, float]) -> Gradient:
+        """Add up the gradients in messages, in the order of ranks."""
+        total, many = self._tails[0], len(self._like)
+        self.bytes_sent = total.nbytes
+        for tail, one in zip(self._tails, said, strict=True):
+            if one["unit"] is not None:
+                (weight,) = weights.values()
+                tail[:-many].mul_(one["unit"] / weight)
+            if tail is not total:
+                total.add_(tail)
+        *values, has = total.split([*[p.numel() for p in self._like], many])
+        pairs = zip(self._like, values, has.tolist(), strict=True)
+        return self._in_order({p: value.view(p.shape) for p, value, count in pairs if count})
 
     def reduce(self, gradients: Gradient) -> Gradient:
         """Sum the gradients over ranks, bit-identical on all; raise PlanError for sparse ones."""
-        like = {p: accumulation_dtype(p.dtype, self._chosen) for p in self._task.network.parameters}
         if any(one.is_sparse for one in gradients.values()):
             raise PlanError(
                 f"Expected dense gradients on several ranks, got sparse ones of {len(gradients)} parameters. "
                 "Leave out sparse=True of the embedding."
             )
-        if self._is_empty:  # no update, so the codec keeps its residual
-            reduced = gradients
+        reduced = gradients
+        if self._is_empty or self._is_summed:  # without an update the codec keeps its residual
+            pass
         elif self.compression is None:
-            reduced = self._all_reduced(gradients, like)
+            buckets = Buckets(self._like, self.group, keeps=False)
+            reduced = self._in_order(buckets.finish(gradients) or {})
+            self.bytes_sent = buckets.bytes_sent
         else:
-            reduced = self._compressed(self.compression, gradients, like, self._names)
+            reduced = self._compressed(self.compression, gradients, self._like, self._names)
         self._is_reducing = False
         return reduced
 
     def abandon(self, error: BaseException) -> None:
         """Tell the other ranks, once per step, that this one has failed: they wait in `gather` or `close`."""
         self._undo()
+        early = self._stopped()
         if self._is_reducing or self._is_meeting:  # a message would reach a collective of something else
             self._is_broken = True
         elif not (self._is_told or self._is_broken or isinstance(error, RankError)):
             self._is_told = True
-            with suppress(RankError):  # the caller raises `error`
+            with suppress(AnybatchError):  # the caller raises `error`
+                if early is not None:
+                    self._leave(early)
                 said = " ".join([str(error), *getattr(error, "__notes__", ())])[:_SAID]
                 made = self._progress.updates if self._progress.updates > self._updates else 0
                 exchange({"failed": type(error).__name__, "said": said, "made": made}, self.group)
+
+    def _leave(self, early: "Early") -> None:
+        """Take part in the sum that others may have begun; raise if they raise without one."""
+        if any(_weights_of(self._understood(early.message, early.heard())).values()):
+            early.buckets.finish({}, failed=True)
 
     def _undo(self) -> None:
         if self._has_encoded and self.compression is not None:
@@ -261,20 +459,16 @@ class Replicate(Strategy):
         self._has_encoded = False
 
     def _agree(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Exchange messages in full; raise if a rank has failed, or another model."""
+        if "drift" in message:
+            message = {**message, "drift": self.drift.in_full(message["drift"])}
         if not self._is_known:
             message = {**message, "is": self._fingerprint}
         said = exchange(message, self.group)
-        for number, one in enumerate(said):
-            if "failed" in one:
-                # Every rank skips the same update when non_finite="skip".
-                kind = NonFiniteLossError if one["failed"] == NonFiniteLossError.__name__ else RankError
-                when = f" after update {one['made']}, which all ranks have made" if one.get("made") else ""
-                self._fail(
-                    kind,
-                    f"Expected all ranks to finish, got {one['failed']} on rank {number}{when}, which says "
-                    f"{one['said']!r}.",
-                    "No rank has made another." if when else _NO_UPDATE,
-                )
+        while any("brief" in one for one in said):
+            self._refuse_failed(said)
+            said = exchange(message, self.group)
+        self._refuse_failed(said)
         if len({"parts" in one for one in said}) > 1:
             self._fail(
                 PlanError,
@@ -290,13 +484,21 @@ class Replicate(Strategy):
             self._is_known = True
         return said
 
+    def _refuse_failed(self, said: Sequence[Mapping[str, Any]]) -> None:
+        for number, one in enumerate(said):
+            if "failed" in one:
+                # Every rank skips the same update when non_finite="skip".
+                kind = NonFiniteLossError if one["failed"] == NonFiniteLossError.__name__ else RankError
+                when = f" after update {one['made']}, which all ranks have made" if one.get("made") else ""
+                self._fail(
+                    kind,
+                    f"Expected all ranks to finish, got {one['failed']} on rank {number}{when}, which says "
+                    f"{one['said']!r}.",
+                    "No rank has made another." if when else _NO_UPDATE,
+                )
+
     def _compare(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """Raise PlanError for drifted ranks; compare everything if one of them loaded something."""
-        try:
-            refuse_drift(said)
-        except PlanError:
-            self._is_told = True
-            raise
+        """Compare everything if a rank loaded something; warn of equal rows."""
         self.drift.warn_of_same_rows(said)
         if any(one["touched"] for one in said):
             written = {*self.drift.written}
@@ -307,28 +509,6 @@ class Replicate(Strategy):
     def _fail(self, kind: type[Exception], said: str, update: str = _NO_UPDATE) -> NoReturn:
         self._is_told = True
         raise kind(f"{said} {update}")
-
-    def _all_reduced(self, gradients: Gradient, like: Mapping[nn.Parameter, torch.dtype]) -> Gradient:
-        """Sum in buckets. A parameter without gradient on this rank counts as zeros if others have one."""
-        self.bytes_sent = 0
-        has = torch.tensor([float(p in gradients) for p in like])
-        found: Gradient = {}
-        with answered(self.group):
-            for index, bucket in enumerate(_buckets(like)):  # the smallest first
-                parts = [_flat(gradients.get(p), p, like[p]) for p in bucket]
-                if not index:
-                    parts.append(has.to(parts[0].device, parts[0].dtype))
-                flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-                flat = flat.to(sending_device(parts[0].device, self.group))
-                dist.all_reduce(flat, group=self.group)
-                self.bytes_sent += flat.nbytes
-                values = flat.to(parts[0].device).split_with_sizes([part.numel() for part in parts])
-                if not index:
-                    has = values[-1]
-                found.update(
-                    {p: _shaped(value, p, like[p]) for p, value in zip(bucket, values, strict=False)}
-                )
-        return {p: found[p] for p, count in zip(like, has.tolist(), strict=True) if count}
 
     def _compressed(
         self,
@@ -363,26 +543,35 @@ def _is_zero(gradient: Tensor | None) -> bool:
     return gradient is None or (all_finite([local(gradient)]) and not bool(local(gradient).count_nonzero()))
 
 
-def _buckets(like: Mapping[nn.Parameter, torch.dtype]) -> list[list[nn.Parameter]]:
-    """Return parameters whose gradients are sent together: one device and dtype, in the common order."""
-    buckets: list[list[nn.Parameter]] = []
-    kind, size = None, 0
-    for p, dtype in like.items():
-        nbytes = p.numel() * dtype.itemsize
-        if kind != (p.device, dtype.to_real()) or size + nbytes > _BUCKET:
-            buckets.append([])
-            kind, size = (p.device, dtype.to_real()), 0
-        buckets[-1].append(p)
-        size += nbytes
-    return sorted(buckets, key=lambda bucket: sum(p.numel() for p in bucket))
+class Early:
+    """The message of a step that was sent before its last backward, and the buckets sent since."""
+
+    def __init__(self, message: Mapping[str, Any], sent: Sent, buckets: Buckets) -> None:
+        self.message, self.sent, self.buckets = message, sent, buckets
+        self._said: list[dict[str, Any]] = []
+        self.weights: dict[str, float] | None = None  # of all ranks; empty if no bucket may be sent
+
+    def heard(self) -> list[dict[str, Any]]:
+        """Return the messages of all ranks."""
+        self._said = self._said or self.sent.heard()
+        return self._said
 
 
-def _flat(gradient: Tensor | None, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    if gradient is None:
-        gradient = torch.zeros(p.shape, dtype=dtype, device=p.device)
-    flat = gradient.contiguous().reshape(-1)
-    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+def _weights_of(said: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the weight of each term over all ranks."""
+    add = max if any(one["shared"] for one in said) else fsum
+    names = next((one["weights"] for one in said if one["weights"]), {})
+    return {name: add([one["weights"].get(name, 0.0) for one in said]) for name in names}
 
 
-def _shaped(flat: Tensor, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    return (torch.view_as_complex(flat.view(-1, 2)) if dtype.is_complex else flat).view(p.shape)
+def _bank(sums: Sums) -> Gradient | None:
+    """Return the gradient sums here, if one factor divides them and none is sparse; else None."""
+    banks = {} if sums.gradients is None else sums.gradients.parted()
+    (bank,) = banks.values() if len(banks) == 1 else [{}]
+    is_one = len(banks) < 2 and not any(one.is_sparse for one in bank.values())
+    return bank if is_one else None
+
+
+def _factor(sums: Sums, weights: Mapping[str, float]) -> float:
+    factors = {} if sums.division.divisors is not None else sums.division.factors(weights)
+    return float(next(iter(factors.values()), 1.0))

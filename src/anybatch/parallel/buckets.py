@@ -1,0 +1,154 @@
+"""Gradients summed over ranks, bucket by bucket, also while the last backward still makes them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from anybatch.core import torch_private as private
+from anybatch.engine import Gradient
+from anybatch.parallel.group import Group, answered, sending_device
+
+SMALL = 1 << 20  # bytes of gradients below which nothing is sent before the last backward is over
+_BUCKET = 8 << 20  # bytes of gradients sent together; a larger gradient is sent alone
+
+
+class Buckets:
+    """A sum of gradients over ranks, in buckets that all ranks send in the same order.
+
+    The last bucket also counts the ranks that have a gradient of each parameter, and those that failed. It is
+    the smallest one, so that a large gradient is not copied for this. A parameter without gradient on this
+    rank counts as zeros if others have one.
+
+    Args:
+        like: the dtypes of sums, in the order in which backward finishes the parameters.
+        group: the ranks.
+        keeps: the gradients of this rank are not written to, as they may have to be sent again.
+
+    Attributes:
+        bytes_sent: by this rank, so far.
+    """
+
+    def __init__(self, like: Mapping[nn.Parameter, torch.dtype], group: Group, *, keeps: bool) -> None:
+        self._like, self._group, self._keeps, self.bytes_sent = like, group, keeps, 0
+        self._left = _cut(like)
+        self._is_async = len(self._left) > 1
+        self._sent: list[tuple[Sequence[nn.Parameter], Tensor, Any]] = []
+        self._hooks: list[Any] = []
+        self._before: dict[nn.Parameter, int] = {}
+        self._sources: list[tuple[Tensor, int]] = []  # what was sent, and its version
+        self.is_spoilt = False  # something was sent that was not finished
+        self.order: list[nn.Parameter] = []  # in which backward finished the watched parameters
+
+    # ---- under a backward
+
+    def watch(self, factor: Callable[[], float | None], *, watches_all: bool) -> None:
+        """Send buckets of `.grad` as the backward that begins now fills them, in their order.
+
+        Args:
+            factor: returns what they are multiplied by; None while nothing may be sent.
+            watches_all: note the order of all parameters.
+        """
+        self.is_spoilt = self.is_spoilt or bool(self._sent)  # a second attempt
+        self.unwatch()
+        self._before = {p: -1 if p.grad is None else private.version(p.grad) for p in self._like}
+        self.order, stalled = [], self.is_spoilt
+
+        def finished(parameter: Tensor) -> None:
+            nonlocal stalled
+            self.order.append(cast("nn.Parameter", parameter))
+            try:
+                while not stalled and len(self._left) > 1 and self._is_full(self._left[0]):
+                    by = factor()
+                    if by is None:
+                        break
+                    held = {p: p.grad for p in self._left[0] if p.grad is not None}
+                    self._sources += [(one, private.version(one)) for one in held.values()]
+                    self._send(held, by)
+            except Exception:  # memory ran out, or a rank has ended: it is said where the sum is awaited
+                stalled = True
+
+        watched = self._like if watches_all else [bucket[-1] for bucket in self._left]
+        self._hooks = [p.register_post_accumulate_grad_hook(finished) for p in watched]
+
+    def unwatch(self) -> None:
+        """End `watch`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _is_full(self, bucket: Sequence[nn.Parameter]) -> bool:
+        return all(p.grad is not None and private.version(p.grad) != self._before[p] for p in bucket)
+
+    # ---- the sum
+
+    def finish(self, gradients: Gradient, factor: float = 1.0, *, failed: bool = False) -> Gradient | None:
+        """Send what is left, and return the sums; None if it `failed` on some rank.
+
+        Args:
+            gradients: of this rank.
+            factor: what they are multiplied by.
+            failed: this rank has no gradient, or sent a wrong one.
+        """
+        failed = failed or self.is_spoilt or any(private.version(one) != at for one, at in self._sources)
+        while self._left:
+            self._send(gradients, factor, failed=failed)
+        found: Gradient = {}
+        values: Sequence[Tensor] = ()
+        for bucket, flat, work in self._sent:
+            with answered(self._group):
+                if work is not None:
+                    work.wait()
+            sizes = [p.numel() * (1 + p.is_complex()) for p in bucket]
+            values = flat.to(bucket[0].device).split([*sizes, flat.numel() - sum(sizes)])
+            found.update({p: _shaped(one, p, self._like[p]) for p, one in zip(bucket, values, strict=False)})
+        counts: list[float] = values[-1].tolist()
+        if counts.pop():
+            return None
+        return {p: found[p] for p, count in zip(self._like, counts, strict=True) if count}
+
+    def _send(self, gradients: Mapping[nn.Parameter, Tensor], factor: float, *, failed: bool = False) -> None:
+        bucket = self._left[0]
+        parts = [flat_of(gradients.get(p), p, self._like[p]) for p in bucket]
+        if len(self._left) == 1:
+            has = [float(p in gradients) for p in self._like]
+            parts.append(torch.tensor([*has, float(failed)], dtype=parts[0].dtype, device=parts[0].device))
+        flat = parts[0] if len(parts) == 1 and not self._keeps else torch.cat(parts)
+        if factor != 1.0:
+            flat[: flat.numel() - (len(self._like) + 1) * (len(self._left) == 1)].mul_(factor)
+        flat = flat.to(sending_device(flat.device, self._group))
+        with answered(self._group):
+            work = dist.all_reduce(flat, group=self._group, async_op=self._is_async)
+        self._sent.append((bucket, flat, work))
+        del self._left[0]
+        self.bytes_sent += flat.nbytes
+
+
+def _cut(like: Mapping[nn.Parameter, torch.dtype]) -> list[list[nn.Parameter]]:
+    """Return parameters whose gradients are sent together: one device and dtype; the smallest come last."""
+    buckets: list[list[nn.Parameter]] = []
+    kind, size = None, 0
+    for p, dtype in like.items():
+        nbytes = p.numel() * dtype.itemsize
+        if kind != (p.device, dtype.to_real()) or size + nbytes > _BUCKET:
+            buckets.append([])
+            kind, size = (p.device, dtype.to_real()), 0
+        buckets[-1].append(p)
+        size += nbytes
+    sizes = [sum(p.numel() for p in bucket) for bucket in buckets]
+    last = len(sizes) - 1 - sizes[::-1].index(min(sizes))
+    return [*buckets[:last], *buckets[last + 1 :], buckets[last]]
+
+
+def flat_of(gradient: Tensor | None, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """Return a gradient as a vector of real numbers; zeros for None."""
+    if gradient is None:
+        gradient = torch.zeros(p.shape, dtype=dtype, device=p.device)
+    flat = gradient.contiguous().reshape(-1)
+    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+
+
+def _shaped(flat: Tensor, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    return (torch.view_as_complex(flat.view(-1, 2)) if dtype.is_complex else flat).view(p.shape)
