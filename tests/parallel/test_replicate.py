@@ -167,7 +167,7 @@ def test_a_rank_that_dies_ends_all() -> None:
         ranks.start(faults.ended, 1)
         (kind, said), (end, _) = ranks.answers()
     assert (kind, end) == ("value", "ended")
-    assert "got none from rank 1 (it sent 0 of 1 messages)" in said
+    assert "got none from rank 1: it has ended" in said
 
 
 # ---- what is refused

@@ -362,7 +362,7 @@ class Part:
 
     def _tell_last(self, values: Mapping[str, Tensor], weights: Mapping[str, core.Number] | None) -> None:
         if self.reader is None and isinstance(self.sums.gradients, InPlace):
-            self.task.strategy.flow(self.sums.ahead(values, weights, len(self.left[0])))
+            self.task.strategy.flow(partial(self.sums.ahead, values, weights, len(self.left[0])))
 
     def accompany(self, rows: Any) -> None:
         """Run a micro-batch of weight 0, and put back what its forward has changed.

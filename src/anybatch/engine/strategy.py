@@ -85,10 +85,10 @@ class Strategy:
     def undo(self, said: str, kind: type[Exception]) -> None:
         """Raise `kind` if other processes wait in the micro-batch that is to run again, for this reason."""
 
-    def flow(self, sums: Any) -> None:
-        """Note that the last backward begins; `sums` count its micro-batch. It may begin again.
+    def flow(self, ahead: Callable[[], Any]) -> None:
+        """Note that the last backward begins, also if it begins again; `ahead` returns the sums after it.
 
-        Only if there are several processes, and each gradient is finished once in this backward.
+        Called only if there are several processes, and each gradient is finished once in this backward.
         """
 
     def close(self, sums: Any) -> Mapping[str, Number]:

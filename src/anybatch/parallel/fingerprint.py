@@ -16,6 +16,7 @@ from anybatch.core import Batch, PlanError, is_shard, torch_private as private
 from anybatch.engine import Plan, Sums, Task, owned
 
 TURNS = 64  # steps in which every tensor is compared once
+_PART = 64 << 10  # bytes of tensors compared at once at least
 _LOOKS = 2  # number of first steps that compare rows
 _FEW = 4  # rows compared
 _PLAIN = (bool, int, float, str, tuple, type(None))
@@ -226,13 +227,17 @@ class Drift:
             self._whole = [p for p in task.network.everyone if not is_shard(p)]  # others differ between ranks
             self._stops = [*accumulate(p.nbytes for p in self._whole)]
         total, weights, states = self._stops[-1] if self._stops else 0, 0, 0
-        start, stop = total * self._turn // TURNS, total * (self._turn + 1) // TURNS
+        half = TURNS // 2  # every other turn is for the state
+        parts = min(half, 1 + total // _PART)
+        first, last = (turn * parts // half for turn in (self._turn // 2, self._turn // 2 + 1))
+        start, stop = total * first // parts, total * last // parts
         while start < stop:
             place = bisect_right(self._stops, start)
             p, end = self._whole[place], self._stops[place]
             first, last = start - end + p.nbytes, min(stop, end) - end + p.nbytes
-            weights += (place + 1) * _sum_of_part(p, first / p.nbytes, last / p.nbytes)
-            slots = [one.state[p] for one in task.optimizers if p in one.state]
+            if self._turn % 2 == 0:
+                weights += (place + 1) * _sum_of_part(p, first / p.nbytes, last / p.nbytes)
+            slots = [one.state[p] for one in task.optimizers if self._turn % 2 and p in one.state]
             held = [value for one in slots if isinstance(one, dict) for value in one.values()]
             for number, value in enumerate(held, 1):
                 if isinstance(value, Tensor) and value.layout is torch.strided:

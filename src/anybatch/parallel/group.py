@@ -107,9 +107,6 @@ class Sent:
         if tail is not None:
             mine[_SIZE - tail.nbytes :] = tail.view(torch.uint8)
         ranks.sent += 1
-        with suppress(RuntimeError):  # its host may have ended
-            if ranks.store is not None:  # before this rank waits for others
-                ranks.store.set(ranks.key, str(ranks.sent))
         with answered(group):
             self._work = dist.all_gather(
                 self._received, mine.to(self._device), group=group, async_op=is_async
@@ -173,20 +170,20 @@ def leave_error(said: str, group: Group = None) -> None:
 def _behind(group: Group, found: list[str]) -> None:
     """Find the ranks that failed, sent fewer messages than this one, or do not say that they wait, too."""
     ranks = Members.of(group)
-    mine, store, keys = ranks.sent, ranks.store, ranks.keys
+    store, mine = ranks.store, ranks.sent
+    waits = [f"{key} waits" for key in ranks.keys]
     with suppress(RuntimeError, AttributeError):  # its host may have ended, or there is none
         store.set(f"{ranks.key} waits", str(mine))
-        for place, key in enumerate(keys):
-            count = int(store.get(key)) if store.check([key]) else 0
+        end = monotonic() + _GRACE_S
+        while monotonic() < end and not store.check(waits):
+            sleep(0.05)  # `store.wait` writes a warning if its time is over
+        for place, key in enumerate(ranks.keys):
             if store.check([failed := f"{key} failed at {mine}"]):
                 found.append(f"rank {place} (it says {store.get(failed).decode()!r})")
-            elif count < mine:
+            elif not store.check([waits[place]]):
+                found.append(f"rank {place}")
+            elif (count := int(store.get(waits[place]))) < mine:
                 found.append(f"rank {place} (it sent {count} of {mine} messages)")
-        if not found:
-            end = monotonic() + _GRACE_S
-            while monotonic() < end and not store.check([f"{key} waits" for key in keys]):
-                sleep(0.05)  # `store.wait` writes a warning if its time is over
-            found += [f"rank {at}" for at, key in enumerate(keys) if not store.check([f"{key} waits"])]
 
 
 def sending_device(device: torch.device, group: Group = None) -> torch.device:

@@ -1,7 +1,7 @@
 """Data parallelism: every rank computes some rows of one logical batch, and all make the same update."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
@@ -82,7 +82,7 @@ class Replicate(Strategy):
         self._early: Early | None = None  # this step's message, sent before its last backward
         self._drift: dict[str, Any] = {}  # to compare, of this step
         self._like: dict[nn.Parameter, torch.dtype] = {}  # of gradients, in the order of buckets
-        self._like_of: Any = None
+        self._network: Any = None
         self._nbytes, self._is_tiny = 0, False  # of all gradients
         self._order = [
             "",
@@ -129,14 +129,15 @@ class Replicate(Strategy):
             self._device = task.network.parameters[0].device
             self._fingerprint = fingerprint(task, settings, self.compression)
         self._task, self._settings = task, settings
-        chosen = settings.accumulation_dtype
-        if self._like_of != (task.network, chosen):
-            self._like_of, self._order = (task.network, chosen), ["", ""]
-            parameters = reversed(task.network.parameters)  # the last layers are the first in a backward
-            self._like = {p: accumulation_dtype(p.dtype, chosen) for p in parameters}
-            self._nbytes = sum(p.numel() * dtype.itemsize for p, dtype in self._like.items())
-            kinds = {(p.is_cpu, dtype, dtype.is_complex) for p, dtype in self._like.items()}
-            self._is_tiny = self._nbytes <= _TINY and kinds == {(True, min(kinds)[1], False)}
+        if self._network is not task.network:
+            self._network = task.network
+            parameters, chosen = task.network.parameters, settings.accumulation_dtype
+            like = {p: accumulation_dtype(p.dtype, chosen) for p in reversed(parameters)}
+            if like != self._like:  # the last layers are the first in a backward
+                self._like, self._order, self._seen = like, ["", ""], []
+            self._nbytes = sum(p.numel() * dtype.itemsize for p, dtype in like.items())
+            is_plain = len(kinds := {*like.values()}) == 1 and not max(dtype.is_complex for dtype in kinds)
+            self._is_tiny = self._nbytes <= _TINY and is_plain and task.network.kinds == {"cpu"}
         self.drift.begin(task, is_first=not self._is_known)
 
     def meet(self, task: Task, parts: int) -> None:
@@ -204,38 +205,37 @@ class Replicate(Strategy):
             ]
         return all_gather_rows(values, counts, self.group), sum(counts[: rank(self.group)])
 
-    def flow(self, sums: Sums) -> None:
+    def flow(self, ahead: Callable[[], Sums]) -> None:
         """Send the message of the step, and buckets as the last backward, which begins now, fills them."""
+        if self._is_tiny or self.compression:
+            return
+        sums = ahead()
         if self._early is None:
-            if self._nbytes <= SMALL or self.compression:
-                return
             try:
                 message = self._message(sums)
             except AnybatchError:  # `close` raises it again
                 return
-            brief = self._brief(message, is_early=True)
-            if not brief:
+            if not (brief := self._brief(message, is_early=True)):
                 return
             buckets = Buckets(self._like, self.group, keeps=True)
             self._early = Early(message, Sent(brief, self.group, is_async=True), buckets)
-        early = self._early
-        early.buckets.watch(partial(self._factor_of, early, sums), watches_all=not self._order[1])
+        if self._nbytes > SMALL:
+            factor = partial(self._factor_of, self._early, sums)
+            self._early.buckets.watch(factor, watches_all=not self._order[1])
 
     def close(self, sums: Sums) -> dict[str, float]:
         """Add up weights and losses over ranks, and agree on the loss scale; raise if a rank failed."""
         self._undo()  # after an attempt with a gradient that was not finite
         self._is_meeting, self._tails = False, []
         message, early = self._message(sums), self._stopped()
-        said = (
-            self._settle(message, sums) if early is None else self._understood(early.message, early.heard())
-        )
+        said = self._told(message, sums) if early is None else self._understood(early.message, early.heard())
         if not said:
-            said, self._tails = self._agree(message), []
-        if any("gather" in one for one in said):  # from ranks with rows; this one has none
-            self._gather(said, ())
-            said = self._agree(message)
-        self._refuse(said)
-        self._compare([one["drift"] for one in said])
+            said, self._tails = self._settle(message, sums), []
+            if any("gather" in one for one in said):  # from ranks with rows; this one has none
+                self._gather(said, ())
+                said = self._agree(message)
+            self._refuse(said)
+            self._compare([one["drift"] for one in said])
         scale, weights = sums.task.scale.state(), _weights_of(said)
         sums.task.scale.load({key: min(one["scale"][key] for one in said) for key in scale})
         sums.agreed = Agreed(
@@ -309,10 +309,14 @@ class Replicate(Strategy):
             )
 
     def _settle(self, message: Mapping[str, Any], sums: Sums) -> list[dict[str, Any]]:
+        return self._agree(message)
+
+    def _told(self, message: Mapping[str, Any], sums: Sums) -> list[dict[str, Any]]:
+        """Exchange brief messages, with the gradients if they are few; return [] if one is sent in full."""
         tail = self._tail(sums)
         brief = self._brief(message, has_tail=tail is not None)
         if not brief:
-            return self._agree(message)
+            return []
         sent = Sent(brief, self.group, tail)
         said = self._understood(message, sent.heard())
         self._tails = [] if tail is None else sent.tails(tail)
@@ -322,7 +326,7 @@ class Replicate(Strategy):
         """Return a message of few bytes, a hash for what is the same on all ranks; b"" for a first one."""
         drift = message["drift"]
         is_new = not self._is_known or bool(self._seen) or drift["touched"] or drift["rows"]
-        if is_new or not self._task.loss.is_plain:
+        if is_new or self.is_lockstep or not self._task.loss.is_plain:
             return b""
         self._terms = [*message["weights"]] or self._terms
         same = message["layout"], message["scale"], self._order[0], self._terms, drift
