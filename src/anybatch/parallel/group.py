@@ -60,7 +60,8 @@ class Members:
         backends = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
         self.device = torch.device("cpu" if "cpu" in backends else backends.partition(":")[0])
         self.size, self.sent = dist.get_world_size(group), 0
-        self.keys = [f"anybatch {group.group_name} {one}" for one in range(self.size)]
+        members = tuple(dist.get_process_group_ranks(group))
+        self.keys = [f"anybatch {members} {one}" for one in members]
         self.key = self.keys[dist.get_rank(group)]
         self.store: Any = private.default_store(dist.distributed_c10d)
 
