@@ -76,6 +76,15 @@ def end(seed: int) -> int:
     return FAULTS
 
 
+def last(seed: int) -> int:
+    """Faults in the last micro-batch of two and three ranks, while buckets are summed."""
+    for size in (2, 3):
+        with spawned(size) as ranks:
+            for one in zip(*ranks.run(faults.in_the_last, seed * FAULTS, FAULTS, seconds=300.0), strict=True):
+                faults.assert_agreed([*one])
+    return 2 * FAULTS
+
+
 def shard(seed: int) -> int:
     """Sharded models on drawn rows, with a fault on one rank, and with one that ends or stands still."""
     for size, count in ((2, 75), (4, 20)):
@@ -119,6 +128,7 @@ CAMPAIGNS = {
     "ranks killed while they save": save,
     "a fault planted in a loss": look,
     "a fault in a window of two ranks": end,
+    "a fault in the last micro-batch of ranks": last,
     "sharded models": shard,
     "memory that runs out within a budget": keep,
 }

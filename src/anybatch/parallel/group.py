@@ -4,6 +4,7 @@ import atexit
 import importlib
 import io
 import json
+import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Thread
@@ -34,8 +35,12 @@ def rank(group: Group = None) -> int:
 
 
 def start_under_torchrun() -> None:
-    """Initialise the process group under torchrun: gloo for messages, the accelerator's own for gradients."""
-    if not dist.is_available() or dist.is_initialized() or not dist.is_torchelastic_launched():
+    """Initialise the process group under torchrun: gloo for messages, the accelerator's own for gradients.
+
+    So it is where the environment names the ranks as torchrun does, as a script for Slurm may.
+    """
+    is_told = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if not dist.is_available() or dist.is_initialized() or not is_told:
         return
     # This module holds the group that exists when it is imported, and torch imports it in an optimizer's
     # first step. A held group cannot end before the interpreter does, and then gloo's threads abort.
@@ -64,6 +69,12 @@ class Members:
         self.keys = [f"anybatch {members} {one}" for one in members]
         self.key = self.keys[dist.get_rank(group)]
         self.store: Any = private.default_store(dist.distributed_c10d)
+        # Of one message at a time; on the CPU nothing is copied.
+        self.mine, self.heard = bytearray(_SIZE), bytearray(_SIZE * self.size)
+        self.host_mine, self.host = (
+            torch.frombuffer(one, dtype=torch.uint8) for one in (self.mine, self.heard)
+        )
+        self.received = [*self.host.to(self.device).split(_SIZE)]
 
     @staticmethod
     def of(group: Group) -> "Members":
@@ -99,19 +110,15 @@ class Sent:
                 f"Expected a message to other ranks of at most {_SIZE} bytes, got {len(message)}: "
                 f"{message[:80].decode(errors='replace')}... Use fewer or shorter names of loss terms."
             )
-        ranks = Members.of(group)
-        self._device, self._heard, self._group = ranks.device, bytearray(_SIZE * ranks.size), group
-        self._host = torch.frombuffer(self._heard, dtype=torch.uint8)
-        # On the CPU without a copy: `_heard` receives the messages.
-        self._received = [*self._host.to(self._device).split(_SIZE)]
-        mine = torch.frombuffer(bytearray(message.ljust(_SIZE, b"\0")), dtype=torch.uint8)
+        self._ranks, self._group = Members.of(group), group
+        ranks = self._ranks
+        ranks.mine[:] = message.ljust(_SIZE, b"\0")
         if tail is not None:
-            mine[_SIZE - tail.nbytes :] = tail.view(torch.uint8)
+            ranks.host_mine[_SIZE - tail.nbytes :] = tail.view(torch.uint8)
         ranks.sent += 1
         with answered(group):
-            self._work = dist.all_gather(
-                self._received, mine.to(self._device), group=group, async_op=is_async
-            )
+            mine = ranks.host_mine.to(ranks.device)
+            self._work = dist.all_gather(ranks.received, mine, group=group, async_op=is_async)
 
     def is_over(self) -> bool:
         """Return True if all ranks have sent theirs, so that `heard` does not wait."""
@@ -119,18 +126,19 @@ class Sent:
 
     def heard(self) -> list[dict[str, Any]]:
         """Return the messages of all ranks, in order; {"brief": bytes} for one that is not JSON."""
+        ranks = self._ranks
         if self._work is not None:
             with answered(self._group):
                 self._work.wait()
-        if self._device.type != "cpu":
-            self._host.copy_(torch.cat(self._received))
-        parts = [self._heard[at : at + _SIZE] for at in range(0, len(self._heard), _SIZE)]
+        if ranks.device.type != "cpu":
+            ranks.host.copy_(torch.cat(ranks.received))
+        parts = [ranks.heard[at : at + _SIZE] for at in range(0, len(ranks.heard), _SIZE)]
         return [{"brief": one} if one[0] == 1 else json.loads(one.rstrip(b"\0")) for one in parts]
 
     def tails(self, like: Tensor) -> list[Tensor]:
-        """Return the tails of all ranks, each like the one here; after `heard`."""
-        stops = range(_SIZE, len(self._heard) + 1, _SIZE)
-        return [self._host[stop - like.nbytes : stop].view(like.dtype) for stop in stops]
+        """Return the tails of all ranks, each like the one here; after `heard`, until the next message."""
+        stops = range(_SIZE, len(self._ranks.heard) + 1, _SIZE)
+        return [self._ranks.host[stop - like.nbytes : stop].view(like.dtype) for stop in stops]
 
 
 def in_full(message: Mapping[str, Any]) -> bytes:

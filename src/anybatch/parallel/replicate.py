@@ -137,7 +137,8 @@ class Replicate(Strategy):
                 self._like, self._order, self._seen = like, ["", ""], []
             self._nbytes = sum(p.numel() * dtype.itemsize for p, dtype in like.items())
             is_plain = len(kinds := {*like.values()}) == 1 and not max(dtype.is_complex for dtype in kinds)
-            self._is_tiny = self._nbytes <= _TINY and is_plain and task.network.kinds == {"cpu"}
+            is_small = self._nbytes <= _TINY and not self.is_lockstep
+            self._is_tiny = is_small and is_plain and task.network.kinds == {"cpu"}
         self.drift.begin(task, is_first=not self._is_known)
 
     def meet(self, task: Task, parts: int) -> None:
@@ -401,22 +402,23 @@ class Replicate(Strategy):
         bank = _bank(sums) if self._is_tiny and self.compression is None else None
         if bank is None:
             return None
-        parts = [flat_of(bank.get(p), p, dtype) for p, dtype in self._like.items()]
-        return torch.cat([*parts, torch.tensor([float(p in bank) for p in self._like], dtype=parts[0].dtype)])
+        parameters = self._task.network.parameters
+        parts = [bank[p].reshape(-1) if p in bank else flat_of(None, p, self._like[p]) for p in parameters]
+        has = torch.tensor([float(p in bank) for p in parameters], dtype=parts[0].dtype)
+        return torch.cat([*parts, has])
 
     def _added(self, said: Sequence[Mapping[str, Any]], weights: Mapping[str, float]) -> Gradient:
         """Add up the gradients in messages, in the order of ranks."""
-        total, many = self._tails[0], len(self._like)
-        self.bytes_sent = total.nbytes
+        total = None
         for tail, one in zip(self._tails, said, strict=True):
-            if one["unit"] is not None:
-                (weight,) = weights.values()
-                tail[:-many].mul_(one["unit"] / weight)
-            if tail is not total:
-                total.add_(tail)
-        *values, has = total.split([*[p.numel() for p in self._like], many])
-        pairs = zip(self._like, values, has.tolist(), strict=True)
-        return self._in_order({p: value.view(p.shape) for p, value, count in pairs if count})
+            factor = 1.0 if one["unit"] is None else one["unit"] / next(iter(weights.values()))
+            value = tail * factor  # also what counts gradients: only zeros stay zeros
+            total = value if total is None else total.add_(value)
+        assert total is not None  # noqa: S101 - there are ranks
+        parameters, self.bytes_sent = self._task.network.parameters, total.nbytes
+        *values, has = total.split([*[p.numel() for p in parameters], len(parameters)])
+        pairs = zip(parameters, values, has.tolist(), strict=True)
+        return {p: value.view(p.shape) for p, value, count in pairs if count}
 
     def reduce(self, gradients: Gradient) -> Gradient:
         """Sum the gradients over ranks, bit-identical on all; raise PlanError for sparse ones."""
