@@ -96,7 +96,7 @@ class Buckets:
         while self._left:
             self._send(gradients, factor, failed=failed)
         found: Gradient = {}
-        values: Sequence[Tensor] = ()
+        values = list[Tensor]()
         for bucket, flat, work in self._sent:
             with answered(self._group):
                 if work is not None:

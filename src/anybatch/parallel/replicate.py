@@ -1,12 +1,9 @@
 """Data parallelism: every rank computes some rows of one logical batch, and all make the same update."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from hashlib import blake2b
 from math import fsum
-from struct import pack, unpack_from
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +22,8 @@ from anybatch.core import (
     local,
 )
 from anybatch.engine import Agreed, Gradient, Plan, Progress, Strategy, Sums, Task, accumulation_dtype
-from anybatch.parallel.buckets import SMALL, Buckets, flat_of
+from anybatch.parallel.brief import Early, added, bank_of, brief, factor_of, read, tail_of, weights_of
+from anybatch.parallel.buckets import SMALL, Buckets
 from anybatch.parallel.compression import Codec
 from anybatch.parallel.fingerprint import Drift, fingerprint, hash_of, refuse_differences, refuse_drift
 from anybatch.parallel.group import Group, Sent, all_gather_rows, exchange, rank, ranks
@@ -84,11 +82,9 @@ class Replicate(Strategy):
         self._like: dict[nn.Parameter, torch.dtype] = {}  # of gradients, in the order of buckets
         self._network: Any = None
         self._nbytes, self._is_tiny = 0, False  # of all gradients
-        self._order = [
-            "",
-            "",
-        ]  # hashes of the order of buckets, and of that in which a backward finished them
+        self._order = ["", ""]  # hashes: the order of buckets, and that in which a backward finished
         self._seen: list[nn.Parameter] = []  # that order
+        self._tells_order = False  # other ranks do not know it yet
         self._tails: list[Tensor] = []  # of the last message
         self._terms: list[str] = []  # of the loss, in the last update
         self._is_summed = False
@@ -237,7 +233,8 @@ class Replicate(Strategy):
                 said = self._agree(message)
             self._refuse(said)
             self._compare([one["drift"] for one in said])
-        scale, weights = sums.task.scale.state(), _weights_of(said)
+            self._order_buckets([one["order"] for one in said], is_told=bool(message["order"][1]))
+        scale, weights = sums.task.scale.state(), weights_of(said)
         sums.task.scale.load({key: min(one["scale"][key] for one in said) for key in scale})
         sums.agreed = Agreed(
             totals={name: fsum(one["totals"].get(name, 0.0) for one in said) for name in weights},
@@ -247,26 +244,25 @@ class Replicate(Strategy):
         self._names = sums.task.names() if self.compression else {}
         self._gathered, self._is_reducing, self._terms = None, True, [*weights]
         self._is_empty = not any(weights.values())
-        self._order_buckets([one["order"] for one in said], told=message["order"][1])
         if not self._is_empty and any(one["early"] for one in said):
             sums.reduced = self._flown(early, message, sums, weights)
             if sums.reduced is None:  # a rank has run its last micro-batch again
                 self._is_reducing = False
                 return self.close(sums)
         elif not self._is_empty and self._tails and all(one["tail"] for one in said):
-            sums.reduced = self._added(said, weights)
+            sums.reduced = added(self._tails, said, weights, self._task.network.parameters)
+            self.bytes_sent = self._tails[0].nbytes
         self._is_summed = sums.reduced is not None
         return weights
 
-    def _order_buckets(self, orders: Sequence[Sequence[str]], told: str) -> None:
+    def _order_buckets(self, orders: Sequence[Sequence[str]], *, is_told: bool) -> None:
         """Take the order in which all ranks saw gradients finished, or the first if a rank begins anew."""
         used, seen = orders[0]
         if any(one[0] != used for one in orders):  # a rank has replaced its parameters
             self._like, self._order = dict(reversed(self._in_order(self._like).items())), ["", ""]
         elif seen and all(one == ["", seen] for one in orders):
             self._like, self._order[0] = {p: self._like[p] for p in self._seen}, seen
-        if told:
-            self._seen = []
+        self._tells_order = self._tells_order and not is_told
 
     def _message(self, sums: Sums) -> dict[str, Any]:
         """Return what the ranks have to know of each other before an update."""
@@ -324,55 +320,31 @@ class Replicate(Strategy):
         return said
 
     def _brief(self, message: Mapping[str, Any], *, is_early: bool = False, has_tail: bool = False) -> bytes:
-        """Return a message of few bytes, a hash for what is the same on all ranks; b"" for a first one."""
+        """Return a message in brief; empty for one that has to be sent in full."""
         drift = message["drift"]
-        is_new = not self._is_known or bool(self._seen) or drift["touched"] or drift["rows"]
+        is_new = not self._is_known or self._tells_order or drift["touched"] or drift["rows"]
         if is_new or self.is_lockstep or not self._task.loss.is_plain:
             return b""
         self._terms = [*message["weights"]] or self._terms
-        same = message["layout"], message["scale"], self._order[0], self._terms, drift
-        unit = math.nan if message["unit"] is None else message["unit"]
-        plain = [unit, message["shared"], message["rows"], message["dropped"], is_early, has_tail]
-        each = [message[key].get(name, 0.0) for key in ("weights", "totals") for name in self._terms]
-        hashed = blake2b(repr(same).encode(), digest_size=15).digest()
-        return b"\1" + hashed + pack(f"{len(plain) + len(each)}d", *plain, *each)
+        return brief(message, self._terms, is_early=is_early, has_tail=has_tail)
 
     def _understood(
         self, message: Mapping[str, Any], heard: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
         """Return the messages after a brief one; [] to exchange them in full; raise if a rank failed."""
-        briefs = [one["brief"] for one in heard if "brief" in one]
-        if len(briefs) < len(heard):
-            self._refuse_failed(heard)
-        if len(briefs) < len(heard) or any(one[:16] != briefs[0][:16] for one in briefs):
-            return []
-        said, form = list[dict[str, Any]](), f"{6 + 2 * len(self._terms)}d"
-        for one in briefs:
-            unit, shared, rows, dropped, early, tail, *each = unpack_from(form, one, 16)
-            said.append(
-                {
-                    **message,
-                    "unit": None if math.isnan(unit) else unit,
-                    "shared": bool(shared),
-                    "rows": int(rows),
-                    "dropped": int(dropped),
-                    "early": bool(early),
-                    "tail": bool(tail),
-                    "weights": dict(zip(self._terms, each, strict=False)),
-                    "totals": dict(zip(self._terms, each[len(self._terms) :], strict=True)),
-                }
-            )
-        return said
+        self._refuse_failed(heard)
+        briefs = [one.get("brief", b"") for one in heard]
+        return read(briefs, message, self._terms) if len({bytes(one[:16]) for one in briefs}) == 1 else []
 
-    def _factor_of(self, early: "Early", sums: Sums) -> float | None:
+    def _factor_of(self, early: Early, sums: Sums) -> float | None:
         """Return the factor of the gradients here; None while nothing may be sent."""
         if early.weights is None and early.sent.is_over():
             early.weights = {}
             with suppress(AnybatchError):  # `close` raises it again
-                early.weights = _weights_of(self._understood(early.message, early.heard()))
-        return _factor(sums, early.weights) if early.weights and any(early.weights.values()) else None
+                early.weights = weights_of(self._understood(early.message, early.heard()))
+        return factor_of(sums, early.weights) if early.weights and any(early.weights.values()) else None
 
-    def _stopped(self) -> "Early | None":
+    def _stopped(self) -> Early | None:
         """Return what was sent before the last backward was over; nothing more is."""
         early, self._early = self._early, None
         if early is not None:
@@ -381,16 +353,17 @@ class Replicate(Strategy):
             if not self._order[1] and len(seen) == len(self._like):
                 places = {p: place for place, p in enumerate(self._task.network.parameters)}
                 self._seen, self._order[1] = seen, hash_of([places[p] for p in seen])
+                self._tells_order = True
         return early
 
     def _flown(
-        self, early: "Early | None", message: Mapping[str, Any], sums: Sums, weights: Mapping[str, float]
+        self, early: Early | None, message: Mapping[str, Any], sums: Sums, weights: Mapping[str, float]
     ) -> Gradient | None:
         """Send the buckets that are left; return the sums, or None if a rank's last backward failed."""
         buckets = Buckets(self._like, self.group, keeps=True) if early is None else early.buckets
-        bank = _bank(sums)
+        bank = bank_of(sums)
         failed = bank is None or (early is not None and early.message != message)
-        found = buckets.finish(bank or {}, _factor(sums, weights), failed=failed)
+        found = buckets.finish(bank or {}, factor_of(sums, weights), failed=failed)
         self.bytes_sent = buckets.bytes_sent
         return found and self._in_order(found)
 
@@ -399,26 +372,10 @@ class Replicate(Strategy):
 
     def _tail(self, sums: Sums) -> Tensor | None:
         """Return the few gradients of a tiny model, and which there are, to be sent in the message."""
-        bank = _bank(sums) if self._is_tiny and self.compression is None else None
+        bank = bank_of(sums) if self._is_tiny and self.compression is None else None
         if bank is None:
             return None
-        parameters = self._task.network.parameters
-        parts = [bank[p].reshape(-1) if p in bank else flat_of(None, p, self._like[p]) for p in parameters]
-        has = torch.tensor([float(p in bank) for p in parameters], dtype=parts[0].dtype)
-        return torch.cat([*parts, has])
-
-    def _added(self, said: Sequence[Mapping[str, Any]], weights: Mapping[str, float]) -> Gradient:
-        """Add up the gradients in messages, in the order of ranks."""
-        total = None
-        for tail, one in zip(self._tails, said, strict=True):
-            factor = 1.0 if one["unit"] is None else one["unit"] / next(iter(weights.values()))
-            value = tail * factor  # also what counts gradients: only zeros stay zeros
-            total = value if total is None else total.add_(value)
-        assert total is not None  # noqa: S101 - there are ranks
-        parameters, self.bytes_sent = self._task.network.parameters, total.nbytes
-        *values, has = total.split([*[p.numel() for p in parameters], len(parameters)])
-        pairs = zip(parameters, values, has.tolist(), strict=True)
-        return {p: value.view(p.shape) for p, value, count in pairs if count}
+        return tail_of(bank, {p: self._like[p] for p in self._task.network.parameters})
 
     def reduce(self, gradients: Gradient) -> Gradient:
         """Sum the gradients over ranks, bit-identical on all; raise PlanError for sparse ones."""
@@ -427,9 +384,8 @@ class Replicate(Strategy):
                 f"Expected dense gradients on several ranks, got sparse ones of {len(gradients)} parameters. "
                 "Leave out sparse=True of the embedding."
             )
-        reduced = gradients
         if self._is_empty or self._is_summed:  # without an update the codec keeps its residual
-            pass
+            reduced = gradients
         elif self.compression is None:
             buckets = Buckets(self._like, self.group, keeps=False)
             reduced = self._in_order(buckets.finish(gradients) or {})
@@ -448,16 +404,11 @@ class Replicate(Strategy):
         elif not (self._is_told or self._is_broken or isinstance(error, RankError)):
             self._is_told = True
             with suppress(AnybatchError):  # the caller raises `error`
-                if early is not None:
-                    self._leave(early)
+                if early and any(weights_of(self._understood(early.message, early.heard())).values()):
+                    early.buckets.finish({}, failed=True)  # others may have begun the sum
                 said = " ".join([str(error), *getattr(error, "__notes__", ())])[:_SAID]
                 made = self._progress.updates if self._progress.updates > self._updates else 0
                 exchange({"failed": type(error).__name__, "said": said, "made": made}, self.group)
-
-    def _leave(self, early: "Early") -> None:
-        """Take part in the sum that others may have begun; raise if they raise without one."""
-        if any(_weights_of(self._understood(early.message, early.heard())).values()):
-            early.buckets.finish({}, failed=True)
 
     def _undo(self) -> None:
         if self._has_encoded and self.compression is not None:
@@ -547,37 +498,3 @@ def _refuse_sync_batch_norm(model: nn.Module) -> None:
 
 def _is_zero(gradient: Tensor | None) -> bool:
     return gradient is None or (all_finite([local(gradient)]) and not bool(local(gradient).count_nonzero()))
-
-
-class Early:
-    """The message of a step that was sent before its last backward, and the buckets sent since."""
-
-    def __init__(self, message: Mapping[str, Any], sent: Sent, buckets: Buckets) -> None:
-        self.message, self.sent, self.buckets = message, sent, buckets
-        self._said: list[dict[str, Any]] = []
-        self.weights: dict[str, float] | None = None  # of all ranks; empty if no bucket may be sent
-
-    def heard(self) -> list[dict[str, Any]]:
-        """Return the messages of all ranks."""
-        self._said = self._said or self.sent.heard()
-        return self._said
-
-
-def _weights_of(said: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the weight of each term over all ranks."""
-    add = max if any(one["shared"] for one in said) else fsum
-    names = next((one["weights"] for one in said if one["weights"]), {})
-    return {name: add([one["weights"].get(name, 0.0) for one in said]) for name in names}
-
-
-def _bank(sums: Sums) -> Gradient | None:
-    """Return the gradient sums here, if one factor divides them and none is sparse; else None."""
-    banks = {} if sums.gradients is None else sums.gradients.parted()
-    (bank,) = banks.values() if len(banks) == 1 else [{}]
-    is_one = len(banks) < 2 and not any(one.is_sparse for one in bank.values())
-    return bank if is_one else None
-
-
-def _factor(sums: Sums, weights: Mapping[str, float]) -> float:
-    factors = {} if sums.division.divisors is not None else sums.division.factors(weights)
-    return float(next(iter(factors.values()), 1.0))
