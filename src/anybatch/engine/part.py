@@ -344,8 +344,9 @@ class Part:
             )
         if flowing:
             sums.has_flowed = True
-            if self.ways.tells_last and self._done + 1 == len(self._cut.parts):
-                self._tell_last(values, weights)
+            is_last = self.ways.tells_last and self._done + 1 == len(self._cut.parts)
+            if is_last and self.reader is None and isinstance(sums.gradients, InPlace):
+                task.strategy.flow(partial(sums.ahead, values, weights, len(self.left[0])))
             try:
                 self._flow(flowing)
             except core.NonFinite:  # the sums were looked at with the gradients
@@ -359,10 +360,6 @@ class Part:
         sums.count(values, weights, len(self._micro.indices))
         if self.reader is not None:
             self.reader.done()
-
-    def _tell_last(self, values: Mapping[str, Tensor], weights: Mapping[str, core.Number] | None) -> None:
-        if self.reader is None and isinstance(self.sums.gradients, InPlace):
-            self.task.strategy.flow(partial(self.sums.ahead, values, weights, len(self.left[0])))
 
     def accompany(self, rows: Any) -> None:
         """Run a micro-batch of weight 0, and put back what its forward has changed.

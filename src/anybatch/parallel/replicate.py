@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import fsum
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,25 +15,31 @@ from anybatch.batchnorm import names_of_batch_norms
 from anybatch.core import (
     AnybatchError,
     LossError,
-    NonFiniteLossError,
     PlanError,
     RankError,
     all_finite,
     local,
 )
-from anybatch.engine import Agreed, Gradient, Plan, Progress, Strategy, Sums, Task, accumulation_dtype
-from anybatch.parallel.brief import Early, added, bank_of, brief, factor_of, read, tail_of, weights_of
+from anybatch.engine import Agreed, Gradient, Plan, Progress, Sums, Task, accumulation_dtype
 from anybatch.parallel.buckets import SMALL, Buckets
 from anybatch.parallel.compression import Codec
-from anybatch.parallel.fingerprint import Drift, fingerprint, hash_of, refuse_differences, refuse_drift
+from anybatch.parallel.fingerprint import fingerprint, hash_of
 from anybatch.parallel.group import Group, Sent, all_gather_rows, exchange, rank, ranks
+from anybatch.parallel.messages import (
+    Early,
+    Speaker,
+    added,
+    bank_of,
+    factor_of,
+    tail_of,
+    weights_of,
+)
 
-_NO_UPDATE = "No rank has made the update."
 _SAID = 600  # characters of an error sent to other ranks; they fit a message at 6 bytes each
 _TINY = 2816  # bytes of gradients that are sent in the message
 
 
-class Replicate(Strategy):
+class Replicate(Speaker):
     """Exact data parallelism: each rank passes its own rows, and their union is the logical batch.
 
     Every rank holds the whole model. The gradient of each rank's rows is divided by the weight (rows, tokens)
@@ -67,27 +73,16 @@ class Replicate(Strategy):
                 f"Expected a process group of at least 2 ranks, got {ranks(group)}. Start the program with "
                 'torchrun --nproc-per-node 2 program.py, or say strategy="auto", which also runs alone.'
             )
-        self.compression, self.group = compression, group
+        super().__init__(compression, group)
         self.bytes_sent = 0  # bytes of gradients that this rank passed to collectives in the last step
-        self._fingerprint: dict[str, str] | None = None
-        self._is_known = False  # the fingerprints of all ranks agree
-        self._is_told = False  # all ranks know that this step has failed
         self._is_reducing = self._is_meeting = self._is_broken = False
-        self._has_encoded = self._is_empty = False
-        self.drift = Drift()
+        self._has_encoded = self._is_empty = self._is_summed = self._is_tiny = False
         self._progress, self._updates = Progress(), 0  # updates made before this step
         self._gathered: tuple[list[Tensor], int] | None = None
         self._early: Early | None = None  # this step's message, sent before its last backward
-        self._drift: dict[str, Any] = {}  # to compare, of this step
-        self._like: dict[nn.Parameter, torch.dtype] = {}  # of gradients, in the order of buckets
         self._network: Any = None
-        self._nbytes, self._is_tiny = 0, False  # of all gradients
-        self._order = ["", ""]  # hashes: the order of buckets, and that in which a backward finished
-        self._seen: list[nn.Parameter] = []  # that order
-        self._tells_order = False  # other ranks do not know it yet
+        self._seen: list[nn.Parameter] = []  # the order in which a backward finished the parameters
         self._tails: list[Tensor] = []  # of the last message
-        self._terms: list[str] = []  # of the loss, in the last update
-        self._is_summed = False
 
     @property
     def is_broken(self) -> bool:
@@ -264,47 +259,6 @@ class Replicate(Strategy):
             self._like, self._order[0] = {p: self._like[p] for p in self._seen}, seen
         self._tells_order = self._tells_order and not is_told
 
-    def _message(self, sums: Sums) -> dict[str, Any]:
-        """Return what the ranks have to know of each other before an update."""
-        here, _ = sums.read(sums.weigh())
-        self._drift = self._drift or self.drift.message(sums)
-        division = sums.division
-        units = [division.coefficients[name] * one for name, one in division.provisional.items()]
-        return {
-            "weights": here,
-            "totals": sums.totals,
-            # These are the weights of all ranks: 1 for a sum, all rows for a whole-batch loss.
-            "shared": division.divisors is not None,
-            "unit": units[0] if len(units) == 1 and division.divisors is None else None,
-            "rows": sum(sums.rows),
-            "dropped": sums.dropped,
-            "scale": sums.task.scale.state(),
-            "layout": [len(self._like), self._nbytes, sums.task.progress.updates],
-            "drift": self._drift,
-            "order": [*self._order],
-            "early": False,
-        }
-
-    def _refuse(self, said: Sequence[Mapping[str, Any]]) -> None:
-        layouts = [one["layout"] for one in said]
-        if any(one != layouts[0] for one in layouts):
-            self._fail(
-                PlanError,
-                "Expected the same parameters trained and as many updates made on every rank, got "
-                f"parameters, bytes and updates {layouts}. After an error in an update, load the last "
-                "checkpoint.",
-            )
-        try:
-            refuse_drift([one["drift"] for one in said])
-        except PlanError:
-            self._is_told = True
-            raise
-        named = [one["weights"] for one in said if one["weights"]]
-        if any(one.keys() != named[0].keys() for one in named):
-            self._fail(
-                LossError, f"Expected the same terms of the loss on every rank, got {[*map(list, named)]}."
-            )
-
     def _settle(self, message: Mapping[str, Any], sums: Sums) -> list[dict[str, Any]]:
         return self._agree(message)
 
@@ -318,23 +272,6 @@ class Replicate(Strategy):
         said = self._understood(message, sent.heard())
         self._tails = [] if tail is None else sent.tails(tail)
         return said
-
-    def _brief(self, message: Mapping[str, Any], *, is_early: bool = False, has_tail: bool = False) -> bytes:
-        """Return a message in brief; empty for one that has to be sent in full."""
-        drift = message["drift"]
-        is_new = not self._is_known or self._tells_order or drift["touched"] or drift["rows"]
-        if is_new or self.is_lockstep or not self._task.loss.is_plain:
-            return b""
-        self._terms = [*message["weights"]] or self._terms
-        return brief(message, self._terms, is_early=is_early, has_tail=has_tail)
-
-    def _understood(
-        self, message: Mapping[str, Any], heard: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Return the messages after a brief one; [] to exchange them in full; raise if a rank failed."""
-        self._refuse_failed(heard)
-        briefs = [one.get("brief", b"") for one in heard]
-        return read(briefs, message, self._terms) if len({bytes(one[:16]) for one in briefs}) == 1 else []
 
     def _factor_of(self, early: Early, sums: Sums) -> float | None:
         """Return the factor of the gradients here; None while nothing may be sent."""
@@ -414,58 +351,6 @@ class Replicate(Strategy):
         if self._has_encoded and self.compression is not None:
             self.compression.undo()
         self._has_encoded = False
-
-    def _agree(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Exchange messages in full; raise if a rank has failed, or another model."""
-        if "drift" in message:
-            message = {**message, "drift": self.drift.in_full(message["drift"])}
-        if not self._is_known:
-            message = {**message, "is": self._fingerprint}
-        said = exchange(message, self.group)
-        while any("brief" in one for one in said):
-            self._refuse_failed(said)
-            said = exchange(message, self.group)
-        self._refuse_failed(said)
-        if len({"parts" in one for one in said}) > 1:
-            self._fail(
-                PlanError,
-                "Expected SyncBatchNorm in the same mode on every rank, got it in training on ranks "
-                f"{[number for number, one in enumerate(said) if 'parts' in one]} only.",
-            )
-        if not self._is_known:
-            try:
-                refuse_differences([one["is"] or {} for one in said])
-            except PlanError:
-                self._is_told = True
-                raise
-            self._is_known = True
-        return said
-
-    def _refuse_failed(self, said: Sequence[Mapping[str, Any]]) -> None:
-        for number, one in enumerate(said):
-            if "failed" in one:
-                # Every rank skips the same update when non_finite="skip".
-                kind = NonFiniteLossError if one["failed"] == NonFiniteLossError.__name__ else RankError
-                when = f" after update {one['made']}, which all ranks have made" if one.get("made") else ""
-                self._fail(
-                    kind,
-                    f"Expected all ranks to finish, got {one['failed']} on rank {number}{when}, which says "
-                    f"{one['said']!r}.",
-                    "No rank has made another." if when else _NO_UPDATE,
-                )
-
-    def _compare(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """Compare everything if a rank loaded something; warn of equal rows."""
-        self.drift.warn_of_same_rows(said)
-        if any(one["touched"] for one in said):
-            written = {*self.drift.written}
-            self._fingerprint = fingerprint(self._task, self._settings, self.compression, written)
-            self._is_known = False
-            self._agree({})
-
-    def _fail(self, kind: type[Exception], said: str, update: str = _NO_UPDATE) -> NoReturn:
-        self._is_told = True
-        raise kind(f"{said} {update}")
 
     def _compressed(
         self,
