@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
 from anybatch.core import tree
-from anybatch.engine import Agreed
 from anybatch.parallel import Replicate
 from anybatch.testing import GradientRecorder
 from tests.faults import faulty
@@ -234,7 +233,7 @@ class OwnLoss(Replicate):
 
     def close(self, sums: Any) -> Any:
         weights, agreed = super().close(sums), sums.agreed
-        sums.agreed = Agreed(sums.totals or agreed.totals, agreed.rows, agreed.dropped)
+        sums.agreed = agreed._replace(totals=sums.totals or agreed.totals)
         return weights
 
 

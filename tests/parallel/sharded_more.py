@@ -146,13 +146,16 @@ class MicroWatcher(ab.Callback):
         raise AssertionError
 
 
+OPTIONS = "strategy", "non_finite", "recompute"
+
+
 def refused(rank: int, size: int) -> dict[str, str]:
     """What every rank is told."""
     batch = share(rows(8), [4, 4], rank)
 
     def stepped(model: Any = None, loss: Any = tokens, **options: Any) -> Callable[[], object]:
         model = shard(make()) if model is None else model
-        given = {name: options.pop(name) for name in [*options] if name in ("strategy", "non_finite")}
+        given = {name: options.pop(name) for name in [*options] if name in OPTIONS}
         optimizer = torch.optim.SGD([*model.parameters()], lr=0.1)
         return lambda: ab.Step(model, loss, optimizer, options=ab.Options(**given), micro_batch=2, **options)(
             batch
@@ -162,6 +165,13 @@ def refused(rank: int, size: int) -> dict[str, str]:
         model = make()
         fully_shard(model.blocks[0])
         return model
+
+    def nested() -> Any:
+        model = make()
+        fully_shard(model.blocks[0].up)
+        for block in model.blocks:
+            fully_shard(block)
+        return fully_shard(model)
 
     def ignoring() -> Any:
         model = make()
@@ -183,6 +193,7 @@ def refused(rank: int, size: int) -> dict[str, str]:
         "Shard": stepped(make(), strategy=Shard()),
         "parts": stepped(in_parts()),
         "ignored": stepped(ignoring()),
+        "nested": stepped(nested(), recompute="all"),
         "meshes": stepped(on_two_meshes()),
         "fp16-mixed": stepped(precision="fp16-mixed"),
         "bf16-true": stepped(precision="bf16-true"),

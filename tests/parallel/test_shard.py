@@ -56,6 +56,7 @@ def test_a_rank_that_fails_is_named_to_its_copies_but_not_later(four: Ranks) -> 
 
 
 SAID = {
+    "nested": "without other shards inside",
     "local": 'strategy="auto"',
     "replicate": 'strategy="auto"',
     "Shard": "without it",

@@ -17,6 +17,7 @@ class Agreed(NamedTuple):
     totals: Mapping[str, float]  # the summed loss of each term
     rows: int
     dropped: int
+    reduced: Gradient | None = None  # finished, if it was summed before `Sums.finish`
 
 
 class Strategy:

@@ -109,7 +109,6 @@ class Sums:
         has_flowed: a loss had a gradient.
         scale_before: the loss scale before the first micro-batch; None where none is in use.
         agreed: totals of all ranks; None in one process.
-        reduced: the finished gradient of all ranks, if they have summed it before `finish`.
         totals: the summed loss of each term, after `read`.
     """
 
@@ -125,7 +124,6 @@ class Sums:
         self.has_flowed = False
         self.scale_before = task.scale.state() if task.scale.is_on else None
         self.agreed: Agreed | None = None
-        self.reduced: Gradient | None = None
         self.totals: dict[str, float] = {}
 
     def count(self, sums: Mapping[str, Tensor], weights: Mapping[str, Number] | None, rows: int) -> None:
@@ -186,9 +184,9 @@ class Sums:
 
     def finish(self, weights: Mapping[str, Number]) -> Gradient:
         """Return the gradient of the rows here, divided by these weights."""
-        if self.reduced is not None:
+        if self.agreed is not None and self.agreed.reduced is not None:
             self.close()
-            return self.reduced
+            return self.agreed.reduced
         if self.gradients is None:
             return {}
         self.close()

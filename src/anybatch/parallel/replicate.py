@@ -239,15 +239,16 @@ class Replicate(Speaker):
         self._names = sums.task.names() if self.compression else {}
         self._gathered, self._is_reducing, self._terms = None, True, [*weights]
         self._is_empty = not any(weights.values())
+        reduced: Gradient | None = None
         if not self._is_empty and any(one["early"] for one in said):
-            sums.reduced = self._flown(early, message, sums, weights)
-            if sums.reduced is None:  # a rank has run its last micro-batch again
+            reduced = self._flown(early, message, sums, weights)
+            if reduced is None:  # a rank has run its last micro-batch again
                 self._is_reducing = False
                 return self.close(sums)
         elif not self._is_empty and self._tails and all(one["tail"] for one in said):
-            sums.reduced = added(self._tails, said, weights, self._task.network.parameters)
+            reduced = added(self._tails, said, weights, self._task.network.parameters)
             self.bytes_sent = self._tails[0].nbytes
-        self._is_summed = sums.reduced is not None
+        sums.agreed, self._is_summed = sums.agreed._replace(reduced=reduced), reduced is not None
         return weights
 
     def _order_buckets(self, orders: Sequence[Sequence[str]], *, is_told: bool) -> None:
