@@ -11,7 +11,6 @@ from anybatch.core import torch_private as private
 from anybatch.engine import Gradient
 from anybatch.parallel.group import Group, answered, sending_device
 
-SMALL = 1 << 20  # bytes of gradients below which nothing is sent before the last backward is over
 _BUCKET = 8 << 20  # bytes of gradients sent together; a larger gradient is sent alone
 
 
@@ -29,40 +28,35 @@ class Buckets:
 
     Attributes:
         bytes_sent: by this rank, so far.
+        order: parameters as a watched backward finished them.
     """
 
     def __init__(self, like: Mapping[nn.Parameter, torch.dtype], group: Group, *, keeps: bool) -> None:
         self._like, self._group, self._keeps, self.bytes_sent = like, group, keeps, 0
-        self._left = _cut(like)
-        self._is_async = len(self._left) > 1
-        self._sent: list[tuple[Sequence[nn.Parameter], Tensor, Any]] = []
+        self._buckets = _cut(like)
+        self._left = [*self._buckets]
+        self._sent: list[tuple[Tensor, Any]] = []
         self._hooks: list[Any] = []
-        self._before: dict[nn.Parameter, int] = {}
         self._sources: list[tuple[Tensor, int]] = []  # what was sent, and its version
-        self.is_spoilt = False  # something was sent that was not finished
-        self.order: list[nn.Parameter] = []  # in which backward finished the watched parameters
+        self.order: dict[nn.Parameter, None] = {}
+        self._is_spoilt = False  # something was sent that was not finished
 
-    # ---- under a backward
+    def watch(self, factor: Callable[[], float | None]) -> None:
+        """Send buckets of `.grad`, but the last, as the backward that begins now fills them.
 
-    def watch(self, factor: Callable[[], float | None], *, watches_all: bool) -> None:
-        """Send buckets of `.grad` as the backward that begins now fills them, in their order.
-
-        Args:
-            factor: returns what they are multiplied by; None while nothing may be sent.
-            watches_all: note the order of all parameters.
+        `factor` returns what they are multiplied by; None while nothing may be sent.
         """
-        self.is_spoilt = self.is_spoilt or bool(self._sent)  # a second attempt
+        self._is_spoilt = self._is_spoilt or bool(self._sent)  # a second attempt
         self.unwatch()
-        self._before = {p: -1 if p.grad is None else private.version(p.grad) for p in self._like}
-        self.order, stalled = [], self.is_spoilt
+        self.order, stalled = {}, self._is_spoilt
 
         def finished(parameter: Tensor) -> None:
             nonlocal stalled
-            self.order.append(cast("nn.Parameter", parameter))
+            self.order[cast("nn.Parameter", parameter)] = None
             try:
-                while not stalled and len(self._left) > 1 and self._is_full(self._left[0]):
-                    by = factor()
-                    if by is None:
+                while not stalled and len(self._left) > 1:
+                    is_full = all(p in self.order for p in self._left[0][::-1])
+                    if not is_full or (by := factor()) is None:
                         break
                     held = {p: p.grad for p in self._left[0] if p.grad is not None}
                     self._sources += [(one, private.version(one)) for one in held.values()]
@@ -70,19 +64,13 @@ class Buckets:
             except Exception:  # memory ran out, or a rank has ended: it is said where the sum is awaited
                 stalled = True
 
-        watched = self._like if watches_all else [bucket[-1] for bucket in self._left]
-        self._hooks = [p.register_post_accumulate_grad_hook(finished) for p in watched]
+        self._hooks = [p.register_post_accumulate_grad_hook(finished) for p in self._like]
 
     def unwatch(self) -> None:
         """End `watch`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    def _is_full(self, bucket: Sequence[nn.Parameter]) -> bool:
-        return all(p.grad is not None and private.version(p.grad) != self._before[p] for p in bucket)
-
-    # ---- the sum
 
     def finish(self, gradients: Gradient, factor: float = 1.0, *, failed: bool = False) -> Gradient | None:
         """Send what is left, and return the sums; None if it `failed` on some rank.
@@ -92,36 +80,41 @@ class Buckets:
             factor: what they are multiplied by.
             failed: this rank has no gradient, or sent a wrong one.
         """
-        failed = failed or self.is_spoilt or any(private.version(one) != at for one, at in self._sources)
+        failed = failed or self._is_spoilt or any(private.version(one) != at for one, at in self._sources)
         while self._left:
             self._send(gradients, factor, failed=failed)
-        found: Gradient = {}
-        values = list[Tensor]()
-        for bucket, flat, work in self._sent:
-            with answered(self._group):
-                if work is not None:
-                    work.wait()
-            sizes = [p.numel() * (1 + p.is_complex()) for p in bucket]
-            values = flat.to(bucket[0].device).split([*sizes, flat.numel() - sum(sizes)])
-            found.update({p: _shaped(one, p, self._like[p]) for p, one in zip(bucket, values, strict=False)})
-        counts: list[float] = values[-1].tolist()
-        if counts.pop():
-            return None
-        return {p: found[p] for p, count in zip(self._like, counts, strict=True) if count}
+        with answered(self._group):
+            for _, work in self._sent:
+                work.wait()
+        return self.parted([flat for flat, _ in self._sent])
 
-    def _send(self, gradients: Mapping[nn.Parameter, Tensor], factor: float, *, failed: bool = False) -> None:
-        bucket = self._left[0]
-        parts = [flat_of(gradients.get(p), p, self._like[p]) for p in bucket]
+    def packed(self, gradients: Gradient, *, failed: bool = False) -> Tensor:
+        """Return the gradients of the next bucket as a vector."""
+        parts = [_flat(gradients.get(p), p, self._like[p]) for p in self._left[0]]
         if len(self._left) == 1:
             has = [float(p in gradients) for p in self._like]
             parts.append(torch.tensor([*has, float(failed)], dtype=parts[0].dtype, device=parts[0].device))
-        flat = parts[0] if len(parts) == 1 and not self._keeps else torch.cat(parts)
+        return parts[0] if len(parts) == 1 and not self._keeps else torch.cat(parts)
+
+    def parted(self, flats: Sequence[Tensor]) -> Gradient | None:
+        """Return the gradients in the vectors of all buckets, added up; None if a rank `failed`."""
+        found: Gradient = {}
+        values = list[Tensor]()
+        for bucket, flat in zip(self._buckets, flats, strict=True):
+            sizes = [p.numel() * (1 + p.is_complex()) for p in bucket]
+            values = flat.to(bucket[0].device).split([*sizes, flat.numel() - sum(sizes)])
+            found.update({p: _shaped(one, p, self._like[p]) for p, one in zip(bucket, values, strict=False)})
+        *counts, failed = values[-1].tolist()
+        return None if failed else {p: found[p] for p, n in zip(self._like, counts, strict=True) if n}
+
+    def _send(self, gradients: Gradient, factor: float, *, failed: bool = False) -> None:
+        flat = self.packed(gradients, failed=failed)
         if factor != 1.0:
-            flat[: flat.numel() - (len(self._like) + 1) * (len(self._left) == 1)].mul_(factor)
+            flat.mul_(factor)
         flat = flat.to(sending_device(flat.device, self._group))
         with answered(self._group):
-            work = dist.all_reduce(flat, group=self._group, async_op=self._is_async)
-        self._sent.append((bucket, flat, work))
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+        self._sent.append((flat, work))
         del self._left[0]
         self.bytes_sent += flat.nbytes
 
@@ -142,7 +135,7 @@ def _cut(like: Mapping[nn.Parameter, torch.dtype]) -> list[list[nn.Parameter]]:
     return [*buckets[:last], *buckets[last + 1 :], buckets[last]]
 
 
-def flat_of(gradient: Tensor | None, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
+def _flat(gradient: Tensor | None, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
     """Return a gradient as a vector of real numbers; zeros for None."""
     if gradient is None:
         gradient = torch.zeros(p.shape, dtype=dtype, device=p.device)

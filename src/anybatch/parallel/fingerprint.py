@@ -2,15 +2,12 @@
 
 import dataclasses
 import hashlib
-import math
 import warnings
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.core import Batch, PlanError, is_shard, torch_private as private
 from anybatch.engine import Plan, Sums, Task, owned
@@ -36,6 +33,7 @@ def fingerprint(
     names = task.names()
     plan = dataclasses.asdict(settings) | {"cut": (), "micro_batch": 0, "blocks": ()}
     buffers = [one for place, one in enumerate(buffers_of_model(task)) if place not in written]
+    states = [value for p in owned(task.optimizers) for value in state_of(task, p)]
     return {
         "torch": torch.__version__,
         "model": hash_of(
@@ -43,11 +41,11 @@ def fingerprint(
         ),
         "sharding": hash_of(private.sharding_of(task.model)),
         "weights": hash_of([checksum(p) for p in (*task.network.parameters, *task.model.parameters())]),
-        "optimizer": hash_of(optimizers_of(task)),
-        "optimizer state": hash_of([*map(checksum, state_of(task))]),
+        "optimizer": optimizers_of(task),
+        "optimizer state": hash_of([*map(checksum, states)]),
         "buffers": hash_of([*map(checksum, buffers)]),
-        "schedulers": hash_of(schedulers_of(task)),
-        "loss": hash_of(loss_of(task)),
+        "schedulers": schedulers_of(task),
+        "loss": loss_of(task),
         "options": hash_of(sorted(plan.items(), key=str)),
         "hold": str(getattr(task.strategy, "hold", "")),
         "compression": hash_of([type(compression).__name__, *_plain(getattr(compression, "__dict__", {}))]),
@@ -60,23 +58,24 @@ def _cut(parameter: Any) -> str:
 
 
 def optimizers_of(task: Task) -> str:
-    """Return the optimizers' options and counts, such as their steps, as text."""
+    """Return a hash of the optimizers' options and counts, such as their steps."""
     counts: list[object] = []
     for one in task.optimizers:
         slots = next(iter(one.state.values()), None)
         if isinstance(slots, dict) and any(isinstance(value, (int, float)) for value in slots.values()):
             held = [value for each in one.state.values() for value in each.values()]
             counts += [value for value in held if isinstance(value, (int, float))]
-    return repr([[(type(one).__name__, *map(_plain, one.param_groups)) for one in task.optimizers], counts])
+    options = [(type(one).__name__, *map(_plain, one.param_groups)) for one in task.optimizers]
+    return hash_of([options, counts])
 
 
 def schedulers_of(task: Task) -> str:
-    """Return the schedulers' plain state as text."""
-    return repr([(type(one).__name__, _plain(one.state_dict())) for one in task.schedulers])
+    """Return a hash of the schedulers' plain state."""
+    return hash_of([(type(one).__name__, _plain(one.state_dict())) for one in task.schedulers])
 
 
 def loss_of(task: Task, batch: Batch | None = None) -> str:
-    """Return the loss's settings as text; with sums of its tensors if there is a batch."""
+    """Return a hash of the loss's settings; tensors are included if there is a batch."""
     settings: Mapping[str, Any] = getattr(task.loss, "settings", {})  # only torch's losses have them
     values = [*settings.values()]
     if batch is None:
@@ -87,12 +86,12 @@ def loss_of(task: Task, batch: Batch | None = None) -> str:
             one for module in task.network.modules if module not in inside for one in module.buffers(False)
         ]
     sums = [checksum(one) for one in values if isinstance(one, Tensor)]
-    return repr([type(task.loss).__name__, *task.loss.coefficients.items(), *_plain(settings), *sums])
+    return hash_of([type(task.loss).__name__, *task.loss.coefficients.items(), *_plain(settings), *sums])
 
 
-def state_of(task: Task) -> list[Tensor]:
-    """Return the tensors of the optimizers' states, in the order of their parameters."""
-    states = [one.state.get(p) for one in task.optimizers for p in owned([one])]
+def state_of(task: Task, p: nn.Parameter) -> list[Tensor]:
+    """Return the tensors of a parameter's optimizer state."""
+    states = [one.state[p] for one in task.optimizers if p in one.state]
     held = [value for slots in states if isinstance(slots, dict) for value in slots.values()]
     return [value for value in held if isinstance(value, Tensor) and value.layout is torch.strided]
 
@@ -166,7 +165,6 @@ class Drift:
         self._containers: list[Any] = []
         self._versions, self._steps = list[int](), list[int]()
         self._steps_read = self._alike = 0
-        self._buffers: Sequence[Tensor] = ()
         self._network: object = None
 
     def begin(self, task: Task, *, is_first: bool) -> None:
@@ -174,29 +172,24 @@ class Drift:
         self._turn = (self._turn + 1) % TURNS
         self._notice(task)
         self._is_first = is_first
-        self._buffers = buffers_of_model(task)
-        self._before = self._sums_of(self._buffers)
+        self._before = self._sums_of(buffers_of_model(task))
+        weights, state = self._part(task)
         self._same = {
             "optimizer": optimizers_of(task),
             "schedulers": schedulers_of(task),
+            "weights": weights,
+            "optimizer state": state,
         }
-        self._same["weights"], self._same["optimizer state"] = self._part(task)
 
     def message(self, sums: Sums) -> dict[str, Any]:
         """Return the values to compare with the other ranks, after the last forward."""
-        after = self._sums_of(buffers_of_model(sums.task)) if self._buffers else {}
+        after = self._sums_of(buffers_of_model(sums.task)) if self._before else {}
         self.written |= {place for place, value in after.items() if self._before.get(place) != value}
         buffers = [] if self._is_first else [pair for pair in after.items() if pair[0] not in self.written]
         same = {**self._same, "loss": loss_of(sums.task, sums.batch)}
         rows = _of_rows(sums.batch) if self._steps_read < _LOOKS else 0
         self._steps_read += 1
         return {"same": same, "buffers": buffers, "touched": self.is_touched, "rows": rows}
-
-    @staticmethod
-    def in_full(message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return such values with hashes in place of text, to be sent."""
-        same = {key: hash_of(one) if isinstance(one, str) else one for key, one in message["same"].items()}
-        return {**message, "same": same}
 
     def warn_of_same_rows(self, said: Sequence[Mapping[str, Any]]) -> None:
         """Warn if all ranks passed the same rows in each of the first steps."""
@@ -224,25 +217,15 @@ class Drift:
         """Return sums of this turn's part of all weights, and of their optimizer state."""
         if self._network is not task.network:
             self._network = task.network
-            self._whole = [p for p in task.network.everyone if not is_shard(p)]  # others differ between ranks
-            self._stops = [*accumulate(p.nbytes for p in self._whole)]
-        total, weights, states = self._stops[-1] if self._stops else 0, 0, 0
-        half = TURNS // 2  # every other turn is for the state
-        parts = min(half, 1 + total // _PART)
-        first, last = (turn * parts // half for turn in (self._turn // 2, self._turn // 2 + 1))
-        start, stop = total * first // parts, total * last // parts
-        while start < stop:
-            place = bisect_right(self._stops, start)
-            p, end = self._whole[place], self._stops[place]
-            first, last = start - end + p.nbytes, min(stop, end) - end + p.nbytes
-            if self._turn % 2 == 0:
-                weights += (place + 1) * _sum_of_part(p, first / p.nbytes, last / p.nbytes)
-            slots = [one.state[p] for one in task.optimizers if self._turn % 2 and p in one.state]
-            held = [value for one in slots if isinstance(one, dict) for value in one.values()]
-            for number, value in enumerate(held, 1):
-                if isinstance(value, Tensor) and value.layout is torch.strided:
-                    states += (place + number) * _sum_of_part(value, first / p.nbytes, last / p.nbytes)
-            start = end
+            self._parts = _dealt([p for p in task.network.everyone if not is_shard(p)])
+        weights = states = 0
+        for place, p, start, stop in self._parts[self._turn]:
+            weights += place * checksum(p, start, stop)
+            for number, one in enumerate(state_of(task, p), place):
+                if one.nbytes == p.nbytes:
+                    states += number * checksum(one, start, stop)
+                elif not start:  # others are read as a whole
+                    states += number * checksum(one)
         return weights % 2**61, states % 2**61
 
     def _sums_of(self, buffers: Sequence[Tensor]) -> dict[int, int]:
@@ -263,10 +246,16 @@ def refuse_drift(said: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def _sum_of_part(value: Tensor, first: float, last: float) -> int:
-    """Return the checksum between two shares of a tensor, in whole words."""
-    size = value.nbytes
-    return checksum(value, int(first * size) // 8 * 8, min(-(-math.ceil(last * size) // 8) * 8, size))
+def _dealt(parameters: Sequence[Tensor]) -> list[list[tuple[int, Any, int, int]]]:
+    """Deal out parameters to the turns: places, tensors, and the bytes where a part starts and stops."""
+    size = max(_PART, -(-sum(p.nbytes for p in parameters) // TURNS) // 8 * 8 + 8)
+    turns: list[list[tuple[int, Any, int, int]]] = [[] for _ in range(TURNS)]
+    at = 0
+    for place, p in enumerate(parameters, 1):
+        for start in range(0, p.nbytes, size):
+            turns[at // size].append((place, p, start, start + size))
+            at += min(size, p.nbytes - start)
+    return turns
 
 
 def _of_rows(batch: Batch) -> int:

@@ -52,103 +52,62 @@ def start_under_torchrun() -> None:
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
-class Members:
-    """The ranks of a group, as far as messages need them.
-
-    Attributes:
-        size: how many.
-        keys: of the ranks in the store; `key` is that of this one.
-        sent: messages so far.
-    """
-
-    def __init__(self, group: Any) -> None:
-        backends = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
-        self.device = torch.device("cpu" if "cpu" in backends else backends.partition(":")[0])
-        self.size, self.sent = dist.get_world_size(group), 0
-        members = tuple(dist.get_process_group_ranks(group))
-        self.keys = [f"anybatch {members} {one}" for one in members]
-        self.key = self.keys[dist.get_rank(group)]
-        self.store: Any = private.default_store(dist.distributed_c10d)
-        # Of one message at a time; on the CPU nothing is copied.
-        self.mine, self.heard = bytearray(_SIZE), bytearray(_SIZE * self.size)
-        self.host_mine, self.host = (
-            torch.frombuffer(one, dtype=torch.uint8) for one in (self.mine, self.heard)
-        )
-        self.received = [*self.host.to(self.device).split(_SIZE)]
-
-    @staticmethod
-    def of(group: Group) -> "Members":
-        """Return those of a group."""
-        group = group or dist.group.WORLD
-        return _members.get(group) or _members.setdefault(group, Members(group))
-
-
-_members = WeakKeyDictionary[Any, Members]()
+_counts = WeakKeyDictionary[Any, int]()  # messages sent so far, by group
 
 
 class Sent:
-    """A message of at most 4,096 bytes to all ranks, under way.
+    """A message of at most 4,096 bytes as JSON to all ranks, under way.
 
     Each is one collective of 4 KiB per rank, so ranks at different places of the program can still exchange
-    messages.
-
-    Args:
-        message: JSON, or bytes after a first byte of 1.
-        group: the ranks.
-        tail: numbers sent along, of the same size on all ranks; both must fit.
-        is_async: do not wait for the other ranks until `heard`.
+    messages. A few numbers may be sent along, of the same size on all ranks.
 
     Raises:
         RankError: the message is too long, or a rank ended or did not answer in time.
     """
 
-    def __init__(
-        self, message: bytes, group: Group = None, tail: Tensor | None = None, *, is_async: bool = False
-    ) -> None:
-        if len(message) > _SIZE:
+    def __init__(self, message: Mapping[str, Any], group: Group = None, tail: Tensor | None = None) -> None:
+        said = json.dumps(message, ensure_ascii=False).encode(errors="replace")
+        if len(said) > _SIZE:
             raise RankError(
-                f"Expected a message to other ranks of at most {_SIZE} bytes, got {len(message)}: "
-                f"{message[:80].decode(errors='replace')}... Use fewer or shorter names of loss terms."
+                f"Expected a message to other ranks of at most {_SIZE} bytes, got {len(said)}: "
+                f"{said[:80].decode(errors='replace')}... Use fewer or shorter names of loss terms."
             )
-        self._ranks, self._group = Members.of(group), group
-        ranks = self._ranks
-        ranks.mine[:] = message.ljust(_SIZE, b"\0")
+        backends = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
+        device = torch.device("cpu" if "cpu" in backends else backends.partition(":")[0])
+        mine = torch.frombuffer(bytearray(said.ljust(_SIZE, b"\0")), dtype=torch.uint8)
         if tail is not None:
-            ranks.host_mine[_SIZE - tail.nbytes :] = tail.view(torch.uint8)
-        ranks.sent += 1
+            mine[_SIZE - tail.nbytes :] = tail.view(torch.uint8)
+        self._group, self._heard, self._tail = group, bytearray(_SIZE * ranks(group)), tail
+        self._host = torch.frombuffer(self._heard, dtype=torch.uint8)
+        # On the CPU without a copy: `_heard` receives the messages.
+        self._received = [*self._host.to(device).split(_SIZE)]
+        _counts[group or dist.group.WORLD] = _count(group) + 1
         with answered(group):
-            mine = ranks.host_mine.to(ranks.device)
-            self._work = dist.all_gather(ranks.received, mine, group=group, async_op=is_async)
+            self._work: Any = dist.all_gather(self._received, mine.to(device), group=group, async_op=True)
 
     def is_over(self) -> bool:
         """Return True if all ranks have sent theirs, so that `heard` does not wait."""
-        return self._work is None or self._work.is_completed()
+        return self._work.is_completed()
 
     def heard(self) -> list[dict[str, Any]]:
-        """Return the messages of all ranks, in order; {"brief": bytes} for one that is not JSON."""
-        ranks = self._ranks
-        if self._work is not None:
-            with answered(self._group):
-                self._work.wait()
-        if ranks.device.type != "cpu":
-            ranks.host.copy_(torch.cat(ranks.received))
-        parts = [ranks.heard[at : at + _SIZE] for at in range(0, len(ranks.heard), _SIZE)]
-        return [{"brief": one} if one[0] == 1 else json.loads(one.rstrip(b"\0")) for one in parts]
+        """Return the messages of all ranks, in order."""
+        with answered(self._group):
+            self._work.wait()
+        if self._received[0].device.type != "cpu":
+            self._host.copy_(torch.cat(self._received))
+        starts = range(0, len(self._heard), _SIZE)
+        return [json.loads(self._heard[at : at + _SIZE].partition(b"\0")[0]) for at in starts]
 
-    def tails(self, like: Tensor) -> list[Tensor]:
-        """Return the tails of all ranks, each like the one here; after `heard`, until the next message."""
-        stops = range(_SIZE, len(self._ranks.heard) + 1, _SIZE)
-        return [self._ranks.host[stop - like.nbytes : stop].view(like.dtype) for stop in stops]
-
-
-def in_full(message: Mapping[str, Any]) -> bytes:
-    """Return a message as JSON."""
-    return json.dumps(message, ensure_ascii=False).encode(errors="replace")
+    def tails(self) -> list[Tensor]:
+        """Return the numbers that all ranks have sent along, after `heard`."""
+        like = self._tail
+        assert like is not None  # noqa: S101 - all ranks have sent some
+        return [one[_SIZE - like.nbytes :].view(like.dtype) for one in self._host.split(_SIZE)]
 
 
 def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, Any]]:
     """Send a message to all ranks; return the messages of all ranks, in order. See `Sent`."""
-    return Sent(in_full(message), group).heard()
+    return Sent(message, group).heard()
 
 
 @contextmanager
@@ -169,24 +128,34 @@ def answered(group: Group = None) -> Generator[None]:
         ) from error
 
 
+def _count(group: Group) -> int:
+    return _counts.get(group or dist.group.WORLD, 0)
+
+
+def _keys(group: Group) -> list[str]:
+    """Return the names of a group's ranks in the store that all processes share."""
+    members = tuple(dist.get_process_group_ranks(group))
+    return [f"anybatch {members} {member}" for member in members]
+
+
 def leave_error(said: str, group: Group = None) -> None:
     """Store an error for other processes, which wait in a collective of this one until their timeout."""
-    ranks = Members.of(group)
+    store: Any = private.default_store(dist.distributed_c10d)
     with suppress(RuntimeError, AttributeError):
-        ranks.store.set(f"{ranks.key} failed at {ranks.sent}", said[:600])
+        store.set(f"{_keys(group)[dist.get_rank(group)]} failed at {_count(group)}", said[:600])
 
 
 def _behind(group: Group, found: list[str]) -> None:
     """Find the ranks that failed, sent fewer messages than this one, or do not say that they wait, too."""
-    ranks = Members.of(group)
-    store, mine = ranks.store, ranks.sent
-    waits = [f"{key} waits" for key in ranks.keys]
+    mine, keys = _count(group), _keys(group)
+    waits = [f"{key} waits" for key in keys]
+    store: Any = private.default_store(dist.distributed_c10d)
     with suppress(RuntimeError, AttributeError):  # its host may have ended, or there is none
-        store.set(f"{ranks.key} waits", str(mine))
+        store.set(waits[dist.get_rank(group)], str(mine))
         end = monotonic() + _GRACE_S
         while monotonic() < end and not store.check(waits):
             sleep(0.05)  # `store.wait` writes a warning if its time is over
-        for place, key in enumerate(ranks.keys):
+        for place, key in enumerate(keys):
             if store.check([failed := f"{key} failed at {mine}"]):
                 found.append(f"rank {place} (it says {store.get(failed).decode()!r})")
             elif not store.check([waits[place]]):
@@ -218,7 +187,7 @@ def all_gather_rows(values: Sequence[Tensor], counts: Sequence[int], group: Grou
 
 
 def gather_values(
-    value: Any, agree: Callable[[int], list[dict[str, Any]]], device: torch.device, group: Group = None
+    value: Any, agree: Callable[[int], Sequence[Mapping[str, Any]]], device: torch.device, group: Group = None
 ) -> list[Any]:
     """Return the values of all ranks; `agree` exchanges {"bytes": size}. The only place that unpickles.
 

@@ -1,101 +1,51 @@
-"""Messages of a step: brief, with a hash of what is the same on every rank, or in full"""
+"""Messages of a step: brief, with a hash of what is the same on every rank, or in full."""
 
-import math
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+from contextlib import suppress
 from math import fsum
-from struct import pack, unpack_from
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import LossError, NonFiniteLossError, PlanError, RankError
+from anybatch.core import AnybatchError, LossError, NonFiniteLossError, PlanError, RankError
 from anybatch.engine import Gradient, Strategy, Sums
-from anybatch.parallel.buckets import Buckets, flat_of
+from anybatch.parallel.buckets import Buckets
 from anybatch.parallel.compression import Codec
-from anybatch.parallel.fingerprint import Drift, fingerprint, refuse_differences, refuse_drift
+from anybatch.parallel.fingerprint import Drift, fingerprint, hash_of, refuse_differences, refuse_drift
 from anybatch.parallel.group import Group, Sent, exchange
 
 _NO_UPDATE = "No rank has made the update."
+_SAME = "layout", "order", "drift"  # of a message: the same on every rank
+
+Messages = Sequence[Mapping[str, Any]]  # of all ranks
 
 
-def brief(message: Mapping[str, Any], terms: Sequence[str], *, is_early: bool, has_tail: bool) -> bytes:
-    """Return a message in brief: 1, a hash of 15 bytes, and float64 numbers.
+class Early:
+    """A message sent before the sum of gradients is over, and the buckets sent since.
 
-    Args:
-        message: in full.
-        terms: of the loss, also where this rank has no rows.
-        is_early: sent before the last backward.
-        has_tail: gradients are sent along.
+    Attributes:
+        sent: None if the message has to be sent in full, and no bucket before it.
+        weights: of all ranks; empty if no bucket may be sent, None if others have not sent theirs.
     """
-    same = message["layout"], message["scale"], message["order"][0], terms, message["drift"]
-    unit = math.nan if message["unit"] is None else message["unit"]
-    plain = [unit, message["shared"], message["rows"], message["dropped"], is_early, has_tail]
-    each = [message[key].get(name, 0.0) for key in ("weights", "totals") for name in terms]
-    hashed = blake2b(repr(same).encode(), digest_size=15).digest()
-    return b"\1" + hashed + pack(f"{len(plain) + len(each)}d", *plain, *each)
+
+    def __init__(self, message: Mapping[str, Any], buckets: Buckets) -> None:
+        self.message, self.buckets = message, buckets
+        self.sent: Sent | None = None
+        self.weights: dict[str, float] | None = None
 
 
-def read(briefs: Sequence[bytes], message: Mapping[str, Any], terms: Sequence[str]) -> list[dict[str, Any]]:
-    """Return messages in full from brief ones with the hash of this `message`."""
-    said, form = list[dict[str, Any]](), f"{6 + 2 * len(terms)}d"
-    for one in briefs:
-        unit, shared, rows, dropped, early, tail, *each = unpack_from(form, one, 16)
-        said.append(
-            {
-                **message,
-                "unit": None if math.isnan(unit) else unit,
-                "shared": bool(shared),
-                "rows": int(rows),
-                "dropped": int(dropped),
-                "early": bool(early),
-                "tail": bool(tail),
-                "weights": dict(zip(terms, each, strict=False)),
-                "totals": dict(zip(terms, each[len(terms) :], strict=True)),
-            }
-        )
-    return said
-
-
-def tail_of(bank: Gradient, like: Mapping[nn.Parameter, torch.dtype]) -> Tensor:
-    """Return few gradients in one vector, and 1 for each that there is."""
-    parts = [bank[p].reshape(-1) if p in bank else flat_of(None, p, dtype) for p, dtype in like.items()]
-    return torch.cat([*parts, torch.tensor([float(p in bank) for p in like], dtype=parts[0].dtype)])
-
-
-def added(
-    tails: Sequence[Tensor],
-    said: Sequence[Mapping[str, Any]],
-    weights: Mapping[str, float],
-    parameters: Sequence[nn.Parameter],
-) -> Gradient:
-    """Add up the gradients in messages, in the order of ranks, each multiplied by its factor."""
+def added(tails: Sequence[Tensor], said: Messages, weights: Mapping[str, float]) -> Tensor:
+    """Add up what came with messages, in the order of ranks, each multiplied by its factor."""
     whole = next(iter(weights.values()))
     factors = [1.0 if one["unit"] is None else one["unit"] / whole for one in said]
     total = tails[0] * factors[0]  # also what counts gradients: only zeros stay zeros
     for tail, factor in zip(tails[1:], factors[1:], strict=True):
         total.add_(tail * factor)
-    *values, has = total.split([*[p.numel() for p in parameters], len(parameters)])
-    pairs = zip(parameters, values, has.tolist(), strict=True)
-    return {p: value.view(p.shape) for p, value, count in pairs if count}
+    return total
 
 
-class Early:
-    """The message of a step that was sent before its last backward, and the buckets sent since."""
-
-    def __init__(self, message: Mapping[str, Any], sent: Sent, buckets: Buckets) -> None:
-        self.message, self.sent, self.buckets = message, sent, buckets
-        self._said: list[dict[str, Any]] = []
-        self.weights: dict[str, float] | None = None  # of all ranks; empty if no bucket may be sent
-
-    def heard(self) -> list[dict[str, Any]]:
-        """Return the messages of all ranks."""
-        self._said = self._said or self.sent.heard()
-        return self._said
-
-
-def weights_of(said: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def weights_of(said: Messages) -> dict[str, float]:
     """Return the weight of each term over all ranks."""
     add = max if any(one["shared"] for one in said) else fsum
     names = next((one["weights"] for one in said if one["weights"]), {})
@@ -128,9 +78,7 @@ class Speaker(Strategy):
         self._drift: dict[str, Any] = {}  # to compare, of this step
         self._like: dict[nn.Parameter, torch.dtype] = {}  # of gradients, in the order of buckets
         self._nbytes = 0  # of all gradients
-        self._order = ["", ""]  # hashes: the order of buckets, and that in which a backward finished
-        self._tells_order = False  # other ranks do not know it yet
-        self._terms: list[str] = []  # of the loss, in the last update
+        self._order, self._is_ordered = "", False  # a hash of it, "" for the reverse; all ranks agree
         self._task: Any = None
         self._settings: Any = None
 
@@ -151,11 +99,10 @@ class Speaker(Strategy):
             "scale": sums.task.scale.state(),
             "layout": [len(self._like), self._nbytes, sums.task.progress.updates],
             "drift": self._drift,
-            "order": [*self._order],
-            "early": False,
+            "order": self._order,
         }
 
-    def _refuse(self, said: Sequence[Mapping[str, Any]]) -> None:
+    def _refuse(self, said: Messages) -> None:
         layouts = [one["layout"] for one in said]
         if any(one != layouts[0] for one in layouts):
             self._fail(
@@ -175,34 +122,21 @@ class Speaker(Strategy):
                 LossError, f"Expected the same terms of the loss on every rank, got {[*map(list, named)]}."
             )
 
-    def _brief(self, message: Mapping[str, Any], *, is_early: bool = False, has_tail: bool = False) -> bytes:
-        """Return a message in brief; empty for one that has to be sent in full."""
-        drift = message["drift"]
-        is_new = not self._is_known or self._tells_order or drift["touched"] or drift["rows"]
-        if is_new or self.is_lockstep or not self._task.loss.is_plain:
-            return b""
-        self._terms = [*message["weights"]] or self._terms
-        return brief(message, self._terms, is_early=is_early, has_tail=has_tail)
+    def _brief(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message with a hash of what is the same on every rank; in full if that may be new."""
+        drift = message.get("drift")
+        is_known = self._is_known and self._is_ordered and not self.is_lockstep
+        if drift is None or not is_known or drift["touched"] or drift["rows"]:
+            return message
+        same = hash_of([message[key] for key in _SAME])
+        return {"hash": same} | {key: one for key, one in message.items() if key not in _SAME}
 
-    def _understood(
-        self, message: Mapping[str, Any], heard: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Return the messages after a brief one; [] to exchange them in full; raise if a rank failed."""
-        self._refuse_failed(heard)
-        briefs = [one.get("brief", b"") for one in heard]
-        return read(briefs, message, self._terms) if len({bytes(one[:16]) for one in briefs}) == 1 else []
-
-    def _agree(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Exchange messages in full; raise if a rank has failed, or another model."""
-        if "drift" in message:
-            message = {**message, "drift": self.drift.in_full(message["drift"])}
+    def _agree(self, message: Mapping[str, Any], sent: Sent | None = None) -> Messages:
+        """Exchange messages, in full if ranks differ; raise if a rank has failed, or another model."""
         if not self._is_known:
             message = {**message, "is": self._fingerprint}
-        said = exchange(message, self.group)
-        while any("brief" in one for one in said):
-            self._refuse_failed(said)
-            said = exchange(message, self.group)
-        self._refuse_failed(said)
+        heard = exchange(self._brief(message), self.group) if sent is None else sent.heard()
+        said = self._understood(message, heard) or self._understood(message, exchange(message, self.group))
         if len({"parts" in one for one in said}) > 1:
             self._fail(
                 PlanError,
@@ -218,8 +152,9 @@ class Speaker(Strategy):
             self._is_known = True
         return said
 
-    def _refuse_failed(self, said: Sequence[Mapping[str, Any]]) -> None:
-        for number, one in enumerate(said):
+    def _understood(self, message: Mapping[str, Any], heard: Messages) -> Messages:
+        """Return messages in full; none if ranks have to send theirs in full; raise if a rank has failed."""
+        for number, one in enumerate(heard):
             if "failed" in one:
                 # Every rank skips the same update when non_finite="skip".
                 kind = NonFiniteLossError if one["failed"] == NonFiniteLossError.__name__ else RankError
@@ -230,11 +165,22 @@ class Speaker(Strategy):
                     f"{one['said']!r}.",
                     "No rank has made another." if when else _NO_UPDATE,
                 )
+        is_same = len({one.get("hash") for one in heard}) == 1
+        return [{**message, **one} if "hash" in one else one for one in heard] if is_same else ()
 
-    def _compare(self, said: Sequence[Mapping[str, Any]]) -> None:
+    def _weights(self, early: Early) -> dict[str, float]:
+        """Return the weights of all ranks, of which an early message tells; none if ranks differ."""
+        if early.weights is None and early.sent is not None:
+            early.weights = {}
+            with suppress(AnybatchError):  # `close` raises it again
+                early.weights = weights_of(self._understood(early.message, early.sent.heard()))
+        return early.weights if early.weights and any(early.weights.values()) else {}
+
+    def _compare(self, said: Messages) -> None:
         """Compare everything if a rank loaded something; warn of equal rows."""
-        self.drift.warn_of_same_rows(said)
-        if any(one["touched"] for one in said):
+        drifts = [one["drift"] for one in said]
+        self.drift.warn_of_same_rows(drifts)
+        if any(one["touched"] for one in drifts):
             written = {*self.drift.written}
             self._fingerprint = fingerprint(self._task, self._settings, self.compression, written)
             self._is_known = False

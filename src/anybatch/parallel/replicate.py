@@ -21,22 +21,15 @@ from anybatch.core import (
     local,
 )
 from anybatch.engine import Agreed, Gradient, Plan, Progress, Sums, Task, accumulation_dtype
-from anybatch.parallel.buckets import SMALL, Buckets
+from anybatch.parallel.buckets import Buckets
 from anybatch.parallel.compression import Codec
 from anybatch.parallel.fingerprint import fingerprint, hash_of
 from anybatch.parallel.group import Group, Sent, all_gather_rows, exchange, rank, ranks
-from anybatch.parallel.messages import (
-    Early,
-    Speaker,
-    added,
-    bank_of,
-    factor_of,
-    tail_of,
-    weights_of,
-)
+from anybatch.parallel.messages import Early, Messages, Speaker, added, bank_of, factor_of, weights_of
 
 _SAID = 600  # characters of an error sent to other ranks; they fit a message at 6 bytes each
 _TINY = 2816  # bytes of gradients that are sent in the message
+SMALL = 1 << 20  # bytes of gradients below which nothing is sent before the last backward is over
 
 
 class Replicate(Speaker):
@@ -76,13 +69,11 @@ class Replicate(Speaker):
         super().__init__(compression, group)
         self.bytes_sent = 0  # bytes of gradients that this rank passed to collectives in the last step
         self._is_reducing = self._is_meeting = self._is_broken = False
-        self._has_encoded = self._is_empty = self._is_summed = self._is_tiny = False
+        self._has_encoded = self._is_empty = self._is_tiny = False
         self._progress, self._updates = Progress(), 0  # updates made before this step
         self._gathered: tuple[list[Tensor], int] | None = None
         self._early: Early | None = None  # this step's message, sent before its last backward
         self._network: Any = None
-        self._seen: list[nn.Parameter] = []  # the order in which a backward finished the parameters
-        self._tails: list[Tensor] = []  # of the last message
 
     @property
     def is_broken(self) -> bool:
@@ -125,10 +116,10 @@ class Replicate(Speaker):
             parameters, chosen = task.network.parameters, settings.accumulation_dtype
             like = {p: accumulation_dtype(p.dtype, chosen) for p in reversed(parameters)}
             if like != self._like:  # the last layers are the first in a backward
-                self._like, self._order, self._seen = like, ["", ""], []
+                self._like, self._order, self._is_ordered = like, "", False
             self._nbytes = sum(p.numel() * dtype.itemsize for p, dtype in like.items())
             is_plain = len(kinds := {*like.values()}) == 1 and not max(dtype.is_complex for dtype in kinds)
-            is_small = self._nbytes <= _TINY and not self.is_lockstep
+            is_small = self._nbytes <= _TINY and not self.is_lockstep and self.compression is None
             self._is_tiny = is_small and is_plain and task.network.kinds == {"cpu"}
         self.drift.begin(task, is_first=not self._is_known)
 
@@ -199,7 +190,7 @@ class Replicate(Speaker):
 
     def flow(self, ahead: Callable[[], Sums]) -> None:
         """Send the message of the step, and buckets as the last backward, which begins now, fills them."""
-        if self._is_tiny or self.compression:
+        if self._is_tiny or self.compression is not None:
             return
         sums = ahead()
         if self._early is None:
@@ -207,113 +198,89 @@ class Replicate(Speaker):
                 message = self._message(sums)
             except AnybatchError:  # `close` raises it again
                 return
-            if not (brief := self._brief(message, is_early=True)):
-                return
-            buckets = Buckets(self._like, self.group, keeps=True)
-            self._early = Early(message, Sent(brief, self.group, is_async=True), buckets)
+            self._early = self._begun(message)
+            if "hash" in (brief := self._brief(message)):
+                self._early.sent = Sent({**brief, "early": True}, self.group)
         if self._nbytes > SMALL:
-            factor = partial(self._factor_of, self._early, sums)
-            self._early.buckets.watch(factor, watches_all=not self._order[1])
+            self._early.buckets.watch(partial(self._factor, self._early, sums))
 
     def close(self, sums: Sums) -> dict[str, float]:
         """Add up weights and losses over ranks, and agree on the loss scale; raise if a rank failed."""
         self._undo()  # after an attempt with a gradient that was not finite
-        self._is_meeting, self._tails = False, []
+        self._is_meeting = False
         message, early = self._message(sums), self._stopped()
-        said = self._told(message, sums) if early is None else self._understood(early.message, early.heard())
-        if not said:
-            said, self._tails = self._settle(message, sums), []
-            if any("gather" in one for one in said):  # from ranks with rows; this one has none
-                self._gather(said, ())
-                said = self._agree(message)
-            self._refuse(said)
-            self._compare([one["drift"] for one in said])
-            self._order_buckets([one["order"] for one in said], is_told=bool(message["order"][1]))
+        message["order"] = self._order  # maybe seen just now
+        early = early or self._with_tail(message, sums)
+        said = self._settle(message, sums, early and early.sent)
+        if any("gather" in one for one in said):  # from ranks with rows; this one has none
+            self._gather(said, ())
+            said = self._agree(message)
+        self._refuse(said)
+        if "hash" not in said[0]:
+            if len({one["order"] for one in said}) > 1:
+                self._like, self._order = dict(reversed(self._in_order(self._like).items())), ""
+            self._is_ordered = True
+            self._compare(said)
         scale, weights = sums.task.scale.state(), weights_of(said)
         sums.task.scale.load({key: min(one["scale"][key] for one in said) for key in scale})
+        self._names = sums.task.names() if self.compression else {}
+        self._gathered, self._is_reducing = None, True
+        self._is_empty = not any(weights.values())
+        self._reduced: Gradient | None = None
+        if not self._is_empty and any("early" in one for one in said):
+            early, bank = early or self._begun(message), bank_of(sums)
+            failed = bank is None or early.message != message
+            self._reduced = early.buckets.finish(bank or {}, factor_of(sums, weights), failed=failed)
+            if self._reduced is None:  # a rank has run its last micro-batch again
+                self._is_reducing = False
+                return self.close(sums)
+            self.bytes_sent = early.buckets.bytes_sent
+        elif not self._is_empty and early and early.sent and all("tail" in one for one in said):
+            self._reduced = early.buckets.parted([added(early.sent.tails(), said, weights)])
         sums.agreed = Agreed(
             totals={name: fsum(one["totals"].get(name, 0.0) for one in said) for name in weights},
             rows=sum(one["rows"] for one in said),
             dropped=sum(one["dropped"] for one in said),
+            reduced=self._reduced and self._in_order(self._reduced),
         )
-        self._names = sums.task.names() if self.compression else {}
-        self._gathered, self._is_reducing, self._terms = None, True, [*weights]
-        self._is_empty = not any(weights.values())
-        reduced: Gradient | None = None
-        if not self._is_empty and any(one["early"] for one in said):
-            reduced = self._flown(early, message, sums, weights)
-            if reduced is None:  # a rank has run its last micro-batch again
-                self._is_reducing = False
-                return self.close(sums)
-        elif not self._is_empty and self._tails and all(one["tail"] for one in said):
-            reduced = added(self._tails, said, weights, self._task.network.parameters)
-            self.bytes_sent = self._tails[0].nbytes
-        sums.agreed, self._is_summed = sums.agreed._replace(reduced=reduced), reduced is not None
         return weights
 
-    def _order_buckets(self, orders: Sequence[Sequence[str]], *, is_told: bool) -> None:
-        """Take the order in which all ranks saw gradients finished, or the first if a rank begins anew."""
-        used, seen = orders[0]
-        if any(one[0] != used for one in orders):  # a rank has replaced its parameters
-            self._like, self._order = dict(reversed(self._in_order(self._like).items())), ["", ""]
-        elif seen and all(one == ["", seen] for one in orders):
-            self._like, self._order[0] = {p: self._like[p] for p in self._seen}, seen
-        self._tells_order = self._tells_order and not is_told
+    def _begun(self, message: Mapping[str, Any]) -> Early:
+        return Early(message, Buckets(self._like, self.group, keeps=True))
 
-    def _settle(self, message: Mapping[str, Any], sums: Sums) -> list[dict[str, Any]]:
-        return self._agree(message)
+    def _with_tail(self, message: Mapping[str, Any], sums: Sums) -> Early | None:
+        """Send the few gradients of a tiny model in the message."""
+        brief = self._brief(message) if self._is_tiny else {}
+        bank = bank_of(sums) if "hash" in brief else None
+        if bank is None:
+            return None
+        early = self._begun(message)
+        early.sent = Sent({**brief, "tail": True}, self.group, tail := early.buckets.packed(bank))
+        self.bytes_sent = tail.nbytes
+        return early
 
-    def _told(self, message: Mapping[str, Any], sums: Sums) -> list[dict[str, Any]]:
-        """Exchange brief messages, with the gradients if they are few; return [] if one is sent in full."""
-        tail = self._tail(sums)
-        brief = self._brief(message, has_tail=tail is not None)
-        if not brief:
-            return []
-        sent = Sent(brief, self.group, tail)
-        said = self._understood(message, sent.heard())
-        self._tails = [] if tail is None else sent.tails(tail)
-        return said
+    def _settle(self, message: Mapping[str, Any], sums: Sums, sent: Sent | None) -> Messages:
+        return self._agree(message, sent)
 
-    def _factor_of(self, early: Early, sums: Sums) -> float | None:
+    def _factor(self, early: Early, sums: Sums) -> float | None:
         """Return the factor of the gradients here; None while nothing may be sent."""
-        if early.weights is None and early.sent.is_over():
-            early.weights = {}
-            with suppress(AnybatchError):  # `close` raises it again
-                early.weights = weights_of(self._understood(early.message, early.heard()))
-        return factor_of(sums, early.weights) if early.weights and any(early.weights.values()) else None
+        weights = self._weights(early) if early.sent is not None and early.sent.is_over() else {}
+        return factor_of(sums, weights) if weights else None
 
     def _stopped(self) -> Early | None:
         """Return what was sent before the last backward was over; nothing more is."""
         early, self._early = self._early, None
         if early is not None:
             early.buckets.unwatch()
-            seen = [*dict.fromkeys(early.buckets.order)]
-            if not self._order[1] and len(seen) == len(self._like):
+            seen = early.buckets.order
+            if not self._is_ordered and len(seen) == len(self._like):
                 places = {p: place for place, p in enumerate(self._task.network.parameters)}
-                self._seen, self._order[1] = seen, hash_of([places[p] for p in seen])
-                self._tells_order = True
+                self._like = {p: self._like[p] for p in seen}
+                self._order = hash_of([places[p] for p in seen])
         return early
-
-    def _flown(
-        self, early: Early | None, message: Mapping[str, Any], sums: Sums, weights: Mapping[str, float]
-    ) -> Gradient | None:
-        """Send the buckets that are left; return the sums, or None if a rank's last backward failed."""
-        buckets = Buckets(self._like, self.group, keeps=True) if early is None else early.buckets
-        bank = bank_of(sums)
-        failed = bank is None or (early is not None and early.message != message)
-        found = buckets.finish(bank or {}, factor_of(sums, weights), failed=failed)
-        self.bytes_sent = buckets.bytes_sent
-        return found and self._in_order(found)
 
     def _in_order(self, found: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]:
         return {p: found[p] for p in self._task.network.parameters if p in found}
-
-    def _tail(self, sums: Sums) -> Tensor | None:
-        """Return the few gradients of a tiny model, and which there are, to be sent in the message."""
-        bank = bank_of(sums) if self._is_tiny and self.compression is None else None
-        if bank is None:
-            return None
-        return tail_of(bank, {p: self._like[p] for p in self._task.network.parameters})
 
     def reduce(self, gradients: Gradient) -> Gradient:
         """Sum the gradients over ranks, bit-identical on all; raise PlanError for sparse ones."""
@@ -322,7 +289,7 @@ class Replicate(Speaker):
                 f"Expected dense gradients on several ranks, got sparse ones of {len(gradients)} parameters. "
                 "Leave out sparse=True of the embedding."
             )
-        if self._is_empty or self._is_summed:  # without an update the codec keeps its residual
+        if self._is_empty or self._reduced is not None:  # without an update the codec keeps its residual
             reduced = gradients
         elif self.compression is None:
             buckets = Buckets(self._like, self.group, keeps=False)
@@ -342,8 +309,8 @@ class Replicate(Speaker):
         elif not (self._is_told or self._is_broken or isinstance(error, RankError)):
             self._is_told = True
             with suppress(AnybatchError):  # the caller raises `error`
-                if early and any(weights_of(self._understood(early.message, early.heard())).values()):
-                    early.buckets.finish({}, failed=True)  # others may have begun the sum
+                if early and self._weights(early):  # others may have begun the sum
+                    early.buckets.finish({}, failed=True)
                 said = " ".join([str(error), *getattr(error, "__notes__", ())])[:_SAID]
                 made = self._progress.updates if self._progress.updates > self._updates else 0
                 exchange({"failed": type(error).__name__, "said": said, "made": made}, self.group)

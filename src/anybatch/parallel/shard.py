@@ -354,7 +354,7 @@ class Shard(Replicate):
 
     # ---- the end
 
-    def _settle(self, message: Mapping[str, Any], sums: Sums) -> list[dict[str, Any]]:
+    def _settle(self, message: Mapping[str, Any], sums: Sums, sent: Any) -> Any:
         """Exchange the last message; take part if another rank adds rows to its window, or begins again."""
         said = self._agree(message)
         while any("open" in one for one in said):
