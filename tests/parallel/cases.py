@@ -119,7 +119,7 @@ def sending(way: str) -> Any:
     """Steps that send gradients in this way, however few; in buckets of nearly each parameter alone."""
     with (
         mock.patch("anybatch.parallel.buckets._BUCKET", 8 << 20 if way in WAYS[:2] else 64),
-        mock.patch("anybatch.parallel.replicate.SMALL", 0 if "backward" in way else 1 << 20),
+        mock.patch("anybatch.parallel.replicate._SMALL", 0 if "backward" in way else 1 << 20),
         mock.patch("anybatch.parallel.fingerprint._of_rows", return_value=0),  # else sent in full
         mock.patch("anybatch.parallel.replicate._TINY", 2816 if "message" in way else 0),
     ):

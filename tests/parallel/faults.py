@@ -137,7 +137,7 @@ def in_the_last(rank: int, size: int, seed: int, count: int) -> list[dict[str, A
 
 def _last(rank: int, size: int, seed: int) -> dict[str, Any]:
     draws = random.Random(seed)
-    found, told = dict[bool, Any](), {"error": "", "said": ""}
+    found, losses, told = dict[bool, Any](), dict[bool, float](), {"error": "", "said": ""}
     failing = draws.choice([[draws.randrange(size)], [*range(size)]])
     parts, times = draws.choice([1, 2, 3]), draws.choice([1, 1, 2])
     errors = [draws.choice([NO_MEMORY, NO_MEMORY, NO, KeyboardInterrupt()]) for _ in range(size)]
@@ -160,7 +160,7 @@ def _last(rank: int, size: int, seed: int) -> dict[str, Any]:
                 model.fault.fails = [(*place, errors[rank]) for place in places]
             before = snapshot(step)
             try:
-                step(batch)
+                losses[is_faulty] = step(batch).loss
             except BaseException as error:
                 told |= {"error": type(error).__name__, "said": str(error)}
                 assert not changes(before, snapshot(step)), seed
@@ -168,6 +168,7 @@ def _last(rank: int, size: int, seed: int) -> dict[str, Any]:
             found[is_faulty] = [p.detach().clone() for p in model.parameters()]
             step(batch)
     if not told["error"]:
+        assert math.isclose(losses[True], losses[False], rel_tol=1e-5), seed  # that of all rows, once
         again = any(one is NO_MEMORY for one in errors)  # in halves
         for one, other in zip(found[True], found[False], strict=True):
             assert torch.allclose(one, other, rtol=0, atol=1e-5 if again else 0.0), seed

@@ -102,7 +102,7 @@ class Buckets:
         values = list[Tensor]()
         for bucket, flat in zip(self._buckets, flats, strict=True):
             sizes = [p.numel() * (1 + p.is_complex()) for p in bucket]
-            values = flat.to(bucket[0].device).split([*sizes, flat.numel() - sum(sizes)])
+            values = flat.to(bucket[0].device).split_with_sizes([*sizes, flat.numel() - sum(sizes)])
             found.update({p: _shaped(one, p, self._like[p]) for p, one in zip(bucket, values, strict=False)})
         *counts, failed = values[-1].tolist()
         return None if failed else {p: found[p] for p, n in zip(self._like, counts, strict=True) if n}

@@ -5,12 +5,12 @@ import importlib
 import io
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Thread
 from time import monotonic, sleep
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ def start_under_torchrun() -> None:
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
-_counts = WeakKeyDictionary[Any, int]()  # messages sent so far, by group
+_messages = Counter[tuple[int, ...]]()  # sent so far, by the ranks of a group
 
 
 class Sent:
@@ -78,10 +78,9 @@ class Sent:
         if tail is not None:
             mine[_SIZE - tail.nbytes :] = tail.view(torch.uint8)
         self._group, self._heard, self._tail = group, bytearray(_SIZE * ranks(group)), tail
-        self._host = torch.frombuffer(self._heard, dtype=torch.uint8)
-        # On the CPU without a copy: `_heard` receives the messages.
-        self._received = [*self._host.to(device).split(_SIZE)]
-        _counts[group or dist.group.WORLD] = _count(group) + 1
+        self._host = torch.frombuffer(self._heard, dtype=torch.uint8).view(-1, _SIZE)
+        self._received = [*self._host.to(device).unbind()]  # on the CPU without a copy: `_heard` gets all
+        _messages[tuple(dist.get_process_group_ranks(group))] += 1
         with answered(group):
             self._work: Any = dist.all_gather(self._received, mine.to(device), group=group, async_op=True)
 
@@ -94,7 +93,7 @@ class Sent:
         with answered(self._group):
             self._work.wait()
         if self._received[0].device.type != "cpu":
-            self._host.copy_(torch.cat(self._received))
+            self._host.copy_(torch.stack(self._received))
         starts = range(0, len(self._heard), _SIZE)
         return [json.loads(self._heard[at : at + _SIZE].partition(b"\0")[0]) for at in starts]
 
@@ -102,7 +101,7 @@ class Sent:
         """Return the numbers that all ranks have sent along, after `heard`."""
         like = self._tail
         assert like is not None  # noqa: S101 - all ranks have sent some
-        return [one[_SIZE - like.nbytes :].view(like.dtype) for one in self._host.split(_SIZE)]
+        return [*self._host[:, _SIZE - like.nbytes :].view(like.dtype).unbind()]
 
 
 def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, Any]]:
@@ -128,26 +127,18 @@ def answered(group: Group = None) -> Generator[None]:
         ) from error
 
 
-def _count(group: Group) -> int:
-    return _counts.get(group or dist.group.WORLD, 0)
-
-
-def _keys(group: Group) -> list[str]:
-    """Return the names of a group's ranks in the store that all processes share."""
-    members = tuple(dist.get_process_group_ranks(group))
-    return [f"anybatch {members} {member}" for member in members]
-
-
 def leave_error(said: str, group: Group = None) -> None:
     """Store an error for other processes, which wait in a collective of this one until their timeout."""
     store: Any = private.default_store(dist.distributed_c10d)
+    members = tuple(dist.get_process_group_ranks(group))
     with suppress(RuntimeError, AttributeError):
-        store.set(f"{_keys(group)[dist.get_rank(group)]} failed at {_count(group)}", said[:600])
+        store.set(f"anybatch {members} {dist.get_rank()} failed at {_messages[members]}", said[:600])
 
 
 def _behind(group: Group, found: list[str]) -> None:
     """Find the ranks that failed, sent fewer messages than this one, or do not say that they wait, too."""
-    mine, keys = _count(group), _keys(group)
+    members = tuple(dist.get_process_group_ranks(group))
+    mine, keys = _messages[members], [f"anybatch {members} {member}" for member in members]
     waits = [f"{key} waits" for key in keys]
     store: Any = private.default_store(dist.distributed_c10d)
     with suppress(RuntimeError, AttributeError):  # its host may have ended, or there is none

@@ -6,7 +6,7 @@ from math import fsum
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anybatch.core import AnybatchError, LossError, NonFiniteLossError, PlanError, RankError
 from anybatch.engine import Gradient, Strategy, Sums
@@ -35,16 +35,6 @@ class Early:
         self.weights: dict[str, float] | None = None
 
 
-def added(tails: Sequence[Tensor], said: Messages, weights: Mapping[str, float]) -> Tensor:
-    """Add up what came with messages, in the order of ranks, each multiplied by its factor."""
-    whole = next(iter(weights.values()))
-    factors = [1.0 if one["unit"] is None else one["unit"] / whole for one in said]
-    total = tails[0] * factors[0]  # also what counts gradients: only zeros stay zeros
-    for tail, factor in zip(tails[1:], factors[1:], strict=True):
-        total.add_(tail * factor)
-    return total
-
-
 def weights_of(said: Messages) -> dict[str, float]:
     """Return the weight of each term over all ranks."""
     add = max if any(one["shared"] for one in said) else fsum
@@ -55,15 +45,13 @@ def weights_of(said: Messages) -> dict[str, float]:
 def bank_of(sums: Sums) -> Gradient | None:
     """Return the gradient sums here, if one factor divides them and none is sparse; else None."""
     banks = {} if sums.gradients is None else sums.gradients.parted()
-    (bank,) = banks.values() if len(banks) == 1 else [{}]
-    is_one = len(banks) < 2 and not any(one.is_sparse for one in bank.values())
-    return bank if is_one else None
+    bank = next(iter(banks.values()), {})
+    return None if len(banks) > 1 or any(one.is_sparse for one in bank.values()) else bank
 
 
-def factor_of(sums: Sums, weights: Mapping[str, float]) -> float:
-    """Return the factor of the one bank of gradient sums here, after `bank_of`."""
-    factors = {} if sums.division.divisors is not None else sums.division.factors(weights)
-    return float(next(iter(factors.values()), 1.0))
+def factor_of(said: Mapping[str, Any], weights: Mapping[str, float]) -> float:
+    """Return the factor of the one bank of gradient sums of a rank that says this."""
+    return 1.0 if said["unit"] is None else said["unit"] / next(iter(weights.values()))
 
 
 class Speaker(Strategy):

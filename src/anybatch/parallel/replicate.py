@@ -12,24 +12,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.batchnorm import names_of_batch_norms
-from anybatch.core import (
-    AnybatchError,
-    LossError,
-    PlanError,
-    RankError,
-    all_finite,
-    local,
-)
+from anybatch.core import AnybatchError, LossError, PlanError, RankError, all_finite, local
 from anybatch.engine import Agreed, Gradient, Plan, Progress, Sums, Task, accumulation_dtype
 from anybatch.parallel.buckets import Buckets
 from anybatch.parallel.compression import Codec
 from anybatch.parallel.fingerprint import fingerprint, hash_of
 from anybatch.parallel.group import Group, Sent, all_gather_rows, exchange, rank, ranks
-from anybatch.parallel.messages import Early, Messages, Speaker, added, bank_of, factor_of, weights_of
+from anybatch.parallel.messages import Early, Messages, Speaker, bank_of, factor_of, weights_of
 
 _SAID = 600  # characters of an error sent to other ranks; they fit a message at 6 bytes each
 _TINY = 2816  # bytes of gradients that are sent in the message
-SMALL = 1 << 20  # bytes of gradients below which nothing is sent before the last backward is over
+_SMALL = 1 << 20  # bytes of gradients below which nothing is sent before the last backward is over
 
 
 class Replicate(Speaker):
@@ -190,19 +183,17 @@ class Replicate(Speaker):
 
     def flow(self, ahead: Callable[[], Sums]) -> None:
         """Send the message of the step, and buckets as the last backward, which begins now, fills them."""
-        if self._is_tiny or self.compression is not None:
+        if self._nbytes <= _SMALL or self.compression is not None:
             return
-        sums = ahead()
         if self._early is None:
             try:
-                message = self._message(sums)
+                message = self._message(ahead())
             except AnybatchError:  # `close` raises it again
                 return
             self._early = self._begun(message)
             if "hash" in (brief := self._brief(message)):
                 self._early.sent = Sent({**brief, "early": True}, self.group)
-        if self._nbytes > SMALL:
-            self._early.buckets.watch(partial(self._factor, self._early, sums))
+        self._early.buckets.watch(partial(self._factor, self._early))
 
     def close(self, sums: Sums) -> dict[str, float]:
         """Add up weights and losses over ranks, and agree on the loss scale; raise if a rank failed."""
@@ -230,13 +221,17 @@ class Replicate(Speaker):
         if not self._is_empty and any("early" in one for one in said):
             early, bank = early or self._begun(message), bank_of(sums)
             failed = bank is None or early.message != message
-            self._reduced = early.buckets.finish(bank or {}, factor_of(sums, weights), failed=failed)
+            self._reduced = early.buckets.finish(bank or {}, factor_of(message, weights), failed=failed)
             if self._reduced is None:  # a rank has run its last micro-batch again
                 self._is_reducing = False
                 return self.close(sums)
             self.bytes_sent = early.buckets.bytes_sent
         elif not self._is_empty and early and early.sent and all("tail" in one for one in said):
-            self._reduced = early.buckets.parted([added(early.sent.tails(), said, weights)])
+            factors = [factor_of(one, weights) for one in said]
+            whole, *others = [tail * by for tail, by in zip(early.sent.tails(), factors, strict=True)]
+            for one in others:
+                whole.add_(one)
+            self._reduced = early.buckets.parted([whole])
         sums.agreed = Agreed(
             totals={name: fsum(one["totals"].get(name, 0.0) for one in said) for name in weights},
             rows=sum(one["rows"] for one in said),
@@ -262,10 +257,10 @@ class Replicate(Speaker):
     def _settle(self, message: Mapping[str, Any], sums: Sums, sent: Sent | None) -> Messages:
         return self._agree(message, sent)
 
-    def _factor(self, early: Early, sums: Sums) -> float | None:
+    def _factor(self, early: Early) -> float | None:
         """Return the factor of the gradients here; None while nothing may be sent."""
         weights = self._weights(early) if early.sent is not None and early.sent.is_over() else {}
-        return factor_of(sums, weights) if weights else None
+        return factor_of(early.message, weights) if weights else None
 
     def _stopped(self) -> Early | None:
         """Return what was sent before the last backward was over; nothing more is."""
