@@ -34,9 +34,9 @@ class Replicate(Speaker):
     are bit-identical on all ranks.
 
     A step sends one message of 4 KiB per rank and the gradient in buckets of 8 MiB, however many micro-
-    batches there are. The message of a step leaves before the last backward, and buckets as it fills them. A
-    loss over all rows (`ab.WholeBatch`) gathers the model's outputs as well. The first message of a run also
-    compares model, weights, optimizer, loss and options.
+    batches there are; with 1 MiB of gradients or more, the message before the last backward and buckets as
+    it fills them. A loss over all rows (`ab.WholeBatch`) gathers the model's outputs as well. The first
+    message of a run also compares model, weights, optimizer, loss and options.
 
     If a rank fails before the update, no rank makes it, and every rank raises an error that names the first
     that failed. If a rank ends, the others raise a `RankError` within the timeout of the process group.
@@ -111,9 +111,8 @@ class Replicate(Speaker):
             if like != self._like:  # the last layers are the first in a backward
                 self._like, self._order, self._is_ordered = like, "", False
             self._nbytes = sum(p.numel() * dtype.itemsize for p, dtype in like.items())
-            is_plain = len(kinds := {*like.values()}) == 1 and not max(dtype.is_complex for dtype in kinds)
-            is_small = self._nbytes <= _TINY and not self.is_lockstep and self.compression is None
-            self._is_tiny = is_small and is_plain and task.network.kinds == {"cpu"}
+            is_plain = task.network.kinds == {"cpu"} and len({one.to_real() for one in like.values()}) == 1
+            self._is_tiny = is_plain and self._nbytes <= _TINY and self.compression is None
         self.drift.begin(task, is_first=not self._is_known)
 
     def meet(self, task: Task, parts: int) -> None:
