@@ -88,13 +88,19 @@ class Buckets:
                 work.wait()
         return self.parted([flat for flat, _ in self._sent])
 
-    def packed(self, gradients: Gradient, *, failed: bool = False) -> Tensor:
-        """Return the gradients of the next bucket as a vector."""
+    def packed(self, gradients: Gradient, factor: float = 1.0, *, failed: bool = False) -> Tensor:
+        """Return the gradients of the next bucket, multiplied, as a vector."""
         parts = [_flat(gradients.get(p), p, self._like[p]) for p in self._left[0]]
         if len(self._left) == 1:
             has = [float(p in gradients) for p in self._like]
             parts.append(torch.tensor([*has, float(failed)], dtype=parts[0].dtype, device=parts[0].device))
-        return parts[0] if len(parts) == 1 and not self._keeps else torch.cat(parts)
+        if factor == 1.0:
+            return parts[0] if len(parts) == 1 and not self._keeps else torch.cat(parts)
+        sizes = [part.numel() for part in parts]
+        flat = parts[0].new_empty(sum(sizes))
+        for part, there in zip(parts, flat.split_with_sizes(sizes), strict=True):
+            torch.mul(part, factor, out=there)
+        return flat
 
     def parted(self, flats: Sequence[Tensor]) -> Gradient | None:
         """Return the gradients in the vectors of all buckets, added up; None if a rank `failed`."""
@@ -108,9 +114,7 @@ class Buckets:
         return None if failed else {p: found[p] for p, n in zip(self._like, counts, strict=True) if n}
 
     def _send(self, gradients: Gradient, factor: float, *, failed: bool = False) -> None:
-        flat = self.packed(gradients, failed=failed)
-        if factor != 1.0:
-            flat.mul_(factor)
+        flat = self.packed(gradients, factor, failed=failed)
         flat = flat.to(sending_device(flat.device, self._group))
         with answered(self._group):
             work = dist.all_reduce(flat, group=self._group, async_op=True)
