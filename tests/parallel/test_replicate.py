@@ -2,6 +2,7 @@
 
 import math
 import os
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -223,3 +224,35 @@ def test_the_group_is_gone_before_the_interpreter() -> None:
     alone = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     environment = {**os.environ, **alone, "GLOO_SOCKET_IFNAME": "lo"}
     subprocess.run([sys.executable, "-c", ENDS], check=True, env=environment)
+
+
+SLURM = """
+import torch
+import anybatch as ab
+from anybatch.parallel import rank, ranks
+
+torch.manual_seed(0)
+model, x = torch.nn.Linear(3, 2).double(), torch.arange(30.0).view(10, 3).double() / 30
+step = ab.Step(model, torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+mine = slice(rank(), None, ranks())
+print(ranks(), step((x[mine], x[mine, :2])).rows, model.weight.tolist())
+"""
+
+
+def test_ranks_start_where_srun_names_them() -> None:
+    """Without torchrun: a script for Slurm sets four variables."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    named = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", SLURM],
+            env=named | {"RANK": str(number), "WORLD_SIZE": "2", "SLURM_PROCID": str(number)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    said, other = [one.communicate(timeout=120)[0] for one in both]
+    assert said == other
+    assert said.startswith("2 10 ")
