@@ -55,7 +55,7 @@ def start_under_torchrun() -> None:
 _messages = Counter[tuple[int, ...]]()  # sent so far, by the ranks of a group
 
 
-class Sent:
+class Message:
     """A message of at most 4,096 bytes as JSON to all ranks, under way.
 
     Each is one collective of 4 KiB per rank, so ranks at different places of the program can still exchange
@@ -105,8 +105,8 @@ class Sent:
 
 
 def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, Any]]:
-    """Send a message to all ranks; return the messages of all ranks, in order. See `Sent`."""
-    return Sent(message, group).heard()
+    """Send a message to all ranks; return the messages of all ranks, in order. See `Message`."""
+    return Message(message, group).heard()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from anybatch.engine import Gradient, Strategy, Sums
 from anybatch.parallel.buckets import Buckets
 from anybatch.parallel.compression import Codec
 from anybatch.parallel.fingerprint import Drift, fingerprint, hash_of, refuse_differences, refuse_drift
-from anybatch.parallel.group import Group, Sent, exchange
+from anybatch.parallel.group import Group, Message, exchange
 
 _NO_UPDATE = "No rank has made the update."
 _SAME = "layout", "order", "drift"  # of a message: the same on every rank
@@ -31,7 +31,7 @@ class Early:
 
     def __init__(self, message: Mapping[str, Any], buckets: Buckets) -> None:
         self.message, self.buckets = message, buckets
-        self.sent: Sent | None = None
+        self.sent: Message | None = None
         self.weights: dict[str, float] | None = None
 
 
@@ -119,7 +119,7 @@ class Speaker(Strategy):
         same = hash_of([message[key] for key in _SAME])
         return {"hash": same} | {key: one for key, one in message.items() if key not in _SAME}
 
-    def _agree(self, message: Mapping[str, Any], sent: Sent | None = None) -> Messages:
+    def _agree(self, message: Mapping[str, Any], sent: Message | None = None) -> Messages:
         """Exchange messages, in full if ranks differ; raise if a rank has failed, or another model."""
         if not self._is_known:
             message = {**message, "is": self._fingerprint}

@@ -17,7 +17,7 @@ from anybatch.engine import Agreed, Gradient, Plan, Progress, Sums, Task, accumu
 from anybatch.parallel.buckets import Buckets
 from anybatch.parallel.compression import Codec
 from anybatch.parallel.fingerprint import fingerprint, hash_of
-from anybatch.parallel.group import Group, Sent, all_gather_rows, exchange, rank, ranks
+from anybatch.parallel.group import Group, Message, all_gather_rows, exchange, rank, ranks
 from anybatch.parallel.messages import Early, Messages, Speaker, bank_of, factor_of, weights_of
 
 _SAID = 600  # characters of an error sent to other ranks; they fit a message at 6 bytes each
@@ -191,7 +191,7 @@ class Replicate(Speaker):
                 return
             self._early = self._begun(message)
             if "hash" in (brief := self._brief(message)):
-                self._early.sent = Sent({**brief, "early": True}, self.group)
+                self._early.sent = Message({**brief, "early": True}, self.group)
         self._early.buckets.watch(partial(self._factor, self._early))
 
     def close(self, sums: Sums) -> dict[str, float]:
@@ -249,11 +249,11 @@ class Replicate(Speaker):
         if bank is None:
             return None
         early = self._begun(message)
-        early.sent = Sent({**brief, "tail": True}, self.group, tail := early.buckets.packed(bank))
+        early.sent = Message({**brief, "tail": True}, self.group, tail := early.buckets.packed(bank))
         self.bytes_sent = tail.nbytes
         return early
 
-    def _settle(self, message: Mapping[str, Any], sums: Sums, sent: Sent | None) -> Messages:
+    def _settle(self, message: Mapping[str, Any], sums: Sums, sent: Message | None) -> Messages:
         return self._agree(message, sent)
 
     def _factor(self, early: Early) -> float | None:
