@@ -36,9 +36,7 @@ def fingerprint(
     states = [value for p in owned(task.optimizers) for value in state_of(task, p)]
     return {
         "torch": torch.__version__,
-        "model": hash_of(
-            [(names[p], tuple(p.shape), str(p.dtype), _cut(p)) for p in task.network.parameters]
-        ),
+        "model": hash_of([(names[p], p.shape, str(p.dtype), _cut(p)) for p in task.network.parameters]),
         "sharding": hash_of(private.sharding_of(task.model)),
         "weights": hash_of([checksum(p) for p in (*task.network.parameters, *task.model.parameters())]),
         "optimizer": optimizers_of(task),

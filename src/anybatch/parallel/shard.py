@@ -241,14 +241,14 @@ class Shard(Replicate):
     def open(self, part: Part) -> None:
         """Agree on the number of micro-batches; a rank that has seen no row yet gets those of another."""
         self._part, left = part, part.left
-        names = [name for name, _ in part.ways.plan.blocks]
-        nested = [name for name in names if _has_shards_inside(self._model.get_submodule(name))]
-        if nested:
-            raise PlanError(
-                f"Expected recomputed or offloaded blocks without other shards inside, got {nested[:3]}, of "
-                "which a part has a fully_shard of its own: torch does not gather it when the block runs "
-                "again. Call fully_shard on the block alone, or leave recompute out."
-            )
+        for name, _ in part.ways.plan.blocks:
+            _, *inside = self._model.get_submodule(name).modules()
+            if any(hasattr(one, "reset_iter_state") for one in inside):
+                raise PlanError(
+                    f"Expected a recomputed or offloaded block without other shards inside, got {name}, of "
+                    "which a part has a fully_shard of its own: torch does not gather it when the block runs "
+                    "again. Call fully_shard on the block alone, or leave recompute out."
+                )
         self._configure()
         if left and (self._row is None or self._rows > len(left[0])):  # no more than a micro-batch
             self._rows = min(_ROWS, len(left[0]))
@@ -418,10 +418,6 @@ class Shard(Replicate):
                     one.replay(self._replicas if sums_replicas else None)
         except RankError:
             self._is_broken = True
-
-
-def _has_shards_inside(block: nn.Module) -> bool:
-    return any(one is not block and hasattr(one, "reset_iter_state") for one in block.modules())
 
 
 def _copied(one: Tensor) -> Tensor:
