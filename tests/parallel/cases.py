@@ -111,17 +111,16 @@ def several(rank: int, size: int, seed: int, count: int) -> list[str]:
     return found
 
 
-WAYS = "in the message", "in one bucket", "in buckets", "under backward"
+WAYS = "in one bucket", "in buckets", "under backward"
 
 
 @contextmanager
 def sending(way: str) -> Any:
     """Steps that send gradients in this way, however few; in buckets of nearly each parameter alone."""
     with (
-        mock.patch("anybatch.parallel.buckets._BUCKET", 8 << 20 if way in WAYS[:2] else 64),
+        mock.patch("anybatch.parallel.buckets._BUCKET", 8 << 20 if way == WAYS[0] else 64),
         mock.patch("anybatch.parallel.replicate._SMALL", 0 if "backward" in way else 1 << 20),
         mock.patch("anybatch.parallel.fingerprint._of_rows", return_value=0),  # else sent in full
-        mock.patch("anybatch.parallel.replicate._TINY", 2816 if "message" in way else 0),
     ):
         yield
 

@@ -59,13 +59,13 @@ class Message:
     """A message of at most 4,096 bytes as JSON to all ranks, under way.
 
     Each is one collective of 4 KiB per rank, so ranks at different places of the program can still exchange
-    messages. A few numbers may be sent along, of the same size on all ranks.
+    messages.
 
     Raises:
         RankError: the message is too long, or a rank ended or did not answer in time.
     """
 
-    def __init__(self, message: Mapping[str, Any], group: Group = None, tail: Tensor | None = None) -> None:
+    def __init__(self, message: Mapping[str, Any], group: Group = None) -> None:
         said = json.dumps(message, ensure_ascii=False).encode(errors="replace")
         if len(said) > _SIZE:
             raise RankError(
@@ -75,9 +75,7 @@ class Message:
         backends = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
         device = torch.device("cpu" if "cpu" in backends else backends.partition(":")[0])
         mine = torch.frombuffer(bytearray(said.ljust(_SIZE, b"\0")), dtype=torch.uint8)
-        if tail is not None:
-            mine[_SIZE - tail.nbytes :] = tail.view(torch.uint8)
-        self._group, self._heard, self._tail = group, bytearray(_SIZE * ranks(group)), tail
+        self._group, self._heard = group, bytearray(_SIZE * ranks(group))
         self._host = torch.frombuffer(self._heard, dtype=torch.uint8).view(-1, _SIZE)
         self._received = [*self._host.to(device).unbind()]  # on the CPU without a copy: `_heard` gets all
         _messages[tuple(dist.get_process_group_ranks(group))] += 1
@@ -96,12 +94,6 @@ class Message:
             self._host.copy_(torch.stack(self._received))
         starts = range(0, len(self._heard), _SIZE)
         return [json.loads(self._heard[at : at + _SIZE].partition(b"\0")[0]) for at in starts]
-
-    def tails(self) -> list[Tensor]:
-        """Return the numbers that all ranks have sent along, after `heard`."""
-        like = self._tail
-        assert like is not None  # noqa: S101 - all ranks have sent some
-        return [*self._host[:, _SIZE - like.nbytes :].view(like.dtype).unbind()]
 
 
 def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, Any]]:

@@ -21,7 +21,6 @@ from anybatch.parallel.group import Group, Message, all_gather_rows, exchange, r
 from anybatch.parallel.messages import Early, Messages, Speaker, bank_of, factor_of, weights_of
 
 _SAID = 600  # characters of an error sent to other ranks; they fit a message at 6 bytes each
-_TINY = 2816  # bytes of gradients that are sent in the message
 _SMALL = 1 << 20  # bytes of gradients below which nothing is sent before the last backward is over
 
 
@@ -62,7 +61,7 @@ class Replicate(Speaker):
         super().__init__(compression, group)
         self.bytes_sent = 0  # bytes of gradients that this rank passed to collectives in the last step
         self._is_reducing = self._is_meeting = self._is_broken = False
-        self._has_encoded = self._is_empty = self._is_tiny = False
+        self._has_encoded = self._is_empty = False
         self._progress, self._updates = Progress(), 0  # updates made before this step
         self._gathered: tuple[list[Tensor], int] | None = None
         self._early: Early | None = None  # this step's message, sent before its last backward
@@ -111,8 +110,6 @@ class Replicate(Speaker):
             if like != self._like:  # the last layers are the first in a backward
                 self._like, self._order, self._is_ordered = like, "", False
             self._nbytes = sum(p.numel() * dtype.itemsize for p, dtype in like.items())
-            is_plain = task.network.kinds == {"cpu"} and len({one.to_real() for one in like.values()}) == 1
-            self._is_tiny = is_plain and self._nbytes <= _TINY and self.compression is None
         self.drift.begin(task, is_first=not self._is_known)
 
     def meet(self, task: Task, parts: int) -> None:
@@ -200,7 +197,6 @@ class Replicate(Speaker):
         self._is_meeting = False
         message, early = self._message(sums), self._stopped()
         message["order"] = self._order  # maybe seen just now
-        early = early or self._with_tail(message, sums)
         said = self._settle(message, sums, early and early.sent)
         if any("gather" in one for one in said):  # from ranks with rows; this one has none
             self._gather(said, ())
@@ -225,12 +221,6 @@ class Replicate(Speaker):
                 self._is_reducing = False
                 return self.close(sums)
             self.bytes_sent = early.buckets.bytes_sent
-        elif not self._is_empty and early and early.sent and all("tail" in one for one in said):
-            factors = [factor_of(one, weights) for one in said]
-            whole, *others = [tail * by for tail, by in zip(early.sent.tails(), factors, strict=True)]
-            for one in others:
-                whole.add_(one)
-            self._reduced = early.buckets.parted([whole])
         sums.agreed = Agreed(
             totals={name: fsum(one["totals"].get(name, 0.0) for one in said) for name in weights},
             rows=sum(one["rows"] for one in said),
@@ -241,17 +231,6 @@ class Replicate(Speaker):
 
     def _begun(self, message: Mapping[str, Any]) -> Early:
         return Early(message, Buckets(self._like, self.group, keeps=True))
-
-    def _with_tail(self, message: Mapping[str, Any], sums: Sums) -> Early | None:
-        """Send the few gradients of a tiny model in the message."""
-        brief = self._brief(message) if self._is_tiny else {}
-        bank = bank_of(sums) if "hash" in brief else None
-        if bank is None:
-            return None
-        early = self._begun(message)
-        early.sent = Message({**brief, "tail": True}, self.group, tail := early.buckets.packed(bank))
-        self.bytes_sent = tail.nbytes
-        return early
 
     def _settle(self, message: Mapping[str, Any], sums: Sums, sent: Message | None) -> Messages:
         return self._agree(message, sent)
