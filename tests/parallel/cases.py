@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from operator import itemgetter
+from time import sleep
 from typing import Any
 from unittest import mock
 
@@ -123,6 +124,41 @@ def sending(way: str) -> Any:
         mock.patch("anybatch.parallel.fingerprint._of_rows", return_value=0),  # else sent in full
     ):
         yield
+
+
+class Meddling(ab.Callback):
+    """A caller's code in the last backward, and a collective after it, for which rank 1 is late."""
+
+    def __init__(self, rank: int, model: nn.Sequential) -> None:
+        self.rank = rank
+        for layer in [*model][1:]:
+            layer.register_full_backward_hook(self.halve)
+
+    def halve(self, layer: nn.Module, *_: Any) -> None:
+        for p in layer.parameters():
+            p.grad = None if p.grad is None else p.grad * 0.5
+
+    def micro_batch(self, event: Any) -> None:
+        sleep(0.02 * self.rank)
+        dist.all_reduce(torch.ones(3))
+
+
+def meddled(rank: int, size: int, hooks: bool) -> list[str]:
+    """The same updates in each way to send gradients: their bits. Hooks depend on the split."""
+    found: list[str] = []
+    for way in WAYS:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(5)])
+        callback = Meddling(rank, model if hooks else nn.Sequential())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"micro_batch": None if hooks else 2, "options": ab.Options(check=False)}
+        step = ab.Step(model, nn.MSELoss(), optimizer, callbacks=[callback], **options)
+        rows = torch.randn(6 * size, 6).split(6)[rank]
+        with sending(way):
+            for _ in range(4):
+                step((rows, rows))
+        found.append(digest([*model.parameters()]))
+    return found
 
 
 def wrong(rank: int, size: int, seed: int, count: int, mutation: str) -> int:

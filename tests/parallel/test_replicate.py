@@ -134,6 +134,12 @@ def test_faults_in_the_last_micro_batch_while_buckets_are_under_way(two: Ranks) 
         faults.assert_agreed([*one])
 
 
+@pytest.mark.parametrize("hooks", [False, True])
+def test_code_of_the_caller_in_the_last_backward_meets_no_bucket_under_way(two: Ranks, hooks: bool) -> None:
+    """Neither a hook that replaces gradients, nor collectives of its own."""
+    assert len({one for found in two.run(cases.meddled, hooks) for one in found}) == 1
+
+
 def test_drawn_faults_are_agreed_upon(four: Ranks) -> None:
     for one in zip(*four.run(faults.several, 0, 16), strict=True):
         faults.assert_agreed([*one])

@@ -383,6 +383,11 @@ def default_store(c10d: Any) -> Any:
     return getattr(c10d, "_get_default_store", lambda: None)()
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return True if a module calls hooks in backward. If missing: False."""
+    return any(getattr(module, name, None) for name in ("_backward_hooks", "_backward_pre_hooks"))
+
+
 def told_to_wrapper(model: nn.Module) -> str:
     """Return the name of an unsupported DistributedDataParallel setting, or "". If missing: ""."""
     of_hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"

@@ -29,6 +29,7 @@ class Buckets:
     Attributes:
         bytes_sent: by this rank, so far.
         order: parameters as a watched backward finished them.
+        is_changed: a gradient was changed after it was sent.
     """
 
     def __init__(self, like: Mapping[nn.Parameter, torch.dtype], group: Group, *, keeps: bool) -> None:
@@ -37,9 +38,10 @@ class Buckets:
         self._left = [*self._buckets]
         self._sent: list[tuple[Tensor, Any]] = []
         self._hooks: list[Any] = []
-        self._sources: list[tuple[Tensor, int]] = []  # what was sent, and its version
+        self._sources: list[tuple[nn.Parameter, Tensor, int]] = []  # what was sent, and its version
         self.order: dict[nn.Parameter, None] = {}
         self._is_spoilt = False  # something was sent that was not finished
+        self.is_changed = False
 
     def watch(self, factor: Callable[[], float | None]) -> None:
         """Send buckets of `.grad`, but the last, as the backward that begins now fills them.
@@ -59,7 +61,7 @@ class Buckets:
                     if not is_full or (by := factor()) is None:
                         break
                     held = {p: p.grad for p in self._left[0] if p.grad is not None}
-                    self._sources += [(one, private.version(one)) for one in held.values()]
+                    self._sources += [(p, one, private.version(one)) for p, one in held.items()]
                     self._send(held, by)
             except Exception:  # memory ran out, or a rank has ended: it is said where the sum is awaited
                 stalled = True
@@ -80,7 +82,11 @@ class Buckets:
             factor: what they are multiplied by.
             failed: this rank has no gradient, or sent a wrong one.
         """
-        failed = failed or self._is_spoilt or any(private.version(one) != at for one, at in self._sources)
+        changed = [
+            p for p, one, at in self._sources if gradients.get(p) is not one or private.version(one) != at
+        ]
+        self.is_changed = bool(changed) and not (failed or self._is_spoilt)
+        failed = failed or self._is_spoilt or bool(changed)
         while self._left:
             self._send(gradients, factor, failed=failed)
         with answered(self._group):

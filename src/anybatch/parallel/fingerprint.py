@@ -181,13 +181,18 @@ class Drift:
 
     def message(self, sums: Sums) -> dict[str, Any]:
         """Return the values to compare with the other ranks, after the last forward."""
-        after = self._sums_of(buffers_of_model(sums.task)) if self._before else {}
-        self.written |= {place for place, value in after.items() if self._before.get(place) != value}
+        after = self.look(sums.task)
         buffers = [] if self._is_first else [pair for pair in after.items() if pair[0] not in self.written]
         same = {**self._same, "loss": loss_of(sums.task, sums.batch)}
         rows = _of_rows(sums.batch) if self._steps_read < _LOOKS else 0
         self._steps_read += 1
         return {"same": same, "buffers": buffers, "touched": self.is_touched, "rows": rows}
+
+    def look(self, task: Task) -> dict[int, int]:
+        """Note which buffers this step has written to; return sums of all that are read in this turn."""
+        after = self._sums_of(buffers_of_model(task)) if self._before else {}
+        self.written |= {place for place, value in after.items() if self._before.get(place) != value}
+        return after
 
     def warn_of_same_rows(self, said: Sequence[Mapping[str, Any]]) -> None:
         """Warn if all ranks passed the same rows in each of the first steps."""

@@ -82,10 +82,6 @@ class Message:
         with answered(group):
             self._work: Any = dist.all_gather(self._received, mine.to(device), group=group, async_op=True)
 
-    def is_over(self) -> bool:
-        """Return True if all ranks have sent theirs, so that `heard` does not wait."""
-        return self._work.is_completed()
-
     def heard(self) -> list[dict[str, Any]]:
         """Return the messages of all ranks, in order."""
         with answered(self._group):

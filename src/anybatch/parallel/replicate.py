@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.batchnorm import names_of_batch_norms
-from anybatch.core import AnybatchError, LossError, PlanError, RankError, all_finite, local
+from anybatch.core import (
+    AnybatchError,
+    LossError,
+    PlanError,
+    RankError,
+    all_finite,
+    local,
+    torch_private as private,
+)
 from anybatch.engine import Agreed, Gradient, Plan, Progress, Sums, Task, accumulation_dtype
 from anybatch.parallel.buckets import Buckets
 from anybatch.parallel.compression import Codec
@@ -65,6 +73,7 @@ class Replicate(Speaker):
         self._progress, self._updates = Progress(), 0  # updates made before this step
         self._gathered: tuple[list[Tensor], int] | None = None
         self._early: Early | None = None  # this step's message, sent before its last backward
+        self._is_late = False  # gradients change after backward has made them: nothing is sent early
         self._network: Any = None
 
     @property
@@ -179,8 +188,10 @@ class Replicate(Speaker):
 
     def flow(self, ahead: Callable[[], Sums]) -> None:
         """Send the message of the step, and buckets as the last backward, which begins now, fills them."""
-        if self._nbytes <= _SMALL or self.compression is not None:
+        if self._nbytes <= _SMALL or self.compression is not None or self._is_late:
             return
+        if any(private.has_backward_hooks(one) for one in self._task.network.modules):
+            return  # they may replace gradients that were sent, or write to `.data`
         if self._early is None:
             try:
                 message = self._message(ahead())
@@ -197,6 +208,8 @@ class Replicate(Speaker):
         self._is_meeting = False
         message, early = self._message(sums), self._stopped()
         message["order"] = self._order  # maybe seen just now
+        if early is not None:
+            self.drift.look(sums.task)  # its last backward may have written to buffers
         said = self._settle(message, sums, early and early.sent)
         if any("gather" in one for one in said):  # from ranks with rows; this one has none
             self._gather(said, ())
@@ -217,6 +230,7 @@ class Replicate(Speaker):
             early, bank = early or self._begun(message), bank_of(sums)
             failed = bank is None or early.message != message
             self._reduced = early.buckets.finish(bank or {}, factor_of(message, weights), failed=failed)
+            self._is_late = self._is_late or early.buckets.is_changed
             if self._reduced is None:  # a rank has run its last micro-batch again
                 self._is_reducing = False
                 return self.close(sums)
@@ -236,8 +250,12 @@ class Replicate(Speaker):
         return self._agree(message, sent)
 
     def _factor(self, early: Early) -> float | None:
-        """Return the factor of the gradients here; None while nothing may be sent."""
-        weights = self._weights(early) if early.sent is not None and early.sent.is_over() else {}
+        """Return the factor of the gradients here; None if nothing may be sent.
+
+        It waits for the other ranks' last forward. So all send at the same place of their backward, among
+        collectives of the caller's own, too.
+        """
+        weights = self._weights(early)
         return factor_of(early.message, weights) if weights else None
 
     def _stopped(self) -> Early | None:
@@ -281,7 +299,7 @@ class Replicate(Speaker):
             self._is_broken = True
         elif not (self._is_told or self._is_broken or isinstance(error, RankError)):
             self._is_told = True
-            with suppress(AnybatchError):  # the caller raises `error`
+            with suppress(Exception):  # the caller raises `error`
                 if early and self._weights(early):  # others may have begun the sum
                     early.buckets.finish({}, failed=True)
                 said = " ".join([str(error), *getattr(error, "__notes__", ())])[:_SAID]
