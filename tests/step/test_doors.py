@@ -17,7 +17,7 @@ DOORS = ("step", "window", "batch_loss", "foresee")
 NOTHING_RUNS = "a plan runs no update, so there is nothing to hear or schedule"
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 
-LARGE = X.repeat(64, 1), Y.repeat(64)
+LARGE = X.repeat(16, 1), Y.repeat(16)
 
 
 class Net(nn.Module):
@@ -108,7 +108,7 @@ def halved(optimizer: Any) -> Any:
 #: For each option: True if it was obeyed at a door. In a plan, what it says of it.
 OBEYED: dict[str, Callable[[str], Any]] = {
     "micro_batch": lambda door: sizes(play(door, micro_batch=2)) == {2},
-    "memory": lambda door: max(sizes(play(door, memory="55KB", batch=LARGE))) < 96,
+    "memory": lambda door: max(sizes(play(door, memory="90KB", batch=LARGE))) < 96,
     "precision": lambda door: (
         str(play(door, precision="bf16-mixed").plan.precision) == "bf16-mixed"
         if door == "foresee"

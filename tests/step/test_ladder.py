@@ -86,7 +86,7 @@ def test_a_wrong_batch_does_not_end_the_readings(made: list[Any]) -> None:
 
 def test_what_cannot_be_traced_is_read() -> None:
     batch = torch.randn(64, 8), torch.zeros(64, dtype=torch.long)
-    least = refused(make(6_000, model=Untraceable(), loss=nn.CrossEntropyLoss()), batch)
+    least = refused(make(12_000, model=Untraceable(), loss=nn.CrossEntropyLoss()), batch)
     assert make(int(1.1 * least), model=Untraceable(), loss=nn.CrossEntropyLoss())(batch).updated
 
 

@@ -22,11 +22,11 @@ class MemoryReading:
     """The largest number of bytes held above the level at `begin`, by tensors and kernels' workspaces.
 
     On the CPU it uses torch's profiler without operators (allocations of the thread; some 15 us and, at the
-    end, 2.3 to 2.9 KB per event), and at `mark` adds other memory of malloc that does not stay: nodes of the
-    graph. On accelerators it uses the allocators' statistics, added up, and resets their peaks; if there are
-    none, it follows the storages that operations return. Then, and without glibc, it adds a quarter to the
-    bytes seen (`is_exact` is False). Bytes that an allocator reserved and did not use count: a limit counts
-    them. For that the cache is freed first. End it in the thread that began it.
+    end, 2.3 to 2.9 KB per event), and at `mark` adds other memory of malloc, such as nodes of the graph. On
+    accelerators it uses the allocators' statistics, added up, and resets their peaks; if there are none, it
+    follows the storages that operations return. Then, and without glibc, it adds a quarter to the bytes seen
+    (`is_exact` is False). Bytes that an allocator reserved and did not use count: a limit counts them. For
+    that the cache is freed first. End it in the thread that began it.
     """
 
     def __init__(self, start: "_Start", *, is_exact: bool, counted: Set[torch.device] = frozenset()) -> None:
@@ -74,7 +74,6 @@ class MemoryReading:
         if self._stop is None:
             return None
         began = time.thread_time()
-        at_end = held_by_malloc()
         try:
             sizes = self._stop()
         finally:
@@ -91,9 +90,7 @@ class MemoryReading:
                 level += size
                 peak = max(peak, level)
             elif self._at_mark:
-                besides = self._at_mark - self._in_use - level
-        # What stays are buffers that libraries make once, as oneDNN for a size that is new to it.
-        besides = max(0, besides - max(0, at_end - self._in_use - level)) if self._at_mark else 0
+                besides = max(0, self._at_mark - self._in_use - level)
         self.events = len(sizes)
         seconds = self._seconds + time.thread_time() - began + 1e-6 * self.events
         peak += besides + self.unused
