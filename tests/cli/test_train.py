@@ -227,6 +227,7 @@ def test_a_config_is_the_run_of_its_flags_and_flags_win(
     config = ["train", "--config", "run.json", "--seed", 3, "--epochs", 2]
     code, printed, _ = run(capsys, *config, "--print-config")
     assert (code, Path("runs").exists()) == (0, False)
+    assert run(capsys, "train", "lenet6", "--print-config")[0] != 0
     Path("printed.json").write_text(printed)
     plain = {name: value for name, value in json.loads(printed).items() if value is not None}
     Path("run.toml").write_text("\n".join(f"{name} = {json.dumps(value)}" for name, value in plain.items()))

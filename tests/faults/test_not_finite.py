@@ -166,3 +166,13 @@ def test_where_an_add_is_looked_at_a_window_goes_on_without_the_bad_one(precisio
     seed(BEGIN)
     windowed(twin, tuple(torch.cat(both) for both in zip(first, third, strict=True)))  # type: ignore[arg-type]
     assert_same(snapshot(twin), snapshot(step))
+
+
+def test_the_error_names_eight_micro_batches_and_counts_the_others() -> None:
+    model = nn.Linear(2, 1)
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=1)
+    rows = torch.full((12, 2), torch.nan), torch.zeros(12, 1)
+    with pytest.raises(
+        NonFiniteLossError, match=r"micro-batches \[0, 1, 2, 3, 4, 5, 6, 7\] and 4 more of 12 "
+    ):
+        step(rows)

@@ -1,6 +1,6 @@
 """Gradients summed over ranks, bucket by bucket, also while the last backward still makes them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -92,9 +92,9 @@ class Buckets:
         with answered(self._group):
             for _, work in self._sent:
                 work.wait()
-        return self.parted([flat for flat, _ in self._sent])
+        return self._parted()
 
-    def packed(self, gradients: Gradient, factor: float = 1.0, *, failed: bool = False) -> Tensor:
+    def _packed(self, gradients: Gradient, factor: float, *, failed: bool) -> Tensor:
         """Return the gradients of the next bucket, multiplied, as a vector."""
         parts = [_flat(gradients.get(p), p, self._like[p]) for p in self._left[0]]
         if len(self._left) == 1:
@@ -108,11 +108,11 @@ class Buckets:
             torch.mul(part, factor, out=there)
         return flat
 
-    def parted(self, flats: Sequence[Tensor]) -> Gradient | None:
-        """Return the gradients in the vectors of all buckets, added up; None if a rank `failed`."""
+    def _parted(self) -> Gradient | None:
+        """Return the sums in the vectors of all buckets; None if a rank `failed`."""
         found: Gradient = {}
         values = list[Tensor]()
-        for bucket, flat in zip(self._buckets, flats, strict=True):
+        for bucket, (flat, _) in zip(self._buckets, self._sent, strict=True):
             sizes = [p.numel() * (1 + p.is_complex()) for p in bucket]
             values = flat.to(bucket[0].device).split_with_sizes([*sizes, flat.numel() - sum(sizes)])
             found.update({p: _shaped(one, p, self._like[p]) for p, one in zip(bucket, values, strict=False)})
@@ -120,7 +120,7 @@ class Buckets:
         return None if failed else {p: found[p] for p, n in zip(self._like, counts, strict=True) if n}
 
     def _send(self, gradients: Gradient, factor: float, *, failed: bool = False) -> None:
-        flat = self.packed(gradients, factor, failed=failed)
+        flat = self._packed(gradients, factor, failed=failed)
         flat = flat.to(sending_device(flat.device, self._group))
         with answered(self._group):
             work = dist.all_reduce(flat, group=self._group, async_op=True)

@@ -26,7 +26,7 @@ class Early:
 
     Attributes:
         sent: None if the message has to be sent in full, and no bucket before it.
-        weights: of all ranks; empty if no bucket may be sent, None if others have not sent theirs.
+        weights: of all ranks; empty if no bucket may be sent, None before they were asked for.
     """
 
     def __init__(self, message: Mapping[str, Any], buckets: Buckets) -> None:

@@ -275,9 +275,9 @@ class Replicate(Speaker):
 
     def reduce(self, gradients: Gradient) -> Gradient:
         """Sum the gradients over ranks, bit-identical on all; raise PlanError for sparse ones."""
-        if any(one.is_sparse for one in gradients.values()):
+        if sparse := sum(one.is_sparse for one in gradients.values()):
             raise PlanError(
-                f"Expected dense gradients on several ranks, got sparse ones of {len(gradients)} parameters. "
+                f"Expected dense gradients on several ranks, got {sparse} sparse of {len(gradients)}. "
                 "Leave out sparse=True of the embedding."
             )
         if self._is_empty or self._reduced is not None:  # without an update the codec keeps its residual
