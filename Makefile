@@ -12,7 +12,7 @@ or_say = || { echo "make $@: failed; $(1)" >&2; exit 1; }
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help env demo test test-slow test-device soak test-oldest check format bench gpu docs wheel clean
+.PHONY: help env demo test test-slow test-device soak mutants test-oldest check format bench gpu docs wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## /  make \1	/p' Makefile | expand -t 20
@@ -40,6 +40,11 @@ test-device: env ## run tests on DEVICE=sim, the simulated accelerator, which ta
 soak: env .venv/.with-server ## the laws on cases drawn at random, for MINUTES=10 or ROUNDS, from SEED=0; trainings killed at any moment
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(if $(ROUNDS),--rounds $(ROUNDS),--minutes $(or $(MINUTES),10)) --seed $(or $(SEED),0) \
 	    $(call or_say,the case is above; repeat it with: make soak SEED=... ROUNDS=...)
+
+mutants: env ## change COUNT=200 places of src drawn by SEED=53, one at a time, and ask whether a test notices; a stopped run goes on
+	@echo "mutants: running tests on changed copies of src; the first time also the suite, to see which test runs which line"
+	@$(BIN)/python -m tests.mutants --seed $(or $(SEED),53) --count $(or $(COUNT),200) $(if $(RESULTS),--results $(RESULTS)) \
+	    $(call or_say,see the message above; repeat it: what is done stays in build/mutants)
 
 test-oldest: .venv-oldest/.ready ## run the tests, without those marked slow, with the oldest torch that is supported
 	@echo "test-oldest: running all tests but the slow ones"

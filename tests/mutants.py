@@ -3,10 +3,10 @@
 1. The suite runs once with this file as a pytest plugin, which writes the lines that each test function runs.
 2. Each change is made in a copy of the project, and the tests of its line run there until one fails: first
    one case of each function, those of the same folder before others and quick ones before slow ones.
-3. The tests that failed run once on an unchanged copy; those that fail there too are no proof and are named.
+3. The tests that failed run once on an unchanged copy; one that fails there too is no proof, and is named.
 
 Everything is in build/mutants, in a folder for the state of `src`; a stopped run goes on. Lines that only
-child processes run have no tests of their own: those of the same folder run for them.
+child processes run have no tests of their own: those of `tests/parallel` run for them.
 """
 
 import argparse
@@ -37,25 +37,13 @@ STATE = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCE.rglo
 BUILD = ROOT / "build" / "mutants" / STATE
 ROUNDS = ((20.0, 12), (40.0, 1000))  # seconds of tests, and files with tests: survivors meet the second one
 CPU, WALL = 300, 1200  # seconds after which a change that runs for ever is ended
-SWAPS: dict[type, tuple[str, str, str]] = {
-    ast.Lt: ("compared", "<", "<="),
-    ast.LtE: ("compared", "<=", "<"),
-    ast.Gt: ("compared", ">", ">="),
-    ast.GtE: ("compared", ">=", ">"),
-    ast.Eq: ("compared", "==", "!="),
-    ast.NotEq: ("compared", "!=", "=="),
-    ast.Is: ("compared", "is", "is not"),
-    ast.IsNot: ("compared", r"is\s+not", "is"),
-    ast.In: ("compared", "in", "not in"),
-    ast.NotIn: ("compared", r"not\s+in", "in"),
-    ast.Add: ("sign", r"\+", "-"),
-    ast.Sub: ("sign", "-", "+"),
-    ast.Mult: ("sign", r"\*", "/"),
-    ast.Div: ("sign", "/", "*"),
-    ast.And: ("and or", r"\band\b", "or"),
-    ast.Or: ("and or", r"\bor\b", "and"),
-}
-Place = tuple[int, int]
+SWAPS = (
+    {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")}
+    | {ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.In: ("in", "not in")}
+    | {ast.IsNot: (r"is\s+not", "is"), ast.NotIn: (r"not\s+in", "in")}
+    | {ast.Add: (r"\+", "-"), ast.Sub: ("-", "+"), ast.Mult: (r"\*", "/"), ast.Div: ("/", "*")}
+    | {ast.And: (r"\band\b", "or"), ast.Or: (r"\bor\b", "and")}
+)
 
 
 class Change(NamedTuple):
@@ -77,8 +65,7 @@ class Change(NamedTuple):
 
 def changes(path: Path) -> Iterator[Change]:
     """Yield the changes of a file. Texts, annotations, decorators and what `raise` says have none."""
-    source, file = path.read_bytes(), path.relative_to(SOURCE).as_posix()
-    starts = [0]
+    source, file, starts = path.read_bytes(), path.relative_to(SOURCE).as_posix(), [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
 
@@ -89,22 +76,19 @@ def changes(path: Path) -> Iterator[Change]:
         return starts[node.end_lineno - 1] + node.end_col_offset
 
     def visit(node: Any, ran: tuple[range, ...], within: bool) -> Iterator[Change]:
-        own = (range(getattr(node, "lineno", 0), getattr(node, "lineno", 0) + 1),)
         if within and hasattr(node, "lineno"):
+            own = (range(node.lineno, node.lineno + 1),)
             ran = own if isinstance(node, ast.stmt) else own + ran[-1:]
-        scope = isinstance(node, ast.FunctionDef | ast.ClassDef)
-        if (
-            scope and not within
-        ):  # defaults and fields run at import: the lines of their function or class tell
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            # Defaults and fields run at import: the lines of their function or class tell.
             ran = (range(node.body[0].lineno, node.end_lineno + 1), *ran)
 
         def change(kind: str, text: str, begin: int | None = None, end: int | None = None) -> Change:
-            begin, end = begin or first(node), end or last(node)
-            return Change(file, node.lineno, kind, begin, end, text, ran)
+            return Change(file, node.lineno, kind, begin or first(node), end or last(node), text, ran)
 
-        def swaps(operators: list[Any], operands: list[Any]) -> Iterator[Change]:
+        def swaps(kind: str, operators: list[Any], operands: list[Any]) -> Iterator[Change]:
             for operator, left, right in zip(operators, operands, operands[1:], strict=False):
-                kind, pattern, text = SWAPS.get(type(operator), ("", "(?!)", ""))
+                pattern, text = SWAPS.get(type(operator), ("(?!)", ""))
                 between = re.sub(
                     rb"#.*", lambda found: b" " * len(found[0]), source[last(left) : first(right)]
                 )
@@ -136,11 +120,11 @@ def changes(path: Path) -> Iterator[Change]:
             case ast.UnaryOp(op=ast.USub()):
                 yield change("sign", "", first(node), first(node) + len("-"))
             case ast.Compare():
-                yield from swaps(node.ops, [node.left, *node.comparators])
+                yield from swaps("compared", node.ops, [node.left, *node.comparators])
             case ast.BinOp() if not any(is_text(one) for one in (node.left, node.right)):
-                yield from swaps([node.op], [node.left, node.right])
+                yield from swaps("sign", [node.op], [node.left, node.right])
             case ast.BoolOp():
-                yield from swaps([node.op] * len(node.values), node.values)
+                yield from swaps("and or", [node.op] * len(node.values), node.values)
             case _:
                 pass
         for field, value in ast.iter_fields(node):
@@ -154,7 +138,6 @@ def changes(path: Path) -> Iterator[Change]:
 
 
 def is_text(node: ast.AST) -> bool:
-    """Return True if an expression is a text as it stands."""
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
@@ -173,7 +156,7 @@ class Recorder:
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, Any, Any]:
-        if (name := item.nodeid.partition("[")[0]) != self.name:
+        if (name := function_of(item.nodeid)) != self.name:
             self.flush()
             self.name = name
             self.coverage.switch_context(name)
@@ -187,29 +170,27 @@ class Recorder:
         return result
 
     def flush(self) -> None:
-        """Write what ran since the last time."""
         if self.cases:
             data = self.coverage.get_data()
             data.set_query_context(self.name)
             lines = {
-                Path(one).relative_to(SOURCE).as_posix(): data.lines(one) for one in data.measured_files()
+                Path(one).relative_to(SOURCE).as_posix(): found
+                for one in data.measured_files()
+                if (found := data.lines(one))
             }
             record = {
                 "test": self.name,
-                "cpu": round(self.cpu, 3),
-                "wall": round(self.wall, 3),
                 "nodes": self.cases,
+                "cpu": self.cpu,
+                "wall": self.wall,
+                "lines": lines,
             }
-            with (BUILD / "map.jsonl").open("a") as file:
-                file.write(
-                    json.dumps(record | {"lines": {one: found for one, found in lines.items() if found}})
-                    + "\n"
-                )
+            append(BUILD / "map.jsonl", record)
         self.cases, self.cpu, self.wall = [], 0.0, 0.0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what an earlier run wrote down; note what there is."""
+    """Note what there is; leave out what an earlier run wrote down."""
     if not hasattr(config, "workerinput"):
         (BUILD / "nodes.json").write_text(json.dumps([item.nodeid for item in items]))
     done = {node for record in read(BUILD / "map.jsonl") for node in record["nodes"]}
@@ -217,7 +198,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Record where tests run."""
     if hasattr(session.config, "workerinput"):
         session.config.pluginmanager.register(Recorder())
 
@@ -225,7 +205,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 # ---- the runs
 
 
-def read(path: Path) -> list[Any]:
+def function_of(node: str) -> str:
+    return node.partition("[")[0]
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file; one that was being written when the run stopped is left out."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
@@ -237,50 +226,44 @@ class Map:
     def __init__(self) -> None:
         there = set(json.loads((BUILD / "nodes.json").read_text()))
         seconds, self.cases = Counter[str](), defaultdict[str, list[str]](list)
-        self.lines = defaultdict[str, dict[int, set[str]]](lambda: defaultdict(set))
+        self.lines = defaultdict[tuple[str, int], set[str]](set)
         for record in read(BUILD / "map.jsonl"):
-            test, nodes = record["test"], [node for node in record["nodes"] if node in there]
-            self.cases[test] += nodes
-            # The work of child processes that go on is in neither sum; waiting for them is about as long.
-            seconds[test] += max(record["cpu"], record["wall"] / 2)
+            nodes = [node for node in record["nodes"] if node in there]
+            self.cases[record["test"]] += nodes
+            # Child processes that go on are in neither sum; waiting for them takes about as long.
+            seconds[record["test"]] += max(record["cpu"], record["wall"] / 2)
             for file, lines in record["lines"].items() if nodes else ():
                 for line in lines:
-                    self.lines[file][line].add(test)
+                    self.lines[file, line].add(record["test"])
         self.seconds = {test: seconds[test] / max(1, len(cases)) for test, cases in self.cases.items()}
 
     def functions(self, change: Change) -> set[str]:
-        """Return the functions that run a change; for one that children or imports run, those of its folder."""
+        """Return the functions that run a change, or those of its folder if children or imports run it."""
         for lines in change.ran:
-            if found := set[str]().union(*(self.lines[change.file].get(line, ()) for line in lines)):
+            if found := set[str]().union(*(self.lines.get((change.file, line), ()) for line in lines)):
                 return found
         folder = f"tests/{change.file.split('/')[0]}/"
         is_known = folder != "tests/parallel/" and len(change.ran[-1]) == 1
         return set() if is_known else {test for test in self.cases if test.startswith(folder)}
 
     def rounds(self, change: Change) -> Iterator[list[str]]:
-        """Yield what is to run, one list after the other."""
+        """Yield the cases that are to run, one list after the other."""
         stem, folder = Path(change.file).stem, f"tests/{change.file.split('/')[0]}/"
-        functions = self.functions(change)
-        order = sorted(functions, key=lambda one: (stem not in one, folder not in one, self.seconds[one]))
-        turns = max((len(self.cases[one]) for one in order), default=0)
-        left = [
-            (one, self.cases[one][turn])
-            for turn in range(turns)
-            for one in order
-            if turn < len(self.cases[one])
+        order = [
+            (stem not in one, folder not in one, self.seconds[one], one) for one in self.functions(change)
         ]
+        cases = [(turn, key, case) for key in order for turn, case in enumerate(self.cases[key[-1]])]
+        left = [case for _, _, case in sorted(cases)]
         for seconds, most in ROUNDS:
-            chosen, rest, files = list[str](), list[tuple[str, str]](), set[str]()
-            for one, case in left:
-                file = one.partition("::")[0]
-                if self.seconds[one] <= seconds and (file in files or len(files) < most):
-                    seconds -= self.seconds[one]
-                    chosen.append(case)
+            chosen, files = dict[str, None](), set[str]()
+            for case in left:
+                file, cost = case.partition("::")[0], self.seconds[function_of(case)]
+                if cost <= seconds and (file in files or len(files) < most):
+                    seconds -= cost
+                    chosen[case] = None
                     files.add(file)
-                else:
-                    rest.append((one, case))
-            left = rest
-            yield chosen
+            left = [case for case in left if case not in chosen]
+            yield [*chosen]
 
 
 def play(copy: Path, cases: list[str], *options: str) -> tuple[int, list[str]]:
@@ -299,8 +282,8 @@ def play(copy: Path, cases: list[str], *options: str) -> tuple[int, list[str]]:
         *options,
         f"@{listed}",
     ]
-    surroundings = {"PYTHONPATH": f"{copy}/src", "PYTHONDONTWRITEBYTECODE": "1", "CI": "1"}
-    surroundings |= {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    surroundings = {"PYTHONPATH": f"{copy}/src", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
+    surroundings |= {"OMP_NUM_THREADS": "1", "CI": "1"}  # CI: hypothesis draws the same cases each time
     with copy.with_suffix(".log").open("w+") as log:
         process = subprocess.Popen(command, cwd=copy, env=os.environ | surroundings, stdout=log, stderr=log)
         resource.prlimit(process.pid, resource.RLIMIT_CPU, (CPU, CPU))
@@ -316,8 +299,8 @@ def play(copy: Path, cases: list[str], *options: str) -> tuple[int, list[str]]:
 
 def attempt(change: Change, covering: Map, copy: Path) -> dict[str, Any]:
     """Make a change in a copy of the project, run its tests until one fails, and take it back."""
-    target, original, start = copy / "src" / "anybatch" / change.file, SOURCE / change.file, time.monotonic()
-    source = original.read_bytes()
+    target, original = copy / "src" / "anybatch" / change.file, SOURCE / change.file
+    source, start = original.read_bytes(), time.monotonic()
     target.write_bytes(source[: change.begin] + change.text.encode() + source[change.end :])
     state, by, ran = "survived", list[str](), 0
     for cases in covering.rounds(change):
@@ -328,11 +311,9 @@ def attempt(change: Change, covering: Map, copy: Path) -> dict[str, Any]:
             break
     shutil.copy2(original, target)  # with its time, so that it is not compiled again
     every = sum(len(covering.cases[one]) for one in covering.functions(change))
-    before = source[change.begin : change.end].decode()
-    return {
-        "change": change.name, "file": change.file, "line": change.line, "kind": change.kind, "before": before,
-        "state": state, "by": by, "ran": ran, "of": every, "wall": round(time.monotonic() - start, 1),
-    }  # fmt: skip
+    before, seconds = source[change.begin : change.end].decode(), round(time.monotonic() - start, 1)
+    result = {"change": change.name, "was": before, "state": state, "by": by, "ran": ran, "of": every}
+    return result | {"seconds": seconds}
 
 
 def copied(number: int) -> Path:
@@ -353,8 +334,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seed", type=int, default=53)
     parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--results", default="", help="name of the file of results; the seed when left out")
-    parser.add_argument("--map", action="store_true", help="only write which tests run which lines")
+    parser.add_argument("--results", help="name of the file of results; the seed when left out")
     asked = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)
     options = ["-n", "2", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "tests.mutants"]
@@ -362,9 +342,7 @@ def main() -> int:
         0,
         5,
     ):
-        print("mutants: some tests fail without a change, see above", file=sys.stderr)
-    if asked.map:
-        return 0
+        print("mutants: tests fail without a change, see above")
     covering = Map()
     drawn = [one for path in sorted(SOURCE.rglob("*.py")) for one in changes(path)]
     random.Random(asked.seed).shuffle(drawn)
@@ -372,8 +350,7 @@ def main() -> int:
     (BUILD / "uncovered.txt").write_text("".join(f"{file}:{line}\n" for file, line in uncovered))
     drawn = [one for one in drawn if covering.functions(one)][: asked.count]
     path = BUILD / f"{asked.results or asked.seed}.jsonl"
-    known = {one["change"] for one in read(path)}
-    copies = Queue[Path]()
+    known, copies = {one["change"] for one in read(path)}, Queue[Path]()
     for number in range(2):
         copies.put(copied(number))
 
@@ -381,26 +358,22 @@ def main() -> int:
         copy = copies.get()
         result = attempt(change, covering, copy)
         copies.put(copy)
-        with path.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+        append(path, result)
         print(f"{result['state']:9} {change.name} {' '.join(result['by'])}"[:160], flush=True)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, [one for one in drawn if one.name not in known]))
-    results = [one for one in read(path) if one["change"] in {change.name for change in drawn}]
+    names = {one.name for one in drawn}
+    results = [one for one in read(path) if one["change"] in names]
     _, unsound = play(copies.get(), [*dict.fromkeys(node for one in results for node in one["by"])])
     states = Counter("unsound" if {*one["by"]} & {*unsound} else one["state"] for one in results)
     for one in results:
         if one["state"] == "survived":
-            print(
-                f"survived: src/anybatch/{one['change']} was {one['before']!r}, {one['ran']} of {one['of']} cases"
-            )
+            print(f"survived: {one['change']} was {one['was']!r}, {one['ran']} of {one['of']} cases ran")
     print(*(f"fails without a change: {node}" for node in unsound), sep="\n")
     noticed = states["killed"] + states["timed out"]
-    print(
-        f"seed {asked.seed}: noticed {noticed} of {noticed + states['survived']}; {dict(states)}, "
-        f"{len(uncovered)} lines that no test runs are in {BUILD}/uncovered.txt"
-    )
+    print(f"seed {asked.seed}: noticed {noticed} of {noticed + states['survived']}; {dict(states)}")
+    print(f"{len(uncovered)} lines that no test runs: {BUILD}/uncovered.txt")
     return 0
 
 
