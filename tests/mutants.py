@@ -18,12 +18,14 @@ import random
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import Queue
 from typing import Any, NamedTuple
@@ -190,8 +192,8 @@ class Recorder:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Note what there is; leave out what an earlier run wrote down."""
-    if not hasattr(config, "workerinput"):
+    """Note what there is, once; leave out what an earlier run wrote down."""
+    if getattr(config, "workerinput", {}).get("workerid") == "gw0":
         (BUILD / "nodes.json").write_text(json.dumps([item.nodeid for item in items]))
     done = {node for record in read(BUILD / "map.jsonl") for node in record["nodes"]}
     items[:] = [item for item in items if item.nodeid not in done]
@@ -285,13 +287,18 @@ def play(copy: Path, cases: list[str], *options: str) -> tuple[int, list[str]]:
     surroundings = {"PYTHONPATH": f"{copy}/src", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
     surroundings |= {"OMP_NUM_THREADS": "1", "CI": "1"}  # CI: hypothesis draws the same cases each time
     with copy.with_suffix(".log").open("w+") as log:
-        process = subprocess.Popen(command, cwd=copy, env=os.environ | surroundings, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, cwd=copy, env=os.environ | surroundings, stdout=log, stderr=log, start_new_session=True
+        )
         resource.prlimit(process.pid, resource.RLIMIT_CPU, (CPU, CPU))
         try:
             status = process.wait(WALL)
         except subprocess.TimeoutExpired:
-            process.kill()
-            status = process.wait()
+            status = -signal.SIGKILL
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its child processes, too
+            process.wait()
         log.seek(0)
         found = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log.read(), re.MULTILINE)
     return status, [*dict.fromkeys(found)]
