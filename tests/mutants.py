@@ -232,8 +232,8 @@ class Map:
         for record in read(BUILD / "map.jsonl"):
             nodes = [node for node in record["nodes"] if node in there]
             self.cases[record["test"]] += nodes
-            # Child processes that go on are in neither sum; waiting for them takes about as long.
-            seconds[record["test"]] += max(record["cpu"], record["wall"] / 2)
+            # Child processes that go on are in neither sum; the wait for them tells.
+            seconds[record["test"]] += max(record["cpu"], record["wall"] / 4)
             for file, lines in record["lines"].items() if nodes else ():
                 for line in lines:
                     self.lines[file, line].add(record["test"])
