@@ -260,7 +260,7 @@ class Map:
             chosen, files = dict[str, None](), set[str]()
             for case in left:
                 file, cost = case.partition("::")[0], self.seconds[function_of(case)]
-                if cost <= seconds and (file in files or len(files) < most):
+                if seconds > 0 and (file in files or len(files) < most):
                     seconds -= cost
                     chosen[case] = None
                     files.add(file)
