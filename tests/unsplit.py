@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
-from tests.toys import Perceptron, Transformer
 from tests.watched import Ramp, each, labelled, masked, of_padding, pad, rows_of, sentences, some
 from tests.watching import Batch, Case, vectors
+from tests.zoo import Perceptron, Transformer
 
 # ---- losses that no split changes
 EXACT: dict[str, Callable[[float], Case]] = {}

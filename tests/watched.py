@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
-from tests.toys import Perceptron, Transformer
 from tests.watching import Batch, Case, vectors
+from tests.zoo import Perceptron, Transformer
 
 CASES: dict[str, Case] = {}
 

@@ -15,7 +15,7 @@ import anybatch as ab
 from anybatch.state import rng
 from tests.accelerator.simulated import counted, load
 from tests.options import flat
-from tests.toys import ConvNet, Perceptron, Transformer
+from tests.zoo import Perceptron, Transformer, conv_net
 
 FEATURES, CLASSES, ROWS = 5, 4, 11
 Batch = tuple[Tensor, Tensor]
@@ -266,7 +266,7 @@ def convolution() -> float:
     load()
     torch.manual_seed(1)
     x, y = torch.randn(5, 2, 4, 4, dtype=torch.float64), torch.randint(3, (5, 4, 4))
-    return of(ConvNet(2, 3).double(), x, y)
+    return of(conv_net(2, 3).double(), x, y)
 
 
 def transformer() -> float:

@@ -19,7 +19,7 @@ from anybatch import Terms, Total, WholeBatch, check
 from anybatch.check import prepare as prepare_module
 from anybatch.core import BatchError, LossError, PlanError
 from tests.options import flat
-from tests.toys import Perceptron
+from tests.zoo import Perceptron
 
 ROWS = 12
 CHECK = sys.modules[check.__module__]

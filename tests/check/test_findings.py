@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from anybatch import ModelLoss, Terms, Total, check
 from tests.check.test_check import ROWS, Computed, centred, kinds, mean_of_means, rows, sum_of_squares
-from tests.toys import Perceptron
+from tests.zoo import Perceptron
 
 
 class Remembering(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from anybatch import Terms, Total, check
 from anybatch.check.finding import Finding
-from tests.toys import Perceptron
+from tests.zoo import Perceptron
 
 ROWS = 8
 GENERATOR = torch.Generator().manual_seed(0)

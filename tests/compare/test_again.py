@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core.errors import LossError
-from tests.toys import Perceptron
+from tests.zoo import Perceptron
 
 CHANGE = 5  # the update at which something changes, which is none of 2, 4, 8
 

@@ -16,7 +16,7 @@ from anybatch.core.errors import LossError
 from anybatch.memory.meter import Meter
 from tests.options import flat
 from tests.snapshots import assert_same, same_as_before, snapshot
-from tests.toys import Perceptron
+from tests.zoo import Perceptron
 
 ROWS = 13
 

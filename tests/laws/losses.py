@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests import zoo
 from tests.laws.cases import REDUCTIONS, Case, Made, cases_of
 from tests.laws.draw import CLASSES, FEATURES, Draw
-from tests.toys import ConvNet, Perceptron, Transformer
+from tests.zoo import Perceptron, Transformer
 
 IMAGE = (3, 2)
 LENGTH = 4
@@ -67,7 +68,7 @@ def perceptron(outputs: int, *then: nn.Module) -> Callable[[], nn.Module]:
 
 
 def conv_net(*then: nn.Module) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(ConvNet(1, CLASSES), *then)
+    return lambda: nn.Sequential(zoo.conv_net(1, CLASSES), *then)
 
 
 # ---- what it is trained on

@@ -13,7 +13,7 @@ import anybatch as ab
 from anybatch.core.errors import LossError
 from anybatch.testing import relative_error
 from tests.options import flat
-from tests.toys import Transformer
+from tests.zoo import Transformer
 
 FAULTS = ("none", "penalty", "constant weight", "mean of means", "batch mean", "pairs", "order", "padding")
 # Of eight rows; the fault of a larger batch may be larger.

@@ -15,7 +15,7 @@ from tests.laws.draw import CLASSES
 from tests.laws.drawn import CUT, MOST_ROWS, any_cut_is_the_whole
 from tests.laws.losses import CASES
 from tests.laws.totals import TOTALS
-from tests.toys import Transformer
+from tests.zoo import Transformer
 
 pytestmark = pytest.mark.filterwarnings(ADVICE)
 

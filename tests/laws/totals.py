@@ -11,7 +11,7 @@ from anybatch import Additive, PerRow, Terms, Total
 from tests.laws.cases import Case
 from tests.laws.check import stack
 from tests.laws.draw import CLASSES, FEATURES, Draw
-from tests.toys import Perceptron
+from tests.zoo import Perceptron
 
 COEFFICIENTS = {"size": 0.01, "spread": -0.3, "right": 0.0}
 

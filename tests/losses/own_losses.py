@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.toys import Perceptron
+from tests.zoo import Perceptron
 
 ROWS, LENGTH, CLASSES = 7, 3, 4
 GENERATOR = torch.Generator().manual_seed(0)

@@ -30,7 +30,7 @@ from tests.laws.losses import CASES as TORCH
 from tests.losses.own_losses import BATCH, EXACT, WITH_PARAMETERS, Layer, Own, whole_of
 from tests.losses.whole_losses import CASES, Towers, clip, images_and_texts
 from tests.options import flat
-from tests.toys import Perceptron
+from tests.zoo import Perceptron
 
 LIMIT = 1e-12  # relative, float64
 X = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

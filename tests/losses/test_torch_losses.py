@@ -15,7 +15,7 @@ from anybatch import Step
 from anybatch.core.errors import LossError
 from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
 from tests.options import flat
-from tests.toys import Perceptron
+from tests.zoo import Perceptron
 
 ROWS, CLASSES = 6, 4
 X = torch.randn(ROWS, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

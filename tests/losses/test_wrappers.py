@@ -18,7 +18,7 @@ from anybatch.core import tree
 from anybatch.core.errors import LossError
 from anybatch.testing import GradientRecorder, reference_step, relative_error
 from tests.snapshots import same_as_before
-from tests.toys import Perceptron
+from tests.zoo import Perceptron
 
 ROWS, TIME, CLASSES = 11, 6, 4
 LIMIT = 1e-12  # relative, float64

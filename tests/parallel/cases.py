@@ -29,7 +29,7 @@ from tests.laws.draw import CLASSES, FEATURES, MASKS
 from tests.laws.losses import CASES
 from tests.laws.totals import TOTALS
 from tests.options import flat
-from tests.toys import Perceptron
+from tests.zoo import Perceptron
 
 MOST_ROWS = 9
 ADAMW = partial(torch.optim.AdamW, lr=0.01)

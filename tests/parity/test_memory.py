@@ -16,7 +16,7 @@ from anybatch import Options, Step, Terms, Total
 from anybatch.losses.whole_batch import WholeBatch
 from anybatch.memory.meter import Meter
 from tests.options import flat
-from tests.toys import Transformer
+from tests.zoo import Transformer
 
 ROWS, FEW, MANY = 4, 4, 32  # rows of a micro-batch; numbers of micro-batches
 

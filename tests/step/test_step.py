@@ -12,7 +12,7 @@ from anybatch import Options, Step, Total
 from anybatch.engine import Plan
 from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
 from tests.snapshots import make_batch, make_step
-from tests.toys import Perceptron
+from tests.zoo import Perceptron
 
 X = torch.randn(10, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(4, (10,), generator=torch.Generator().manual_seed(1))

@@ -22,7 +22,7 @@ from anybatch.train.loader import Rows
 from anybatch.train.metrics import Metric, RunningLoss, accuracy, evaluate
 from tests.options import flat
 from tests.snapshots import same_as_before
-from tests.toys import Perceptron
+from tests.zoo import Perceptron
 
 ROWS = 11
 X = torch.randn(ROWS, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
