@@ -6,25 +6,12 @@ import tomllib
 from collections.abc import Iterable
 
 from anybatch.core import errors
-from tests.house import SRC, House, classes, only, parse, python, rule
+from tests.house import House, classes, only, python, rule
 
 BANNED_WORDS = re.compile(r"mini[-_ ]?batch|accumulation[-_ ]steps|(?<!\.)\bchunk", re.IGNORECASE)
 GREETING = "gradient accumulation"  # lines that greet those who know the idea under this name
-NULL_OBJECTS = ("strategy", "precision", "recompute", "callbacks")
 DATACLASS = r"(dataclasses\.)?dataclass\b"
 VALUELESS = ("WindowError",)  # an order of calls has no value to show
-
-
-@rule(
-    {SRC + "engine/window.py": "if plan.precision is None: ..."},
-    {SRC + "engine/recover.py": "x = self.callbacks is not None"},
-)
-def test_the_loop_asks_no_null_object_whether_it_is_none(house: House) -> Iterable[str]:
-    for path in (f"{SRC}engine/{name}.py" for name in ("window", "part", "recover")):
-        for node in ast.walk(parse(house.get(path, ""))):
-            asks = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot)
-            if asks and any(name in ast.unparse(node) for name in NULL_OBJECTS):
-                yield f"{path} asks whether {ast.unparse(node)}"
 
 
 @rule(only("# a Mini-batch"), only("accumulation_steps = 4"), {"README.md": "in chunks of 4"})

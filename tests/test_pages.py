@@ -180,27 +180,6 @@ def test_every_block_says_its_kind() -> None:
     assert EXAMPLES
 
 
-@pytest.mark.parametrize(
-    ("page", "error"),
-    [
-        ("```python\nstep = ab.Step()\n```\n", NameError),
-        ("```python\nx = 1\n```\n\n```python\nprint(x)\n```\n", NameError),
-        ("```python\nprint(1)\n```\n\n```text\n2\n```\n", AssertionError),
-        ("```sh\nanybatch trian\n```\n", SystemExit),
-        ("```sh\nanybatch eval nowhere\n```\n", AssertionError),
-        ("```sh\npip install anybatch\n```\n", pytest.fail.Exception),
-        ("```sh\nmake clean\n```\n", AssertionError),
-    ],
-)
-def test_what_does_not_run_is_found(
-    page: str, error: type[BaseException], capsys: pytest.CaptureFixture[str]
-) -> None:
-    test = {"python": test_python_block_runs_as_pasted, "sh": test_shell_block_runs_as_pasted}
-    *_, block = read_blocks("page", page)
-    with pytest.raises(error):
-        test[block.kind](block, capsys)
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_name_only_what_exists(page: str) -> None:
     text = (ROOT / page).read_text()

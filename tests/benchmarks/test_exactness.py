@@ -2,10 +2,8 @@
 
 from dataclasses import replace
 
-import pytest
-
 from benchmarks.config import FULL, RaceCase
-from benchmarks.contestants import RIVALS, Entry, Update, hand
+from benchmarks.contestants import Entry, Update, hand
 from benchmarks.exactness import exactness
 from benchmarks.tasks import Batch, split
 
@@ -35,10 +33,3 @@ def test_those_who_err_are_found() -> None:
     assert errors.gradient["hand"] <= FULL.gradient_error
     assert errors.gradient["mean"] > 0.05
     assert errors.parameters["mean"] <= FULL.parameter_error < errors.parameters["twice"]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_anybatch_does_what_the_hand_written_loop_does(case: RaceCase) -> None:
-    errors = exactness(case, RIVALS, seed=0)
-    assert errors.gradient["anybatch"] <= FULL.gradient_error
-    assert errors.parameters["anybatch"] <= FULL.parameter_error

@@ -70,17 +70,6 @@ def test_what_is_done_is_kept_when_a_signal_comes(tmp_path: Path) -> None:
     assert verdicts(tmp_path)["exact"] == "not reached"
 
 
-@pytest.mark.slow
-def test_a_missing_package_is_named(tmp_path: Path) -> None:
-    (tmp_path / "transformers.py").write_text(
-        "raise ImportError('no', name='transformers')\n", encoding="utf-8"
-    )
-    with started(tmp_path / "out", "precision", first=str(tmp_path)) as run:
-        run.communicate(timeout=300)
-    assert run.returncode == 0
-    assert "needs transformers" in verdicts(tmp_path / "out")["precision"]
-
-
 def test_the_status_of_readme_is_that_of_the_runs_that_are_there(tmp_path: Path) -> None:
     rows = page.rows_of(ROOT / "benchmarks" / "results" / "gpu")
     assert page.status(rows) in (ROOT / "README.md").read_text(encoding="utf-8")

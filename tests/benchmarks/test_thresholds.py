@@ -96,12 +96,6 @@ BREACHES: dict[str, Callable[[Raw], Raw]] = {
 }
 
 
-def test_all_hold(tmp_path: Path) -> None:
-    assert all(verdict.holds for verdict in judge(raw()))
-    raw().save(tmp_path / "raw.json")
-    assert main(["--raw", str(tmp_path / "raw.json"), "--folder", str(tmp_path)]) == 0
-
-
 @pytest.mark.parametrize("what", BREACHES)
 def test_one_breach_fails_the_run(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = BREACHES[what](raw())
@@ -133,11 +127,3 @@ def test_interval_covers_the_median_as_often_as_it_says(count: int) -> None:
         covered += ratio.low <= 1.0 <= ratio.high  # the true median of this distribution
     # At least 95 %, and not by being needlessly wide: the next narrower interval covers 93 % at most.
     assert 0.94 <= covered / 2000 <= 0.985
-
-
-def test_pairs_cancel_what_slows_both() -> None:
-    machine = [1.0, 1.1, 3.0, 1.2, 0.9, 2.5, 1.0]  # seconds of the same work, from moment to moment
-    ratio = paired_ratio([1.02 * moment for moment in machine], machine)
-    assert ratio.median == pytest.approx(1.02)
-    assert ratio.width < 1e-9
-    assert ratio.pairs == 7

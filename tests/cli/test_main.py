@@ -105,29 +105,6 @@ def test_same_seed_same_figures_and_no_run_overwrites_another(
     assert told[0]["loss"] != told[2]["loss"]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16-mixed", "fp16-true"])
-def test_a_resumed_run_ends_like_an_undisturbed_one_and_is_evaluated(
-    precision: str, mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["train", "lenet5", "--data", mnist, *FAST, "--precision", precision, "--non-finite", "drop"]
-    arguments += ["--warm-up", 3]
-    run(capsys, *arguments, "--epochs", 3, "--out", tmp_path / "whole")
-    run(capsys, *arguments, "--epochs", 1, "--out", tmp_path / "parts")
-    code, printed, _ = run(capsys, *arguments, "--epochs", 3, "--resume", tmp_path / "parts", "--json")
-    logged = [json.loads(line) for line in (tmp_path / "parts/log.jsonl").read_text().splitlines()]
-    rates = [one["learning_rate"] for one in logged if one["event"] == "step"]
-    assert rates == pytest.approx([rates[-1] / 3, rates[-1] * 2 / 3, *[rates[-1]] * 10])
-    whole, parts = (checkpoint.load(tmp_path / name) for name in ("whole", "parts"))
-    assert code == 0
-    assert same(whole.model, parts.model)
-    assert whole.progress["scale"] == parts.progress["scale"]
-    assert whole.progress["updates"] == parts.progress["updates"] == 3 * 4
-    loss = json.loads(printed)["loss"]
-    code, printed, _ = run(capsys, "eval", tmp_path / "parts", "--data", mnist, "--json")  # in float32
-    assert code == 0
-    assert abs(json.loads(printed)["loss"] - loss) < 0.05 * loss  # scores in 16 bits agree to two digits
-
-
 STARTED = ["--epochs", "1", "--momentum", "0.5", "--validation", "0.2", "--warm-up", "3", "--clip-norm", "9"]
 
 
@@ -135,29 +112,6 @@ STARTED = ["--epochs", "1", "--momentum", "0.5", "--validation", "0.2", "--warm-
 def started(mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     assert run(capsys, "train", "lenet5", "--data", mnist, *FAST, *STARTED, "--out", tmp_path / "run")[0] == 0
     return tmp_path / "run"
-
-
-def test_resume_and_the_folder_are_enough(
-    started: Path,
-    mnist: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    arguments = ["lenet5", "--data", mnist, *FAST, *STARTED, "--epochs", 3, "--out", tmp_path / "whole"]
-    run(capsys, "train", *arguments)
-    monkeypatch.chdir(tmp_path)  # --data was a path from somewhere else
-    code, printed, _ = run(capsys, "train", "--resume", started, "--epochs", 2, "--micro-batch", 3, "--json")
-    assert (code, json.loads(printed)["updates"]) == (0, 2 * 3)
-    settings = json.loads((started / "settings.json").read_text())
-    assert (settings["epochs"], settings["micro_batch"], settings["batch_size"]) == (2, 3, 16)
-    code, printed, _ = run(capsys, "train", "--resume", "run", "--epochs", 3, "--micro-batch", 5, "--quiet")
-    assert (code, "best" in printed) == (0, True)
-    whole, parts = (checkpoint.load(tmp_path / name) for name in ("whole", "run"))
-    assert whole.progress["run"] == parts.progress["run"]
-    assert whole.progress["updates"] == parts.progress["updates"] == 3 * 3
-    code, printed, _ = run(capsys, "train", "--resume", "run", "--json")  # to epoch 3, which is done
-    assert json.loads(printed)["updates"] == 3 * 3
 
 
 @pytest.mark.parametrize(
@@ -215,15 +169,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"anybatch {metadata.version('anybatch')}\n"
-
-
-def test_json_has_null_for_what_it_cannot_say(
-    mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["train", "lenet5", "--data", mnist, *FAST, "--epochs", 1, "--lr", 1e30, "--json"]
-    code, printed, _ = run(capsys, *arguments, "--non-finite", "skip", "--out", tmp_path / "run")
-    assert code == 0
-    assert json.loads(printed, parse_constant=pytest.fail)["loss"] is None
 
 
 def option_table() -> str:

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
-import torch
-from torch import nn
 
 from anybatch.cli import plan as plan_action, target
 from anybatch.cli.options import PlanOptions, parse
@@ -75,20 +73,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return name
-
-
-def test_function_of_the_current_directory(here: str) -> None:
-    path = list(sys.path)
-    found = target.find(f"{here}:net", "digits")
-    assert isinstance(found.loss, nn.CrossEntropyLoss)
-    assert (found.collate, found.optimizer) == (None, None)
-    assert target.find(f"{here}:with_collate", "digits").collate.__name__ == "collate"
-    assert isinstance(target.find(f"{here}:with_optimizer", "digits").optimizer, torch.optim.SGD)
-    assert sys.path == path
-    moved = found.to(torch.device("meta"), rows=True)
-    assert {leaf.device.type for leaf in (*moved.train, *moved.model.parameters())} == {"meta"}
-    found = target.find("lenet5", "digits")
-    assert len(found.train[0]) == len(found.train[1]) == target.FIRST_ROWS
 
 
 @pytest.mark.parametrize(
@@ -168,14 +152,6 @@ def test_plan_is_a_table_and_one_json_object(here: str, capsys: pytest.CaptureFi
         max(sum(one["bytes"]) for one in told["ledger"]["moments"]) == told["peak"] <= told["budget"] == 10**6
     )
     assert Path("memory.svg").exists()
-
-
-def test_function_on_the_meta_device_gives_the_same_plan(here: str) -> None:
-    options = "--batch-size", "64", "--memory", "200KB"
-    values, meta = [planned(f"{here}:{name}", *options)[0] for name in ("net", "on_meta")]
-    assert values["plan"] == meta["plan"]
-    # An optimizer's counts of its steps lie on the processor, and so not where the model is.
-    assert 0 <= values["peak"] - meta["peak"] <= 4 * 14
 
 
 def test_optimizer_of_the_target_or_the_one_named(here: str) -> None:

@@ -95,17 +95,6 @@ def test_a_function_is_trained_resumed_and_evaluated(
     )
 
 
-def test_rows_that_a_function_draws_are_evaluated_as_in_the_training(
-    here: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["train", f"{here}:drawn", *FAST, "--epochs", 1, "--seed", 5, "--out", "run"]
-    _, trained, _ = run(capsys, *command, "--json")
-    _, evaluated, _ = run(capsys, "eval", "run", "--json")
-    assert json.loads(evaluated)["loss"] == json.loads(trained)["loss"]
-    _, told, _ = run(capsys, *command[:-1], "again")
-    assert f"(validation loss {json.loads(trained)['loss']:.4f})" in told
-
-
 def flows(folder: str) -> dict[int, dict[str, list[float]]]:
     events = map(json.loads, Path(folder, "log.jsonl").read_text().splitlines())
     found = {one["step"]: one.get("observed", {}).get("flow") for one in events if one["event"] == "step"}
@@ -137,19 +126,6 @@ def test_a_run_records_its_gradient_flow_within_the_budget_and_shows_it(
     ends = [checkpoint.load(Path(name)).model for name in ("whole", "parts", "without")]
     assert same(ends[0], ends[1])
     assert same(ends[0], ends[2])
-
-
-def test_a_function_learns_and_its_validation_rows_are_told(
-    here: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = [*FAST, "--epochs", 60, "--lr", 0.05, "--json"]
-    code, printed, _ = run(capsys, "train", f"{here}:held_out", *options)
-    told = json.loads(printed)
-    assert (code, Path(told["checkpoint"]).parent) == (0, Path(f"runs/{here}.held_out"))
-    assert told["loss"] < 0.05
-    assert "accuracy" not in told
-    code, printed, _ = run(capsys, "eval", f"runs/{here}.held_out")  # the best of them, at least as good
-    assert float(printed.rpartition(" ")[2]) <= told["loss"] + 1e-4
 
 
 def test_a_served_run_tells_what_servers_did(
@@ -298,28 +274,10 @@ def test_help_imports_no_torch() -> None:
     assert (done.returncode, "train a recipe" in done.stdout) == (0, True), done.stderr
 
 
-@pytest.mark.parametrize("name", ["check", "plan"])
-def test_options_of_recipes_hold_for_check_and_plan_too(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--memory", "none"] if name == "plan" else ["--rows", 4]
-    assert run(capsys, name, "resnet18", "--width", 4, "--norm", "frozen", *options)[0] == 0
-    code, _, error = run(capsys, name, "resnet18", "--size", "tiny", *options)
-    assert (code, "got --size" in error) == (2 if name == "check" else 1, True)
-
-
 def test_a_run_that_cannot_begin_leaves_no_folder(here: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--width", 4, "--norm", "whole", "--micro-batch", 16, "--out", "run"]
     code, _, error = run(capsys, "train", "resnet18", *options)
     assert (code, "BatchNorm" in error, Path("run").exists()) == (1, True, False)
-
-
-def test_a_recipe_is_planned_with_its_own_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
-    peaks: list[int] = []
-    for options in ([], ["--optimizer", "sgd"], ["--optimizer", "adamw"]):
-        _, printed, _ = run(capsys, "plan", "lenet5", "--memory", "none", "--json", *options)
-        peaks.append(json.loads(printed)["peak"])
-    assert peaks[0] == peaks[1] < peaks[2]
 
 
 LEARNED = 0.1  # of the first loss at least is gone at the end; a budget may cost a tenth of what was learned

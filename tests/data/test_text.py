@@ -32,19 +32,6 @@ def test_every_tenth_line_is_held_out_with_its_label(tmp_path: Path) -> None:
     assert there == [row for n, row in enumerate(rows) if n % 10 != 9]
 
 
-def test_lines_without_labels_are_all_of_one_class(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("".join(f"line {n}\n" for n in range(10)) + "dropped\tkept\n")
-    lines = read_lines(str(tmp_path / "a.txt"), labelled=False)
-    assert (lines.classes, lines.test, lines.train[-1]) == (("",), ["line 9"], "kept")
-
-
-def test_python_brings_text() -> None:
-    lines = read_lines("python", labelled=True)
-    assert len(lines.classes) == 8
-    assert {len(lines.train), len(lines.test)} == {1800, 200}
-    assert len(read_blocks("python", 64).train[0]) > 2000
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [

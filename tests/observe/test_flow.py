@@ -174,28 +174,6 @@ def test_one_call_shows_the_whole_gradient_and_touches_nothing(
         assert norm is None or abs(norm - figures[2]) < EXACT * norm
 
 
-def test_samples_with_a_collate_and_losses_with_parameters() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-        def forward(self, model: nn.Module, micro: tuple[Tensor, Tensor]) -> ab.Total:
-            errors = self.scale * (model(micro[0]) - micro[1]) ** 2
-            return ab.Total(errors.sum(), errors.numel())
-
-    samples = [*zip(*rows_of(6), strict=True)]
-
-    def collate(rows: list[Any]) -> tuple[Tensor, Tensor]:
-        return torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
-
-    found = ab.gradient_flow(make_net(), ab.Terms(Scaled()), samples, micro_batch=4, collate=collate)
-    whole = ab.gradient_flow(make_net(), nn.MSELoss(), rows_of(6))
-    pairs: Any = zip(found.norm, whole.norm, strict=False)
-    assert all(one is None or abs(one - other) < EXACT * one for one, other in pairs)
-    assert found.layers == (*LAYERS, "(loss)")
-
-
 @needs_sparse
 def test_sparse_complex_and_empty_parameters_have_figures() -> None:
     class Odd(nn.Module):

@@ -82,32 +82,6 @@ def test_estimate_equals_a_slow_one(how: str, cut: list[int]) -> None:
     assert noise.record() == {name: getattr(found, name) for name in ("scale", "noise", "signal", "rows")}
 
 
-def test_estimate_is_unbiased_in_a_cut_into_unequal_parts() -> None:
-    """Of a linear model whose rows have gradients of a known mean and covariance."""
-    noise = GradientNoise(every=1, decay=0.999)
-    model = nn.Linear(3, 1, bias=False).double()
-
-    def loss(model: nn.Module, micro: Tensor) -> ab.Total:
-        return ab.Total(model(micro).sum(), len(micro))
-
-    step = ab.Step(
-        model,
-        loss,
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        micro_batch=5,
-        callbacks=[noise],
-        options=ab.Options(check=False),
-    )
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(400):
-        step(0.5 + torch.randn(12, 3, generator=generator, dtype=torch.float64))  # gradients: the rows
-    noises, signals = zip(*[(one.noise, one.signal) for one in noise.history], strict=True)
-    assert abs(sum(noises) / 400 - 3) < 0.2  # three numbers of variance 1
-    assert abs(sum(signals) / 400 - 0.75) < 0.1
-    assert noise.scale is not None
-    assert abs(noise.scale - 4) < 1
-
-
 def test_only_due_updates_hold_micro_batches_apart_and_what_tells_nothing_is_left_out() -> None:
     noise, batch = GradientNoise(every=2), rows_of(6)
     step, told = make(noise, micro_batch=2), list[bool]()

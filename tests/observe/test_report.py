@@ -82,27 +82,6 @@ def test_same_log_same_page_and_no_name_becomes_code(tmp_path: Path) -> None:
     page.encode()
 
 
-def test_what_servers_did_is_told(tmp_path: Path) -> None:
-    """Per step in the log; sums on the page."""
-    counts = {"pushes": 2, "bytes pushed": 1 << 20}
-    steps = [step(1, counts=counts), step(2, counts={**counts, "pushes": 6}), step(3)]
-    steps[1]["counts"] |= {"workers replaced": 2, "bytes pushed": 3 << 20}
-    page = read(write(tmp_path, [START, *steps]))
-    assert page.data["charts"]["pushed"]["unit"] == "bytes"
-    assert {"name": "workers replaced", "x": [2]} in page.data["events"]
-    told = page.text.partition("Servers and workers")[2].partition("Events")[0].strip()
-    assert told == "pushes8bytes pushed4.0 MiBworkers replaced2"
-    assert "Servers" not in read(write(tmp_path, [START, step(1)])).text
-
-
-def test_a_short_last_batch_does_not_make_a_constant_a_chart(tmp_path: Path) -> None:
-    """Mutation: charts of all updates, also of short ones."""
-    start = START | {"batch_size": 64}
-    tail = step(3, rows=8, micro_batches=1, cut=[[8, 1]])
-    told = read(write(tmp_path, [start, step(1), step(2), tail])).text
-    assert "rows of a micro-batch 16; micro-batches of an update 4" in told
-
-
 def test_several_runs_lie_over_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One curve per run in each chart, at its own updates. Mutation: x of the first run for all."""
     folders = [write(tmp_path / "first", lines(40)), write(tmp_path / "second", [START, step(1), step(2)])]
@@ -208,13 +187,3 @@ def test_what_is_no_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main.main(["report", str(tmp_path)]) == 1
     assert "No such file" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
-
-
-def test_the_command_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = write(tmp_path / "run", lines(9)) / "report.html"
-    assert main.main(["report", str(out.parent), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"report": str(out), "bytes": out.stat().st_size}
-    assert main.main(["report", str(out.parent), "--out", str(tmp_path / "a.html")]) == 0
-    assert (tmp_path / "a.html").read_bytes() == out.read_bytes()
-    assert main.main(["report", str(out.parent), "--out", str(tmp_path / "gone" / "a.html")]) == 1
-    assert "Name another with --out." in capsys.readouterr().err
