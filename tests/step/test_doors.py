@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
+from anybatch.core import tree
 from anybatch.core.errors import AnybatchError
+from tests.zoo import Made
 
 DOORS = ("step", "window", "batch_loss", "foresee")
 NOTHING_RUNS = "a plan runs no update, so there is nothing to hear or schedule"
@@ -20,27 +22,21 @@ X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.ara
 LARGE = X.repeat(16, 1), Y.repeat(16)
 
 
-class Net(nn.Module):
-    """A net that counts its calls, and the rows of each."""
+def make_net() -> Any:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 3))
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.hidden, self.norm, self.out = nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Linear(64, 3)
-        self.norm.eval()
-        self.calls = list[int]()
+    def forward(self: Any, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.body(x if attention_mask is None else (x * attention_mask[..., None]).sum(1))
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        self.calls.append(len(x))
-        x = x if attention_mask is None else (x * attention_mask[..., None]).sum(1)
-        return self.out(self.norm(self.hidden(x)).tanh())
+    return Made(forward, body=body, norm=body[1])
 
 
 def play(
     door: str, *, batch: Any = (X, Y), training: bool = False, scheduler: Any = None, **given: Any
 ) -> Any:
     """Make one update, or a plan, through a door; return what was seen."""
-    seen = SimpleNamespace(net=Net(), report=None, plan=None, heard=[])
+    seen = SimpleNamespace(net=make_net(), report=None, plan=None, heard=[])
     seen.net.norm.train(training)
     optimizer = torch.optim.SGD(seen.net.parameters(), lr=1.0)
     seen.optimizer, before = optimizer, {name: p.detach().clone() for name, p in seen.net.named_parameters()}
@@ -66,20 +62,14 @@ def play(
             seen.report = step(samples or batch)
         else:
             with step.window() as window:
-                rows = len(samples or Y) if not isinstance(batch, tuple) else len(batch[0])
+                rows = len(tree.flatten(batch).leaves[0])
                 for half in (slice(rows // 2), slice(rows // 2, rows)):
-                    rows = samples[half] if samples else cut(batch, half)
-                    window.add(rows)
+                    part = tree.map_leaves(lambda one, half=half: one[half], batch)
+                    window.add(samples[half] if samples else part)
             seen.report = window.report
     seen.moved = {name: p.detach() - before[name] for name, p in seen.net.named_parameters()}
     seen.size = torch.cat([one.flatten() for one in seen.moved.values()])
     return seen
-
-
-def cut(batch: Any, rows: slice) -> Any:
-    if isinstance(batch, dict):
-        return {name: one[rows] for name, one in batch.items()}
-    return tuple(one[rows] for one in batch)
 
 
 def padded() -> Any:
@@ -176,25 +166,16 @@ def sizes(seen: Any) -> set[int]:
 
 
 def recomputed(door: str) -> bool:
+    """In the net's own forward each module runs once."""
     calls = list[int]()
-
-    class Twice(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            calls.append(len(input))
-            return super().forward(input)
-
-    net = nn.Sequential(nn.Sequential(Twice(4, 3)))
-    options = ab.Options(recompute=["0"], check=False)
-    if door == "batch_loss":
-        ab.BatchLoss(net, nn.CrossEntropyLoss(), options=options)((X, Y)).backward()
-    else:
-        step = ab.Step(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), 0.1), options=options)
-        if door == "step":
-            step((X, Y))
-        else:
-            with step.window() as window:
-                window.add((X, Y))
-    return len(calls) > 1
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
+    try:
+        play(door, recompute="all", check=False)
+        again = len(calls)
+        play(door, check=False)
+        return again > len(calls) - again
+    finally:
+        hook.remove()
 
 
 def test_every_option_is_in_the_table() -> None:

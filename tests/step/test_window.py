@@ -12,6 +12,7 @@ from anybatch.core.errors import BudgetError
 from tests.budgets import Meeting, metered
 from tests.device import needs_sparse
 from tests.options import flat
+from tests.zoo import Made
 
 WIDTH = 400  # the weight takes eight rows' worth of input
 
@@ -116,16 +117,9 @@ def test_a_sparse_gradient_of_somebody_elses_is_in_nobodys_way() -> None:
     rows = torch.randint(50, (8,))
     table(rows).sum().backward()
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.layer = table, layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(self.table(x).detach())
-
+    model = Made(lambda self, x: self.layer(self.table(x).detach()), table=table, layer=layer)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    step = Step(Model(), nn.MSELoss(), optimizer, memory=2**30, options=Options(check=False))
+    step = Step(model, nn.MSELoss(), optimizer, memory=2**30, options=Options(check=False))
     assert step((rows, torch.randn(8, 1))).updated
     assert table.weight.grad is not None
     assert table.weight.grad.is_sparse
