@@ -180,6 +180,7 @@ def test_memory_that_runs_out_halves_what_is_left_and_later_steps_know() -> None
 
 
 PADDED = (F.pad(WORDS_AND_TAGS[0], (0, 9)), F.pad(TAGS, (0, 9), value=-100))
+FLAT = Made(lambda self, x: self.out((x * 0.1).double()), out=nn.Linear(LONGEST, 3))  # of fixed length
 MASKED = {"tokens": TOKENS * RIGHT, "mask": RIGHT}
 
 
@@ -195,7 +196,7 @@ def mean_over_places(model: nn.Module, micro: Any) -> ab.Total:
         (tagger(), mean_over_places, WORDS_AND_TAGS, "mean_over_places with less padding"),
         (build("GPT2ForSequenceClassification"), ab.ModelLoss(),
          text(LEFT, width=20, labels=torch.arange(ROWS) % 3), "GPT2ForSequenceClassification with less"),
-        (Made(lambda self, x: self.out((x * 0.1).double()), out=nn.Linear(LONGEST, 3)), lambda m, x: ab.Total(m(x["tokens"]).sum(), 1), MASKED, "without their"),
+        (FLAT, lambda m, x: ab.Total(m(x["tokens"]).sum(), 1), MASKED, "without their"),
         (tagger(), ab.WholeBatch(lambda scores, tags: scores.mean()), WORDS_AND_TAGS, "order out"),
         (nn.Linear(4, 1), nn.MSELoss(), (FEATURES[:, 0], FEATURES[:, 0, :1]), "lengths can be told"),
         (nn.Sequential(nn.BatchNorm1d(LONGEST)), lambda m, x: ab.Total(m(x["x"]).sum(), 1),
