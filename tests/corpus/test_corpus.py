@@ -5,10 +5,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import anybatch as ab
 from anybatch.core import tree
@@ -19,7 +17,7 @@ from tests.corpus.faults import FAULTS
 from tests.corpus.later import AT_ONCE, LATER
 from tests.corpus.play import broken, float64, play, quiet
 from tests.corpus.sound import SOUND
-from tests.snapshots import changes
+from tests.snapshots import same_as_before
 
 ALL_FAULTS, ALL_SOUND = FAULTS | faults.AT_DOORS, SOUND | sound.AT_DOORS
 OPTIONS: Any = (
@@ -30,45 +28,16 @@ OPTIONS: Any = (
 )
 
 
-def state(case: Case) -> dict[str, Any]:
-    """All that the self-test leaves as it was; an optimizer holds on to these very objects."""
-    found: dict[str, Any] = {
-        "torch's stream": torch.get_rng_state(),
-        "Python's stream": random.getstate(),
-        "NumPy's stream": str(np.random.get_state()),
-        "grad mode": torch.is_grad_enabled(),
-        "batch": [leaf.clone() for leaf in tree.flatten(case.rows_of(0)).leaves],
-    }
-    for root in (case.model, module_of(case.loss)):
-        found[f"identities {type(root).__name__}"] = [(id(one), id(one.grad)) for one in root.parameters()]
-        for name, module in root.named_modules():
-            held = {key: plain(value) for key, value in vars(module).items() if not key.startswith("__")}
-            found[f"{type(root).__name__} {name}"] = held
-    return found
-
-
-def plain(value: Any) -> Any:
-    """What can be compared: tensors with their gradients, numbers, how many hooks there are."""
-    if isinstance(value, Tensor):
-        gradient = None if value.grad is None else value.grad.clone()
-        hooks = [len(found or ()) for found in (value._backward_hooks, value._post_accumulate_grad_hooks)]
-        return [value.detach().clone(), gradient, value.requires_grad, hooks]
-    if isinstance(value, dict):
-        # Hooks stand under numbers that go on from model to model; their order is what counts.
-        return {key if isinstance(key, str) else place: plain(value[key]) for place, key in enumerate(value)}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    return value if isinstance(value, int | float | str | bool | None) else type(value).__name__
-
-
 def checked(case: Case) -> Any:
     """The report of the self-test, which changes nothing."""
-    before = state(case)
-    options = ab.Options(**case.options)
-    report = ab.check(case.model, case.loss, case.rows_of(0), collate=case.collate, options=options)
-    assert changes(before, state(case)) == []
+    held = [*case.model.parameters(), *module_of(case.loss).parameters()]
+    step = ab.Step(case.model, case.loss, torch.optim.SGD(held), collate=case.collate)
+    leaves = tree.flatten(case.batch).leaves
+    before = [leaf.clone() for leaf in leaves]
+    with same_as_before(step):
+        options = ab.Options(**case.options)
+        report = ab.check(case.model, case.loss, case.batch, collate=case.collate, options=options)
+    assert all(map(torch.equal, leaves, before))
     return report
 
 
