@@ -99,7 +99,9 @@ class Played:
         with torch.random.fork_rng(devices=[]):
             value = whole(loss, model, self.case.collate(batch) if self.case.collate else batch)
             value.backward()
-        return [torch.zeros_like(one) if one.grad is None else one.grad for one in held], value.item()
+        return [
+            torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in held
+        ], value.item()
 
     def gradient(self, batch: Any) -> tuple[list[Tensor], Any]:
         before = [one.detach().clone() for one in self.parameters]

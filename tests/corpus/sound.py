@@ -13,7 +13,9 @@ import anybatch as ab
 from tests import zoo
 from tests.corpus.case import (
     CLASSES,
+    DOORS,
     FEATURES,
+    ROWS,
     WIDTH,
     WORDS,
     Batch,
@@ -29,7 +31,6 @@ from tests.corpus.case import (
     layer,
     mlp,
     padded_sentences,
-    regression,
     summed,
     tag_loss,
     tagger,
@@ -44,20 +45,16 @@ from tests.corpus.faults import bent
 SOUND, AT_DOORS = Corpus(), Corpus()  # AT_DOORS: nothing but rounding, of which the self-test says so
 
 
-def convolutional(middle: nn.Module) -> Case:
-    """Buffers have moved, as in a training that goes on."""
-    model = zoo.norm(2, of=lambda width: middle)
-    case = Case(model=model.append(nn.Dropout(0.2)), loss=nn.CrossEntropyLoss(), batch=vectors(2, 6, 6))
-    case.model(case.batch[0])
-    return case
+def of_zoo(name: str) -> Case:
+    made, rows, loss, *_ = zoo.ZOO[name]
+    own = nn.CrossEntropyLoss() if loss is F.cross_entropy else nn.MSELoss()
+    # Numbers that cannot be switched off; and a warning of torch's own.
+    doors = () if name in ("drawing", "recomputed, reentrant") else DOORS
+    return Case(model=made(), loss=own, batch=rows(ROWS), doors=doors)
 
 
+SOUND.of(**{f"{name} of the zoo": partial(of_zoo, name) for name, kind in zoo.ZOO.items() if not kind.meets})
 SOUND.of(
-    perceptron=regression,
-    convolutions_with_group_norm=lambda: convolutional(nn.GroupNorm(2, 4)),
-    # The rest trains on, as in fine-tuning.
-    batch_norm_in_eval=lambda: convolutional(nn.BatchNorm2d(4).eval()),
-    dropout=lambda: classifier(nn.Dropout(0.5)),
     backward_that_is_linear=lambda: classifier(
         bent(lambda g: 3 * g), options={"non_finite": "drop"}, doors=("step", "window")
     ),
@@ -81,14 +78,6 @@ class Drop(nn.Module):
         return x if self.by != "row" and draw < self.p else x + out
 
 
-def recomputed() -> nn.Module:
-    """Keeps no activations; the backward pass runs the block, dropout and all, once more."""
-    return zoo.Made(
-        lambda self, x: x + torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False),
-        block=nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.4)),
-    )
-
-
 def of_python() -> Case:
     return classifier(*[Drop("Python") for _ in range(3)], is_warned=True, doors=("step",))
 
@@ -97,7 +86,6 @@ SOUND.of(
     drop_path_by_row=lambda: classifier(Drop("row"), Drop("row")),
     layers_dropped_by_one_draw=lambda: classifier(*[Drop("torch") for _ in range(3)]),
     layers_dropped_by_python=of_python,
-    gradient_checkpointing=lambda: classifier(recomputed(), recomputed()),
     experts_with_dropout=lambda: classifier(Experts(3, dropout=0.3)),
 )
 
@@ -309,7 +297,7 @@ def of_loss(name: str) -> Case:
     loss, batch = LOSSES[name], columns(40)
     if not isinstance(loss, ab.ModelLoss):
         batch = batch[:2] if name == "focal" else batch[::2]
-    doors = ("step", "batch_loss") if name == "InfoNCE" else ("step", "window", "batch_loss")
+    doors = ("step", "batch_loss") if name == "InfoNCE" else DOORS
     return Case(model=mlp(nn.Dropout(0.3)), loss=loss, batch=batch, doors=doors)
 
 

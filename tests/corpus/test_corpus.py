@@ -82,6 +82,8 @@ def test_sound_case_is_exact_through_a_door(name: str) -> None:
     with float64():
         for is_quiet in (False, True):
             case = quiet(ALL_SOUND[name]()) if is_quiet else ALL_SOUND[name]()
+            if not case.doors:
+                pytest.skip("nothing but the self-test can see it")
             door, micro = drawn(name, case)
             said, noted = play(case, door, micro, updates=2)
             assert bool(noted) == (case.is_warned and not is_quiet), noted
