@@ -1,12 +1,14 @@
 """Playing a case of the corpus through a door, update by update, beside one plain backward."""
 
 import copy
+import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -90,15 +92,18 @@ class Played:
             window.add(cut(batch) if isinstance(batch, list) else tree.map_leaves(cut, batch))
 
     def truth(self, batch: Any) -> tuple[list[Tensor], float]:
-        """Gradients and value of one plain backward on copies; the random stream stays where it is."""
+        """Gradients and value of one plain backward on copies; random streams stay where they are."""
         model, loss = copy.deepcopy((self.case.model, self.case.loss))
         held = [one for module in (model, module_of(loss)) for one in module.parameters()]
         held = [one for one in held if one.requires_grad]
         for one in held:
             one.grad = None
+        of_python, of_numpy = random.getstate(), np.random.get_state()
         with torch.random.fork_rng(devices=[]):
             value = whole(loss, model, self.case.collate(batch) if self.case.collate else batch)
             value.backward()
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
         return [
             torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in held
         ], value.item()

@@ -67,12 +67,12 @@ def test_sound_case_raises_no_alarm(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL_FAULTS)
 def test_fault_is_never_silent_once_it_is_due(name: str) -> None:
-    with float64():
-        case = ALL_FAULTS[name]()
-        if not case.doors:
-            pytest.skip("nothing but the self-test can see it")
-        door, micro = drawn(name, case)
-        said, noted = play(case, door, micro)
+    for door in ALL_FAULTS[name]().doors:
+        with float64():
+            # A window's first `add` of a single row is one that BatchNorm refuses.
+            sizes = [2, 3, 5] if door == "window" else [1, 2, 3, 5]
+            case, micro = ALL_FAULTS[name](), random.Random(name + door).choice(sizes)
+            said, noted = play(case, door, micro)
         assert not broken(said), f"{door}, micro-batch {micro}: {said}"
         assert said[-1] == "exact" or re.search(case.says, noted), noted
 
