@@ -12,6 +12,7 @@ from anybatch.compare import distance, limit_of
 from anybatch.compare.outcome import differ
 from tests.compare.test_look import ROWS, make, step_on
 from tests.device import needs_cpu
+from tests.zoo import Made
 
 
 def outcome(gradient: float, loss: float = 1.0, **more: Any) -> Any:
@@ -57,16 +58,12 @@ def test_a_small_hidden_loss_is_told_with_its_parameter_and_size() -> None:
         def backward(ctx: Any, *grads: Tensor) -> Any:
             return grads[0], torch.tensor(1e-3)
 
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        share = self.gate(x).softmax(1).mean(0)
+        return Hidden.apply(self.out(x), (share * share.detach()).sum())
 
-        def forward(self, x: Tensor) -> Tensor:
-            share = self.gate(x).softmax(1).mean(0)
-            return Hidden.apply(self.out(x), (share * share.detach()).sum())
-
-    model, batch = Gated(), (torch.randn(32, 4), torch.randint(3, (32,)))
+    batch = torch.randn(32, 4), torch.randint(3, (32,))
+    model = Made(forward, gate=nn.Linear(4, 4), out=nn.Linear(4, 3))
     with pytest.warns(UserWarning, match=r"differ by \S+, most in gate\.\w+ \(by 0\.\d+ of its own\) for 8"):
         _, report = step_on(model, nn.CrossEntropyLoss(), batch, 2)
     assert not report.checked

@@ -14,6 +14,7 @@ from anybatch.engine import Apart
 from anybatch.engine.gradients import InPlace, finish
 from anybatch.testing import relative_error, tolerance
 from tests.options import flat
+from tests.zoo import Made
 
 Ways = InPlace | Apart
 
@@ -78,22 +79,17 @@ def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[
 # ---- what was accepted, and what is looked at
 
 
-class Conjugated(nn.Module):
-    """Its gradient carries torch's conjugate bit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(3, dtype=torch.cfloat))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.dot(self.weight.conj(), x.sum(0).cfloat()).real
+def conjugated() -> Any:
+    """Return a model whose gradient carries torch's conjugate bit."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(3, dtype=torch.cfloat))
+    return Made(lambda self, x: torch.dot(self.weight.conj(), x.sum(0).cfloat()).real, weight=weight)
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"micro_batch": 2, "non_finite": "drop"}])
 def test_conjugated_gradients(options: dict[str, Any]) -> None:
-    model, plain_model = Conjugated(), Conjugated()
+    model, plain_model = conjugated(), conjugated()
     loss = lambda model, rows: Total(model(rows), len(rows))  # noqa: E731
     step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), **flat(options, check=False))
     step(torch.ones(8, 3))

@@ -33,16 +33,19 @@ PRECISIONS = [
 ]
 
 
-@given(st.integers(1, 300), st.data())
-def test_cut_and_json(rows: int, data: st.DataObject) -> None:
-    plan = Plan(
-        rows=rows,
-        micro_batch=data.draw(st.integers(1, rows)),
-        clip_norm=data.draw(st.floats(min_value=0, exclude_min=True, allow_nan=False)),
-        accumulate=data.draw(st.sampled_from(["auto", "float32", "float64", "bfloat16", "float16"])),
-        precision=data.draw(st.sampled_from(PRECISIONS)),
-        non_finite=data.draw(st.sampled_from(["raise", "drop", "skip"])),
-    )
+OPTIONS = st.fixed_dictionaries(
+    {
+        "clip_norm": st.floats(min_value=0, exclude_min=True, allow_nan=False),
+        "accumulate": st.sampled_from(["auto", "float32", "float64", "bfloat16", "float16"]),
+        "precision": st.sampled_from(PRECISIONS),
+        "non_finite": st.sampled_from(["raise", "drop", "skip"]),
+    }
+)
+
+
+@given(st.integers(1, 300), st.integers(1, 300), OPTIONS)
+def test_cut_and_json(rows: int, micro_batch: int, options: Any) -> None:
+    plan = Plan(rows=rows, micro_batch=min(micro_batch, rows), **options)
     assert plan.micro_batches == len(cut_sizes(plan.rows, plan.micro_batch))
     assert plan.is_cut == (plan.micro_batches > 1)
     wanted = None if plan.accumulate == "auto" else getattr(torch, plan.accumulate)

@@ -113,12 +113,10 @@ def test_nobody_knows_what_somebody_else_has_written(when: str, request: pytest.
     if when == "instance":
         own = optimizer.step
         optimizer.step = lambda closure=None: calls.append(when) or own(closure)  # type: ignore[func-returns-value, method-assign]
-    try:
-        with pytest.raises(TornUpdateError, match="It is unknown what has been updated"):
-            step_optimizers({}, [optimizer])
-    finally:
-        if hook is not None:
-            hook.remove()
+    with pytest.raises(TornUpdateError, match="It is unknown what has been updated"):
+        step_optimizers({}, [optimizer])
+    if hook is not None:
+        hook.remove()
     assert calls == [when] * (when in ("pre", "every pre", "instance"))
 
 
@@ -145,24 +143,22 @@ def test_inside_of_a_callers_autocast_no_step_goes_on_with_old_weights(
 ) -> None:
     """Torch casts a weight once, and knows no better before the outermost autocast is over."""
 
-    def losses(outer: bool) -> list[float]:
+    def autocast() -> Any:
+        return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+    def losses(around: Any) -> list[float]:
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
-        step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), precision=precision)
+        step = Step(model, nn.MSELoss(), SGD(model.parameters(), lr=0.01), precision=precision)
         rows, found = (torch.ones(8, 4), torch.ones(8, 1)), list[float]()
         for _ in range(4):
-            with nullcontext() if outer else torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                if not windowed:
-                    found.append(step(rows).loss)
-                    continue
-                with step.window() as window:
-                    window.add(rows)
-                    found.append(window.close().loss)
+            with around(), step.window() if windowed else nullcontext(step) as door:
+                found.append((door.add(rows) or door.close() if windowed else door(rows)).loss)
         return found
 
-    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-        inside = losses(outer=True)
-    assert inside == losses(outer=False)
+    with autocast():
+        inside = losses(nullcontext)
+    assert inside == losses(autocast)
     assert len(set(inside)) == 4
 
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from anybatch import Options, Step
 from anybatch.core.errors import BudgetError
 from tests.budgets import Meeting, metered
-from tests.device import needs_sparse
 from tests.options import flat
 
 WIDTH = 400  # the weight takes eight rows' worth of input
@@ -108,24 +107,3 @@ def test_gradients_that_are_there_count_also_of_parameters_that_are_not_trained(
         assert peak(smallest[-1]) <= smallest[-1]
         assert net[-1].weight.grad is given
     assert smallest[1] - smallest[0] >= 2 * net[0].weight.nbytes
-
-
-@needs_sparse
-def test_a_sparse_gradient_of_somebody_elses_is_in_nobodys_way() -> None:
-    table, layer = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 1)
-    rows = torch.randint(50, (8,))
-    table(rows).sum().backward()
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.layer = table, layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(self.table(x).detach())
-
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    step = Step(Model(), nn.MSELoss(), optimizer, memory=2**30, options=Options(check=False))
-    assert step((rows, torch.randn(8, 1))).updated
-    assert table.weight.grad is not None
-    assert table.weight.grad.is_sparse
