@@ -13,14 +13,9 @@ from anybatch.core.errors import LossError
 from anybatch.losses.resolve import check_loss, resolve
 
 
-def own(model: nn.Module, micro: Any) -> Total:
-    losses = F.mse_loss(model(micro[0]), micro[1], reduction="none")
-    return Total(losses.sum(), losses.numel())
-
-
 class OwnModule(nn.Module):
     def forward(self, model: nn.Module, micro: Any) -> Total:
-        return own(model, micro)
+        return Total(model(micro).sum(), len(micro))
 
 
 class Focal(nn.CrossEntropyLoss):

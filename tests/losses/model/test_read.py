@@ -56,35 +56,26 @@ WATCHED: dict[str, Callable[..., Any]] = {
 IGNORED = {"x": X, "labels": LABELS.where(LABELS >= 0, CLASSES)}
 
 
-class Changing(nn.Module):
-    """Counts its forwards, draws random numbers, and has a loss that can be changed."""
+class Changing(Own):
+    """Counts its forwards, draws random numbers, and has another loss after `at` calls."""
 
-    count: Tensor
-
-    def __init__(self, *losses: Callable[..., Any], at: int = 0) -> None:
-        super().__init__()
-        self.own = Own(lambda scores, labels: scores)
+    def __init__(self, *losses: Callable[..., Any]) -> None:
+        super().__init__(losses[0])
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.losses, self.at, self.calls = losses, at, 0
+        self.then, self.at, self.calls = losses[-1], 10**9, 0
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         self.calls += 1
         self.count += 1
-        loss = self.losses[int(self.at > 0 and self.calls > self.at)]
-        scores = self.own(x, labels)
+        scores = self.scores(x)
+        loss = self.then if self.calls > self.at else self.loss
         return loss(scores * (1 + torch.rand_like(scores)), labels)
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    entered: list[int] = []
-    enter = Watch.__enter__
-
-    def note(self: Watch) -> Any:
-        entered.append(1)
-        return enter(self)
-
-    monkeypatch.setattr(Watch, "__enter__", note)
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    entered, enter = list[Any](), Watch.__enter__
+    monkeypatch.setattr(Watch, "__enter__", lambda self: entered.append(1) or enter(self))
     return entered
 
 
@@ -94,7 +85,7 @@ def stepped(model: nn.Module, micro_batch: int | None) -> tuple[Step, GradientRe
 
 
 @pytest.mark.parametrize("name", [*READ, *WATCHED])
-def test_as_exact_as_watched_and_not_watched(name: str, watched: list[int]) -> None:
+def test_as_exact_as_watched_and_not_watched(name: str, watched: list[Any]) -> None:
     model = Own((READ | WATCHED)[name])
     batch = IGNORED if name == "another ignored" else BATCH
     value, gradients = whole_of(model, batch)
@@ -138,7 +129,7 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_loss_that_changes_is_evaluated_again(name: str, watched: list[int]) -> None:
+def test_a_loss_that_changes_is_evaluated_again(name: str, watched: list[Any]) -> None:
     """The mutation: from the second step on the model computes another loss."""
     first, then = CHANGES[name]
     model = Own(first)
@@ -160,11 +151,10 @@ def test_a_loss_that_changes_is_evaluated_again(name: str, watched: list[int]) -
 def test_an_evaluation_again_leaves_no_trace() -> None:
     """Buffers, random numbers and the loss are those of a model whose loss was always this one."""
     found: list[Any] = []
-    for changes in (False, True):
-        model = Changing(tokens if changes else WATCHED["squares"])
-        step, recorder = stepped(model, 2)
+    for first in (WATCHED["squares"], tokens):
+        step, recorder = stepped(model := Changing(first), 2)
         step(BATCH)
-        calls, model.losses = model.calls, (WATCHED["squares"],)
+        calls, model.loss = model.calls, WATCHED["squares"]
         torch.manual_seed(0)
         report = step(BATCH)
         assert model.calls == 2 * calls  # a forward that was undone does not count
@@ -194,7 +184,7 @@ def test_a_fault_that_begins_later_is_refused_by_name(then: str) -> None:
         step(BATCH)
 
 
-def test_copies_and_pickles_know_nothing(watched: list[int]) -> None:
+def test_copies_and_pickles_know_nothing(watched: list[Any]) -> None:
     model, loss = Own(tokens), ModelLoss()  # a function of this module can be pickled
     step, _ = stepped(model, 4)
     step(BATCH)
