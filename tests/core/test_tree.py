@@ -125,12 +125,13 @@ def test_a_module_is_no_container_though_it_is_a_dataclass() -> None:
 
 
 def test_what_a_mapping_carries_besides_its_items_is_kept() -> None:
-    nest, _ = NESTS["UserDict"]
-    assert tree.map_leaves(torch.clone, nest).encodings == "kept"
-    attributed = tree.map_leaves(lambda leaf: leaf[:1], NESTS["attributed"][0])
+    encoding, attributed, default = (
+        tree.map_leaves(lambda leaf: leaf[:1], NESTS[name][0])
+        for name in ("UserDict", "attributed", "defaultdict")
+    )
+    assert encoding.encodings == "kept"
     assert attributed.x is attributed["x"]
     assert attributed.x.shape == (1, 2)
-    default = tree.map_leaves(torch.clone, NESTS["defaultdict"][0])
     assert default["new"] == []
 
 
@@ -164,9 +165,9 @@ def test_tensors_of_containers_that_hold_one_another() -> None:
     @dataclasses.dataclass(eq=False)
     class Node:
         value: Tensor
-        others: Any
+        others: Any = None
 
-    one, other, last = Node(X, []), Node(Y, []), {"x": X}
+    one, other, last = Node(X), Node(Y), {"x": X}
     one.others, other.others = [other, last, last], (one, 7)
     last["again"] = last
     assert [id(leaf) for leaf in tree.tensors_in(one)] == [id(X), id(Y), id(X)]
