@@ -43,8 +43,6 @@ REFUSED: list[tuple[Any, str, str]] = [
     (Focal(), "got Focal, a module of your own", TWO_LINES),
     (patched(), "got MSELoss, a module of torch", TWO_LINES),
     (F.softplus, "got F.softplus", TWO_LINES),
-    (3, "got int", "nn.CrossEntropyLoss()"),
-    (nn.CrossEntropyLoss, "got the class CrossEntropyLoss", "as in nn.CrossEntropyLoss()"),
     (partial(nn.MSELoss, reduction="sum"), "got the class MSELoss", "Call it"),
     (nn.MSELoss(reduction="none"), "got 'none'", "or pass it in ab.PerRow(...)"),
     (partial(F.mse_loss, reduction="batchmean"), "got 'batchmean'", "Choose one"),

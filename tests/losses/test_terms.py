@@ -44,12 +44,8 @@ def take(loss: Any, batch: Any = X, **options: Any) -> tuple[Any, dict[str, Tens
         ({"weight": {"mean": ROWS}}, "got ['mean']. Name the same terms in both"),
         ({"weight": {"mean": ROWS, "size": 3, "more": 1}}, "got ['mean', 'more', 'size']"),
         ({"weight": {"mean": "5", "size": 3}}, "got str"),
-        *(
-            ({"function": rows, "weight": one}, f"add up to the batch's {int(one)} for 'loss', got {ROWS}")
-            for one in (ROWS + 1, torch.tensor(ROWS - 1), float(ROWS) * 2)
-        ),
     ],
-    ids=range(9),
+    ids=range(6),
 )
 def test_terms_and_promises_that_do_not_fit_are_refused(made: dict[str, Any], got: str) -> None:
     weight = made.get("weight")

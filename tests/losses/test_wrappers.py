@@ -192,8 +192,6 @@ def mean(model: nn.Module, micro: Any) -> Tensor:
     return F.cross_entropy(model(micro[0]), micro[1])
 
 
-TWO_LINES = """losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")
-    return ab.Total(losses.sum(), losses.numel())"""
 REFUSED: dict[str, tuple[Any, str]] = {
     "a mean": (PerRow(nn.CrossEntropyLoss()), "a value for each row .* got a tensor of shape ()"),
     "no rows": (PerRow(lambda out, y: out.mean(0)), "a value for each row .* got a tensor of shape (4,)"),
@@ -213,9 +211,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a mean that adds up": (Additive(mean), "from mean for every split, .*ab.Additive got a mean"),
     "values that add up": (Additive(lambda m, b: m(b[0])), "real scalar .* got a tensor of shape (3, 4)"),
-    "a bare number": (lambda m, b: 1.0, f"got float.*{TWO_LINES}"),
-    "nothing": (lambda m, b: None, f"got NoneType.*{TWO_LINES}"),
-    "a list": (lambda m, b: [Total(1, 1)], f"got list.*{TWO_LINES}"),
     "a bare mean": (mean, "shape (), torch.float64. Wrap it: ab.PerRow.*ab.ModelLoss(call=fn).*ab.Additive"),
 }
 
@@ -225,7 +220,7 @@ def test_wrong_uses_are_refused_and_nothing_is_left(name: str) -> None:
     (loss, message), model = REFUSED[name], nn.Linear(3, CLASSES)
     x, optimizer = torch.randn(ROWS, 3), torch.optim.SGD(model.parameters(), lr=0.1)
     step = Step(model, loss, optimizer, micro_batch=3)
-    pattern = "(?s)" + ".*".join(map(re.escape, message.split(".*")))
+    pattern = ".*".join(map(re.escape, message.split(".*")))
     with same_as_before(step), pytest.raises(LossError, match=pattern):
         step((x, x.argmax(1)))
     for make in (PerRow, Additive, lambda one: ModelLoss(call=one)):

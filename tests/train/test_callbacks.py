@@ -21,21 +21,8 @@ from anybatch.core.errors import AnybatchError, CheckpointError, LossError, Plan
 from anybatch.train import checkpoint, files
 from anybatch.train.trainer import Trainer
 from tests.snapshots import changes, same
-from tests.train.runs import (
-    BATCH,
-    EPOCHS,
-    TRAIN,
-    UPDATES,
-    VALIDATION,
-    Diary,
-    make_rows,
-    make_step,
-    make_trainer,
-    state,
-    stopped,
-    timeless,
-    undisturbed,
-)
+from tests.train import runs
+from tests.train.runs import BATCH, EPOCHS, TRAIN, UPDATES, Diary, make_rows, make_step, make_trainer, stopped
 
 
 class Lines(IterableDataset[Any]):
@@ -71,7 +58,7 @@ def make(out: Path | None, feed: str = "a loader, gathered", **options: Any) -> 
     extra = options.pop("callbacks", [])
     settings = {
         "train": asked.pop("make")(),
-        "validation": DataLoader(TensorDataset(*make_rows(VALIDATION, seed=1)), batch_size=2),
+        "validation": DataLoader(TensorDataset(*make_rows(runs.VALIDATION, seed=1)), batch_size=2),
         "keep": 2 if out else 0,
         "save_every": 1,
         "callbacks": [ab.EMA(0.6), ab.EarlyStopping("accuracy", patience=1, larger_is_better=True), *extra],
@@ -91,7 +78,7 @@ def logged(out: Path) -> list[int]:
 
 def whole_state(trainer: Trainer) -> dict[str, Any]:
     states = [dict(one.state_dict()) for one in trainer.callbacks if one.state_dict()]
-    return state(trainer) | {"callbacks": states, "stopped": trainer.stopped}
+    return runs.state(trainer) | {"callbacks": states, "stopped": trainer.stopped}
 
 
 # ---- resume
@@ -100,7 +87,7 @@ def whole_state(trainer: Trainer) -> dict[str, Any]:
 @pytest.mark.parametrize("feed", FEEDS)
 def test_resumed_is_unbroken_wherever_it_was_stopped(feed: str, tmp_path: Path) -> None:
     whole = make(None, feed)
-    reports = timeless(whole.fit(epochs=9))
+    reports = runs.timeless(whole.fit(epochs=9))
     assert whole.stopped.startswith("validation accuracy has not become better")
     assert 1 < whole.epoch < 9
     told, lives = list[Any](), 0
@@ -111,7 +98,7 @@ def test_resumed_is_unbroken_wherever_it_was_stopped(feed: str, tmp_path: Path) 
             again.resume(tmp_path)
             assert again.steps == numbered(tmp_path)[-1] + 1 or len(numbered(tmp_path)) < 2
         try:
-            told += timeless(again.fit(epochs=9))
+            told += runs.timeless(again.fit(epochs=9))
             break
         except LossError:
             told += reports[len(told) : again.epoch]
@@ -294,7 +281,7 @@ def test_a_callback_may_stop_the_training_and_it_goes_on_later(at: tuple[str, in
     again.resume(tmp_path)
     assert again.steps == first.steps
     again.fit(epochs=EPOCHS)
-    assert changes(undisturbed().state, state(again)) == []
+    assert changes(runs.undisturbed().state, runs.state(again)) == []
 
 
 class Broken(Lines):

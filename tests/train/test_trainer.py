@@ -9,26 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from anybatch import Callback, Options, PerRow, Step, Total, WholeBatch
 from anybatch.core import Fold
-from anybatch.core.errors import AnybatchError, BatchError, CheckpointError, DataError, PlanError
+from anybatch.core.errors import AnybatchError, CheckpointError, DataError, PlanError
 from anybatch.train import checkpoint
 from anybatch.train.trainer import Trainer
 from tests import device
 from tests.snapshots import changes, same, same_as_before
 from tests.train import runs
-from tests.train.runs import (
-    EPOCHS,
-    KINDS,
-    TRAIN,
-    UPDATES,
-    make_rows,
-    make_step,
-    make_trainer,
-    timeless,
-)
+from tests.train.runs import EPOCHS, KINDS, TRAIN, UPDATES, make_rows, make_step, make_trainer
 from tests.zoo import Made
 
 # ---- resume
@@ -48,7 +38,7 @@ def test_resumed_run_is_identical(kind: str, precision: str, tmp_path: Path) -> 
         return make_trainer(out, step=make_step(kind, precision=precision, micro_batch=micro_batch))
 
     whole = make(None)
-    expected = timeless(whole.fit(epochs=EPOCHS))
+    expected = runs.timeless(whole.fit(epochs=EPOCHS))
     end = runs.End(runs.state(whole), expected)
     first = make()
     reports = first.fit(epochs=2)
@@ -161,17 +151,12 @@ def test_best_by_a_term_of_the_users_own_is_known_after_the_first_forward(tmp_pa
     [
         ({"batch_size": 0}, PlanError, r"batch_size to be a whole number of at least 1, got 0"),
         ({"batch_size": True}, PlanError, r"batch_size.*got True"),
-        ({"best_by": "acuracy"}, PlanError, r"got 'acuracy'\. Choose from \['accuracy', 'loss'\]"),
         ({"save_every": -1}, PlanError, r"save_every.*at least 0, got -1"),
         ({"seed": 1.0}, PlanError, r"seed to be a whole number.*got 1\.0"),
         ({"config": {"out": Path("a")}}, PlanError, r"config to hold JSON values.*PosixPath"),
-        ({"batch_size": None}, PlanError, r"batch_size.*got None"),
         ({"keep": -1}, PlanError, r"keep.*at least 0, got -1"),
-        ({"out": None, "keep": 1}, PlanError, r"a folder for checkpoints, got none with .*keep=1"),
         ({"save_minutes": math.nan}, PlanError, r"save_minutes of at least 0, got nan"),
         ({"callbacks": [Callback]}, PlanError, r"methods of ab\.Callback, got the class Callback\. Pass"),
-        ({"train": iter([1])}, BatchError, r"iterated anew in each epoch, got a list_iterator"),
-        ({"validation": TensorDataset(*make_rows(4))}, BatchError, r"got a TensorDataset"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_touched(
@@ -287,4 +272,4 @@ def test_what_is_not_finite_is_counted_told_and_kept(
         broken.fit(epochs=1)
     again = make(tmp_path / "c")
     again.resume(tmp_path / "b")  # in the middle of an epoch the counts go on
-    assert timeless(again.fit(epochs=1)) == timeless([report])
+    assert runs.timeless(again.fit(epochs=1)) == runs.timeless([report])

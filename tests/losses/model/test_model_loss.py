@@ -17,24 +17,8 @@ from anybatch.core.errors import LossError, NonFiniteLossError
 from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
 from tests.device import needs_cpu
-from tests.losses.own_losses import (
-    BATCH,
-    LABELS,
-    LENGTH,
-    MASKED,
-    REFUSED,
-    ROWS,
-    Layer,
-    Own,
-    X,
-    or_nothing,
-    selected,
-    size,
-    stacked,
-    sum_and_mean,
-    tokens,
-    whole_of,
-)
+from tests.losses import own_losses
+from tests.losses.own_losses import BATCH, LABELS, REFUSED, Layer, Own, X, or_nothing, size, tokens, whole_of
 from tests.options import flat
 from tests.snapshots import same, same_as_before
 from tests.zoo import own_loss, words
@@ -70,7 +54,7 @@ def test_batches_of_other_forms(batch: Any) -> None:
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=needs_cpu) if one == MASKED else one for one in REFUSED]
+    "name", [pytest.param(one, marks=needs_cpu) if one == own_losses.MASKED else one for one in REFUSED]
 )
 def test_refused_by_name_and_nothing_is_left(name: str, micro_batch: int) -> None:
     loss, message = REFUSED[name]
@@ -117,13 +101,13 @@ def test_targets_of_eight_bits() -> None:
     ignoring = partial(tokens, ignore_index=255)
     assert_exact(ignoring, {"x": X, "labels": LABELS.where(LABELS >= 0, 255).to(torch.uint8)})
     report = assert_exact(tokens, {"x": X, "labels": LABELS.clamp(min=0).to(torch.uint8)})
-    assert report.weights == {"loss": ROWS * LENGTH}
+    assert report.weights == {"loss": LABELS.numel()}
 
 
 @pytest.mark.parametrize("made_inside", [True, False])
 def test_evaluation_in_inference_mode_keeps_no_graph(made_inside: bool) -> None:
-    value, _ = whole_of(Own(stacked), BATCH)
-    terms, model, seen = ModelLoss().begin(), Own(stacked), list[Any]()
+    value, _ = whole_of(Own(own_losses.stacked), BATCH)
+    terms, model, seen = ModelLoss().begin(), Own(own_losses.stacked), list[Any]()
     model.scores.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
     with torch.inference_mode():
         evaluated = terms.evaluate(model, {k: v.clone() for k, v in BATCH.items()} if made_inside else BATCH)
@@ -149,15 +133,15 @@ def test_a_model_whose_loss_changes_its_form_is_refused() -> None:
 
 def test_selected_rows_of_any_number() -> None:
     rows = (LABELS >= 0).any(1)
-    assert_exact(selected, {"x": X[rows], "labels": LABELS[rows]})
+    assert_exact(own_losses.selected, {"x": X[rows], "labels": LABELS[rows]})
 
 
 def test_weights_are_told_by_term() -> None:
     valid = int((LABELS >= 0).sum())
-    report, _ = take(sum_and_mean)
-    assert report.weights == {"cross_entropy": 1, "mean": X.shape[0] * LENGTH * 4}
-    report, _ = take(stacked)
-    assert report.weights == {"cross_entropy": valid, "mean": ROWS * LENGTH * 4, "cross_entropy 2": valid}
+    report, _ = take(own_losses.sum_and_mean)
+    assert report.weights == {"cross_entropy": 1, "mean": LABELS.numel() * 4}
+    report, _ = take(own_losses.stacked)
+    assert report.weights == {"cross_entropy": valid, "mean": LABELS.numel() * 4, "cross_entropy 2": valid}
 
 
 def test_labels_equal_to_the_inputs_in_the_first_micro_batch_only() -> None:

@@ -1,7 +1,6 @@
 """A model's own loss read from the graph: as exact as watched, and watched again where it has changed."""
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -17,19 +16,8 @@ from anybatch.losses.model import model_loss
 from anybatch.losses.model.intercept import Watch
 from anybatch.testing import GradientRecorder, relative_error
 from tests.device import needs_cpu
-from tests.losses.own_losses import (
-    BATCH,
-    CLASSES,
-    LABELS,
-    MASKED,
-    REFUSED,
-    WEIGHTS,
-    Own,
-    X,
-    size,
-    tokens,
-    whole_of,
-)
+from tests.losses import own_losses
+from tests.losses.own_losses import BATCH, MASKED, REFUSED, WEIGHTS, Own, tokens, whole_of
 from tests.snapshots import same
 
 LIMIT = 1e-12
@@ -37,7 +25,7 @@ LIMIT = 1e-12
 #: Losses that are one mean over classes, which the graph shows.
 READ: dict[str, Callable[..., Any]] = {
     "tokens": tokens,
-    "another ignored": lambda s, y: tokens(s, y, ignore_index=CLASSES),
+    "another ignored": lambda s, y: tokens(s, y, ignore_index=own_losses.CLASSES),
     "log-likelihood": lambda s, y: F.nll_loss(s.log_softmax(-1).flatten(0, 1), y.flatten()),
     "classes second": lambda s, y: F.cross_entropy(s.transpose(1, 2), y),
     "images": lambda s, y: F.cross_entropy(s.transpose(1, 2)[..., None], y[..., None]),
@@ -50,10 +38,10 @@ WATCHED: dict[str, Callable[..., Any]] = {
     "class weights": lambda s, y: tokens(s, y, weight=WEIGHTS),
     "smoothing": lambda s, y: tokens(s, y, label_smoothing=0.1),
     "squares": lambda s, y: F.mse_loss(s, s.detach().cos()),
-    "mean": lambda s, y: size(s),
+    "mean": lambda s, y: own_losses.size(s),
     "short": lambda s, y: tokens(s.float(), y),  # than the parameters
 }
-IGNORED = {"x": X, "labels": LABELS.where(LABELS >= 0, CLASSES)}
+IGNORED = {"x": own_losses.X, "labels": own_losses.LABELS.where(own_losses.LABELS >= 0, own_losses.CLASSES)}
 
 
 class Changing(Own):
@@ -122,7 +110,7 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "smoothing": (tokens, lambda s, y: tokens(s, y, label_smoothing=0.1)),
     "head": (tokens, WATCHED["squares"]),
     "factor": (tokens, lambda s, y: tokens(s, y) / 2),
-    "another term": (tokens, lambda s, y: tokens(s, y) + size(s)),
+    "another term": (tokens, lambda s, y: tokens(s, y) + own_losses.size(s)),
     "in a checkpoint": (tokens, lambda s, y: checkpoint(tokens, s, y, use_reentrant=False)),
     "dtype": (tokens, lambda s, y: tokens(s.bfloat16(), y)),
 }
@@ -182,16 +170,3 @@ def test_a_fault_that_begins_later_is_refused_by_name(then: str) -> None:
     model.loss, message = REFUSED[then]
     with pytest.raises(LossError, match=message):
         step(BATCH)
-
-
-def test_copies_and_pickles_know_nothing(watched: list[Any]) -> None:
-    model, loss = Own(tokens), ModelLoss()  # a function of this module can be pickled
-    step, _ = stepped(model, 4)
-    step(BATCH)
-    step(BATCH)
-    assert len(watched) == 1
-    assert (pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss)) == (loss, loss)
-    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-        watched.clear()
-        stepped(other, 4)[0](BATCH)
-        assert len(watched) == 1
