@@ -24,11 +24,6 @@ ROWS, TIME, CLASSES = 11, 6, 4
 LIMIT = 1e-12  # relative, float64
 
 
-class Speech(zoo.Perceptron):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).log_softmax(-1).transpose(0, 1)  # (time, rows, classes)
-
-
 def beta_vae(model: nn.Module, micro: Any) -> Any:
     """As in PyTorch-VAE."""
     recon, mu, log_var = model(*micro)
@@ -114,6 +109,7 @@ def case(name: str) -> tuple[Any, nn.Module, Any]:
     labels[0] = -100
     valid, maps = labels != -100, (torch.rand(ROWS, TIME, CLASSES) < 0.3).double()
     spoken = torch.randint(1, CLASSES, (ROWS, 3)), torch.full((ROWS,), TIME), torch.randint(2, 4, (ROWS,))
+    spoken_of = zoo.Made(lambda self, x: self.net(x).log_softmax(-1).transpose(0, 1), net=net)  # time first
     texts, words = torch.randint(9, (2, ROWS, TIME)), nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
     policy = (texts[0], torch.randn(ROWS, TIME - 1) / 9 - 2, torch.randn(ROWS, 1), valid[:, 1:])
     return {
@@ -124,7 +120,7 @@ def case(name: str) -> tuple[Any, nn.Module, Any]:
         "pairwise": (PerRow(pairwise), zoo.Perceptron(3, 1), (places, torch.randint(3, (ROWS, TIME)))),
         "masked": (PerRow(masked_regression), net, (places, maps.where(maps > 0, math.nan))),
         "quantile": (ModelLoss(call=quantile), net, (places[:, 0], x[:, 0])),
-        "ctc": (PerRow(nn.CTCLoss(reduction="none")), Speech(3, CLASSES), (places, spoken)),
+        "ctc": (PerRow(nn.CTCLoss(reduction="none")), spoken_of, (places, spoken)),
         "triplet": (ModelLoss(call=triplet), net, places.unbind(1)[:3]),
         "distilled": (PerRow(distilled), net, (places, (torch.randn(ROWS, TIME, CLASSES), valid))),
         "learned": (PerRow(nn.Bilinear(CLASSES, CLASSES, 1)), net, (places, maps)),

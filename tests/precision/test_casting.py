@@ -65,17 +65,15 @@ YEARS = YEARS.bfloat16().float()  # inputs are rounded at the door
 KEPT = Precision(store="bfloat16", keep_float32=("*kept*",))
 
 
-class Column(nn.Module):
-    """Values that 8 bits do not tell apart, told apart."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - 2016.5).tanh()
+def column() -> nn.Module:
+    """Return a layer that tells apart values that 8 bits do not tell apart."""
+    return Made(lambda self, x: (x - 2016.5).tanh())
 
 
 def lowered(after: Any = None) -> tuple[Any, Any]:
     """Return a model that ends in a part in float32 and what may come after it; and the same in float32."""
     forward = lambda self, x: self.kept(x) if after is None else after(self.kept(x))  # noqa: E731
-    kept = nn.Sequential(Column(), nn.Linear(3, 3))
+    kept = nn.Sequential(column(), nn.Linear(3, 3))
     full = copy.deepcopy(model := Made(forward, kept=kept, linear=nn.Linear(3, 3)))
     lower(model, KEPT, model.parameters())
     return model, full
@@ -111,7 +109,7 @@ def after_steps(kind: bool | None = None, **options: Any) -> Any:
         return x
 
     torch.manual_seed(0)
-    block = nn.Sequential(nn.Sequential(Column(), nn.Linear(3, 3)), nn.Linear(3, 3), nn.Tanh())
+    block = nn.Sequential(nn.Sequential(column(), nn.Linear(3, 3)), nn.Linear(3, 3), nn.Tanh())
     model = Made(forward, blocks=nn.ModuleList([block, copy.deepcopy(block)]))
     precision = Precision(store="bfloat16", keep_float32=("blocks.*.0",))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -132,7 +130,7 @@ def test_blocks_that_run_again_take_what_they_took(options: dict[str, Any]) -> N
 
 def test_the_older_checkpoint_takes_the_same_twice() -> None:
     """It runs a block without gradients first, and then on tensors of its own."""
-    model, seen = nn.Sequential(Column(), nn.Linear(3, 3)), []
+    model, seen = nn.Sequential(column(), nn.Linear(3, 3)), []
     whole = nn.Sequential(nn.Sequential(model), nn.Linear(3, 3))
     ask = torch.ones((), requires_grad=True)  # it wants an argument that asks for a gradient
     whole.forward = lambda x: whole[1](checkpoint(lambda y, _: whole[0](y), x, ask, use_reentrant=True))

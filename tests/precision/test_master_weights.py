@@ -7,28 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anybatch import Options, Step, Total
 from tests import device
 from tests.options import flat
 from tests.snapshots import changes, snapshot
+from tests.train.runs import raising
+from tests.zoo import Made
 
 SHORT = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}
 # Whole numbers of eighths, so that 16 bits hold them and every sum of them.
 X = torch.arange(-12, 12).reshape(8, 3) / 8
 
 
-class Line(nn.Module):
-    """Its gradient does not depend on its weights, so it is the same in every dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(x) + self.second(x)
+def line() -> Any:
+    """Return a model whose gradient does not depend on its weights, so it is the same in every dtype."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2, bias=False)
+    return Made(lambda self, x: self.first(x) + self.second(x), first=first, second=second)
 
 
 def mean(model: nn.Module, micro: Any) -> Total:
@@ -54,7 +51,7 @@ OPTIMIZERS: dict[str, Make] = {
 def steps(
     optimizer: Make = OPTIMIZERS["SGD"], precision: str = "fp16-true", of: Any = nn.Module.parameters
 ) -> tuple[Step, Step]:
-    models = [(one, Line()) for one in (precision, "float32")]
+    models = [(one, line()) for one in (precision, "float32")]
     options: Any = {"micro_batch": 4, "check": False}
     short, full = (Step(m, mean, optimizer(of(m)), precision=one, **flat(options)) for one, m in models)
     return short, full
@@ -228,10 +225,7 @@ def test_states_hold_the_float32_weights_and_may_be_loaded_in_part(precision: st
 def test_what_fails_in_the_optimizer_leaves_short_weights() -> None:
     short, _ = steps()
 
-    def fail(*_: Any) -> None:
-        raise RuntimeError("the optimizer's own")
-
-    short.optimizers[0].register_step_post_hook(fail)
+    short.optimizers[0].register_step_post_hook(lambda *_: raising(RuntimeError("the optimizer's own"))())
     with pytest.raises(RuntimeError, match="own"):
         short((X,))
     for parameter in short.model.parameters():
