@@ -9,6 +9,7 @@ from torch import nn
 
 from anybatch.core.errors import LossError
 from anybatch.losses.inputs import TARGET_KEYS, call_model, split_batch
+from tests.zoo import Made
 
 Pair = namedtuple("Pair", "image label")
 
@@ -45,27 +46,14 @@ def test_a_batch_is_read() -> None:
         assert split_batch(micro, has_target=False) == (inputs, ())
 
 
-class Echo(nn.Module):
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+def test_a_model_is_called() -> None:
+    def echo(self: nn.Module, *inputs: Any, **named: Any) -> Any:
         return inputs + tuple(named.values()) if named or len(inputs) > 1 else inputs[0]
 
-
-A, B = torch.zeros(1), torch.ones(1)
-
-
-def test_a_model_is_called() -> None:
-    calls = [
-        (A, (A,)),
-        ((A, B), (A, B)),
-        ([A, B], (A, B)),
-        ({"b": B}, (B,)),
-        (((A, None),), (A,)),
-        (([A],), (A,)),
-    ]
-    for inputs, outputs in calls:
-        assert call_model(Echo(), inputs) == outputs
-
-
-def test_other_outputs_are_refused() -> None:
+    a, b, model = torch.zeros(1), torch.ones(1), Made(echo)
+    for inputs, outputs in (
+        (a, (a,)), ((a, b), (a, b)), ([a, b], (a, b)), ({"b": b}, (b,)), (((a, None),), (a,)), (([a],), (a,)),
+    ):  # fmt: skip
+        assert call_model(model, inputs) == outputs
     with pytest.raises(LossError, match=r"got dict.*ab.ModelLoss\(\).*\(model, micro\)"):
-        call_model(Echo(), ({"logits": A},))
+        call_model(model, ({"logits": a},))

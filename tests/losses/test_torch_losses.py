@@ -69,14 +69,16 @@ def test_changed_settings_take_effect(change: Callable[[Any], None], micro_batch
     assert relative_error(trial.recorder.gradients, before) > tolerance(torch.float32, ROWS)
 
 
-def test_settings_changed_for_the_worse_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [(lambda loss: loss.weight.requires_grad_(), "without gradient"),
+     (lambda loss: setattr(loss, "reduction", "none"), "got 'none'")],
+    ids=range(2),
+)  # fmt: skip
+def test_settings_changed_for_the_worse_are_refused(change: Callable[[Any], None], told: str) -> None:
     trial = Trial(weighted(), (X, Y))
-    trial.loss.weight.requires_grad_()
-    with pytest.raises(LossError, match="without gradient"):
-        trial.step((X, Y))
-    trial.loss.weight.requires_grad_(False)
-    trial.loss.reduction = "none"
-    with pytest.raises(LossError, match="got 'none'"):
+    change(trial.loss)
+    with pytest.raises(LossError, match=told):
         trial.step((X, Y))
 
 
@@ -155,11 +157,7 @@ def test_too_few_or_too_many_tensors(
 def test_rows_that_do_not_weigh_the_same_are_refused() -> None:
     """Samples of different length, padded micro-batch by micro-batch: what is a mean over padding?"""
     samples = [torch.ones(length) for length in (1, 1, 2, 2)]
-
-    def collate(samples: list[Tensor]) -> Any:
-        padded = nn.utils.rnn.pad_sequence(samples, batch_first=True).unsqueeze(-1)
-        return padded, padded
-
+    collate = lambda rows: (nn.utils.rnn.pad_sequence(rows, batch_first=True).unsqueeze(-1),) * 2  # noqa: E731
     model = nn.Linear(1, 1)
     step = Step(model, nn.MSELoss(), GradientRecorder(model), micro_batch=2, collate=collate)
     with pytest.raises(LossError, match=r"add up to the batch's 4 for 'loss', got 6\. .*padding"):

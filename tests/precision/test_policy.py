@@ -15,6 +15,8 @@ from anybatch.core.errors import NonFiniteLossError, PlanError
 from anybatch.precision.policy import NAMED, find_precision
 from tests import device
 from tests.options import flat
+from tests.train.runs import raising
+from tests.zoo import Made
 
 MATMUL: Any = torch.backends.cuda.matmul
 SHORT_SUMS = (
@@ -53,24 +55,17 @@ def before(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
         setattr(holder, name, value)
 
 
-class Looking(nn.Module):
-    """Reads the switches while it runs, in the forward and in the backward."""
+def looking(precision: Any, **options: Any) -> tuple[Step, Any]:
+    """Return a step of a model that reads the switches while it runs, in the forward and in the backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 1)
-        self.seen: list[dict[str, Any]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         out = self.linear(x)
         self.seen.append(switches())
         if out.requires_grad:
             out.register_hook(lambda gradient: self.seen.append(switches()))
         return out
 
-
-def looking(precision: Any, **options: Any) -> tuple[Step, Looking]:
-    model = Looking()
+    model = Made(forward, linear=nn.Linear(2, 1), seen=[])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Step(model, nn.MSELoss(), optimizer, precision=precision, **flat(options)), model
 
@@ -105,11 +100,7 @@ def test_switches_hold_within_a_step_and_are_put_back_whatever_happens(
         is_forward = index % 2 == 0
         assert seen["autocast"] == [is_forward and precision.endswith("mixed"), False]
     for error in (RuntimeError("the model's own"), KeyboardInterrupt()):
-
-        def fail(*_: Any, error: BaseException = error) -> None:
-            raise error
-
-        handle = model.linear.register_forward_hook(fail)
+        handle = model.linear.register_forward_hook(lambda *_, error=error: raising(error)())
         with pytest.raises(type(error)):
             carried_out(step, windowed=windowed)
         handle.remove()

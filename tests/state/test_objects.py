@@ -29,11 +29,6 @@ class Slotted:
         self.kept = kept
 
 
-class Plain:
-    def __init__(self) -> None:
-        self.value = 1
-
-
 class Named(dict[str, Any]):
     """A dict that runs code when it is asked."""
 
@@ -66,10 +61,6 @@ def held_in(kept: Any) -> Any:
     return kept.get_state().tolist() if isinstance(kept, torch.Generator) else pickle.dumps(kept)
 
 
-def fill_plain(kept: Plain) -> None:
-    kept.value, kept.more = 2, 3  # pyright: ignore
-
-
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "list": (lambda: [1, 2], lambda kept: kept.append(3)),
     "slots": (lambda: [Slotted([1])], lambda kept: kept[0].kept.append(2)),
@@ -81,7 +72,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "own dict": (lambda: Named(a=1), lambda kept: kept.update(a=2)),
     "set": (lambda: {1}, lambda kept: kept.add(2)),
     "deque": (lambda: deque([1, 2], maxlen=2), lambda kept: kept.append(3)),
-    "object": (Plain, fill_plain),
+    "object": (lambda: SimpleNamespace(value=1), lambda kept: vars(kept).update(value=2, more=3)),
     "torch": (torch.Generator, lambda kept: torch.rand(1, generator=kept).item()),
     "NumPy": (lambda: np.random.default_rng(0), lambda kept: kept.random()),
     "old NumPy": (lambda: np.random.RandomState(0), lambda kept: kept.rand()),
@@ -151,12 +142,6 @@ def test_what_was_cached_meanwhile_is_dropped() -> None:
     Holder.table.cache_clear()
 
 
-def test_other_modules_are_found() -> None:
-    one, other = nn.Linear(1, 1), nn.BatchNorm1d(1)
-    found = ObjectState([lambda x: other(one(x))]).modules  # pyright: ignore
-    assert set(found) == {one, other}
-
-
 def test_values_are_put_back_where_it_is_said() -> None:
     model = Holder([torch.zeros(2), torch.zeros(2), np.zeros(2)])
     first, second, array = model.kept
@@ -175,9 +160,8 @@ def test_nothing_is_left_in_caches() -> None:
     model = Holder()
     model.register_forward_hook(lambda *found: seen.append(found[2]))
     stream = model.generator.get_state()
-    step = Step(
-        model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), options=Options(check=False)
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(model, nn.MSELoss(), optimizer, options=Options(check=False))
     trace(step.plan(8), step.task(), TensorBatch((torch.ones(8, 3), torch.ones(8, 3))))
     assert (seen, TABLE, model.calls) == ([], {}, 0)
     assert model.box.made is None
@@ -211,9 +195,10 @@ def test_generators_are_found_wherever_they_are(name: str) -> None:
     assert draw(generator) == first
 
 
-def test_modules_in_containers_are_found() -> None:
-    norm, other = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
-    assert norm in reached(holder(norms=[norm])).modules
+def test_other_modules_are_found() -> None:
+    one, other = nn.Linear(1, 1), nn.BatchNorm1d(1)
+    assert {*ObjectState([lambda x: other(one(x))]).modules} == {one, other}  # pyright: ignore
+    assert other in reached(holder(norms=[other])).modules
     assert other in reached(nn.Tanh()).joined([other]).modules
 
 
