@@ -98,8 +98,9 @@ def test_a_second_pass_that_differs_is_refused() -> None:
     draw = torch.Generator().manual_seed(0)
     model = nn.Sequential(encoder(), Made(lambda _, x: x * torch.rand(x.shape, generator=draw)))
     step = Step(model, WholeBatch(sup_con), torch.optim.SGD(model.parameters(), lr=1.0), micro_batch=4)
+    batch = labelled(23)
     with pytest.raises(LossError, match="repeat the first"), same_as_before(step):
-        step(labelled(23))
+        step(batch)
 
 
 @pytest.mark.usefixtures("double")
