@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import anybatch as ab
 from tests.accelerator.programs import batch, contrast, moved, perceptron, sgd
 from tests.accelerator.simulated import counted, load
+from tests.zoo import own_loss
 
 MICRO, PARTS = 5, 4  # not as many rows as classes: those might be each other's classes, which is looked at
 ROWS = MICRO * PARTS
@@ -48,20 +49,9 @@ def own_total(model: nn.Module, rows: Any) -> ab.Total:
     return ab.Total(losses, (rows[1] != -100).sum())
 
 
-class OwnLoss(nn.Module):
-    """A model that returns its own loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = perceptron()
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": nn.functional.cross_entropy(self.body(x), labels)}
-
-
 LOSSES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "Total": (perceptron, own_total),
-    "ModelLoss": (OwnLoss, ab.ModelLoss()),
+    "ModelLoss": (lambda: own_loss(perceptron()), ab.ModelLoss()),
     "WholeBatch": (perceptron, ab.WholeBatch(contrast)),
 }
 
