@@ -33,11 +33,11 @@ def several(kind: str = "stack") -> nn.Module:
 
     def layer() -> nn.Module:
         if kind == "stack":
-            return Made(print, layers=nn.ModuleList(pair()))
+            return Made(lambda self: self.layers, layers=nn.ModuleList(pair()))
         if kind == "experts":
             experts = nn.ModuleList([DoubleConv(9, 9) for _ in range(3)])
-            return Made(print, gate=nn.Linear(2, 3), experts=experts)
-        return Made(print, **dict(zip(("one", "other"), pair(), strict=True)))
+            return Made(lambda self: self.gate, gate=nn.Linear(2, 3), experts=experts)
+        return Made(lambda self: self.one, **dict(zip(("one", "other"), pair(), strict=True)))
 
     return nn.ModuleList([layer(), layer()])
 
