@@ -242,9 +242,8 @@ def drawn_again() -> list[list[float]]:
     """Numbers that the device draws, twice, from one captured state."""
     load()
     state = rng.capture_process()
-    rng.restore_process(
-        {**state, "devices": [torch.zeros(16, dtype=torch.uint8)]}
-    )  # another kind's: left out
+    other = {**state, "devices": [torch.zeros(16, dtype=torch.uint8)]}
+    rng.restore_process(other)  # another kind's: left out
     found: list[list[float]] = []
     for _ in range(2):
         rng.restore_process(state)

@@ -1,6 +1,7 @@
 """On an accelerator, too, recompute, offload and callbacks give the same bits; and mistakes are refused."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,21 +61,16 @@ def are_same(**options: Any) -> bool:
     return all(map(torch.equal, after(), after(**options)))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"recompute": ["0", "1", "2"]},
-        {"recompute": {"0": "offload", "1": "offload", "2": "recompute"}},
-        {"callbacks": [Watching()]},
-    ],
-    ids=["recompute", "offload", "callbacks"],
-)
+SAME: dict[str, dict[str, Any]] = {
+    "recompute": {"recompute": ["0", "1", "2"]},
+    "offload": {"recompute": {"0": "offload", "1": "offload", "2": "recompute"}},
+    "callbacks": {"callbacks": [Watching()]},
+}
+
+
+@pytest.mark.parametrize("options", SAME.values(), ids=SAME)
 def test_the_same_bits(sim: Any, options: dict[str, Any]) -> None:
-    assert sim(named, "are_same", options)
-
-
-def named(name: str, options: dict[str, Any]) -> Any:
-    return globals()[name](**options)
+    assert sim(partial(are_same, **options))
 
 
 def without_a_wait(place: str) -> bool:

@@ -82,10 +82,8 @@ def budgets(name: str, shares: tuple[float, ...], *, is_counted: bool = True) ->
         native.reset_peak()
         floor = native.in_use()
         step(on_device)
-    held = sum(
-        one.nbytes
-        for one in [*there.parameters(), *(on_device.values() if isinstance(on_device, dict) else on_device)]
-    )
+    given = on_device.values() if isinstance(on_device, dict) else on_device
+    held = sum(one.nbytes for one in [*there.parameters(), *given])
     peak = native.peak() - floor + held
     step(on_device)
     expected, wrong = {n: p.detach().cpu() for n, p in there.named_parameters()}, list[str]()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from tests.accelerator.programs import contrast
 from tests.accelerator.simulated import caching, load
-from tests.accelerator.test_uncut import block as residual_block, head
+from tests.accelerator.test_uncut import head
 from tests.zoo import Made, encoder, recurrence
 
 
@@ -76,32 +76,15 @@ def towers() -> nn.Module:
 
 def wave() -> nn.Module:
     layers = [mixed(nn.Conv1d(32, 32, 3, padding=2**i, dilation=2**i), 32) for i in range(8)]
-    return nn.Sequential(
-        nn.Conv1d(1, 32, 1), *layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, 4)
-    )
+    last = (nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, 4))
+    return nn.Sequential(nn.Conv1d(1, 32, 1), *layers, *last)
 
 
 def depthwise() -> nn.Module:
-    layers = [
-        nn.Sequential(nn.Conv2d(32, 32, 7, 1, 3, groups=32), mixed(nn.Conv2d(32, 32, 1), 32))
-        for _ in range(6)
-    ]
-    return images(32, *layers)
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(32, 32, 7, 1, 3, groups=32), mixed(nn.Conv2d(32, 32, 1), 32))
 
-
-def residual() -> nn.Module:
-    stem = nn.Conv2d(3, 24, 3, 2, 1, bias=False), nn.BatchNorm2d(24), nn.ReLU(inplace=True)
-    return nn.Sequential(*stem, *[residual_block(24) for _ in range(5)], head(24))
-
-
-def unet() -> nn.Module:
-    return nn.Sequential(nested(8, 2), head(8))
-
-
-def wide() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)
-    )
+    return images(32, *[layer() for _ in range(6)])
 
 
 class Case(NamedTuple):
@@ -125,9 +108,7 @@ CASES = {
     "lstm": Case(lambda: recurrence(64, 10, width=192, layers=2), 384, (24, 64)),
     "gru": Case(gru, 1536, (24, 64)),
     "two towers": Case(towers, 128, (64, 64), loss=ab.WholeBatch(contrast)),
-    "u-net": Case(unet, 96, (3, 64, 64)),
-    "residual": Case(residual, 96, (3, 64, 64)),
-    "wide": Case(wide, 1024, (512,)),
+    "u-net": Case(lambda: nn.Sequential(nested(8, 2), head(8)), 96, (3, 64, 64)),
 }
 
 

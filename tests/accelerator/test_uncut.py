@@ -93,17 +93,14 @@ def uncut(name: str) -> list[str]:
     found, peak, step = trained(name, refused)
     wrong += [] if all(map(torch.equal, expected, found)) else ["smallest: other bits"]
     wrong += [f"smallest: {peak} of {refused}"] if peak > refused else []
-    wrong += [] if is_moved(step) else ["smallest: nothing is moved"]
+    is_moved = "wait in host memory" in step.planning.explain()
+    wrong += [] if is_moved else ["smallest: nothing is moved"]
     try:
         trained(name, int(0.9 * refused))
         wrong.append("0.9 of the smallest is not refused")
     except ab.BudgetError:
         pass
     return wrong
-
-
-def is_moved(step: ab.Step) -> bool:
-    return "wait in host memory" in step.planning.explain()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from anybatch import Options, Step
 from anybatch.memory.ledger import OWNERS
 from anybatch.memory.meter import Meter
+from tests.zoo import Made
 
 KIB = 1024
 NOTHING = nn.Identity()
@@ -108,14 +109,9 @@ def test_every_byte_has_its_owner() -> None:
 
 
 def test_sums_of_ours_are_gradients() -> None:
-    model = mlp()
-    step = Step(
-        model,
-        nn.CrossEntropyLoss(),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        micro_batch=4,
-        options=Options(accumulate=torch.float64),
-    )
+    model, options = mlp(), Options(accumulate=torch.float64)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(model, nn.CrossEntropyLoss(), sgd, micro_batch=4, options=options)
     batch = torch.randn(12, 4), torch.randint(2, (12,))
     with Meter(model, step.optimizers, batch_leaves=batch) as meter:
         step(batch)
@@ -142,30 +138,20 @@ def test_phases_micro_batches_and_modules() -> None:
         step(batch)
     marks = meter.recording.marks
     order = [(one.phase, one.micro_batch) for one in marks]
-    assert [pair for pair, before in zip(order, [None, *order], strict=False) if pair != before] == [
-        ("start", -1),
-        *[(phase, index) for index in (0, 1) for phase in ("forward", "loss", "backward")],
-        ("update", 1),
-    ]
-    first = [one.module for one in marks if one.phase == "forward" and one.micro_batch == 0]
-    assert [name for name in first if name] == ["0", "1", "2"]
-    first = [one.module for one in marks if one.phase == "backward" and one.micro_batch == 0]
-    assert [name for name in first if name] == ["2", "1", "0"]
+    changes = [pair for pair, before in zip(order, [None, *order], strict=False) if pair != before]
+    passes = [(phase, index) for index in (0, 1) for phase in ("forward", "loss", "backward")]
+    assert changes == [("start", -1), *passes, ("update", 1)]
+    for phase, names in (("forward", ["0", "1", "2"]), ("backward", ["2", "1", "0"])):
+        assert [
+            one.module for one in marks if one.module and (one.phase, one.micro_batch) == (phase, 0)
+        ] == names
     assert marks[-1].operations > marks[1].operations
     # Two products in forward and three in backward, as the input wants no gradient; twice 2 rows.
     assert marks[-1].flops == 2 * 2 * 2 * (2 * 4 * 8 + 3 * 8 * 2)
 
 
 def test_a_forward_inside_of_backward_is_recompute() -> None:
-    class Again(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    model = Again()
+    model = Made(lambda self, x: checkpoint(self.inner, x, use_reentrant=False), inner=mlp())
     with Meter(model) as meter:
         model(torch.randn(8, 4)).square().sum().backward()
     phases = meter.ledger().phases()

@@ -18,20 +18,9 @@ from anybatch.planner.search import choose
 from anybatch.planner.trace import trace
 from anybatch.recompute import offload
 from anybatch.recompute.blocks import choose_blocks as settle
-from tests.budgets import (
-    ConvNet,
-    Net,
-    adamw,
-    carried_out,
-    changed_by,
-    foreach,
-    images,
-    make,
-    metered,
-    request,
-    rows_of,
-    sgd,
-)
+from tests import budgets
+from tests.budgets import ConvNet, Net, adamw, foreach, images, make, request, rows_of, sgd
+from tests.zoo import Made
 
 
 def within(asked: Request, budget: int) -> PlanReport:
@@ -49,8 +38,9 @@ def smallest(asked: Request) -> int:
 
 
 def peak_of(step: Step, report: PlanReport, batch: Any) -> int:
-    carried_out(step, report.plan, batch)
-    return metered(step, lambda: carried_out(step, report.plan, batch), batch)
+    run = lambda: budgets.carried_out(step, report.plan, batch)  # noqa: E731
+    run()
+    return budgets.metered(step, run, batch)
 
 
 def linear(optimizer: Any = torch.optim.SGD) -> Step:
@@ -63,44 +53,28 @@ def pairs(rows: int = 8) -> Any:
     return torch.randn(rows, 128), torch.randn(rows, 128)
 
 
-class Wide(nn.Module):
-    """Blocks whose products are worth keeping, between much that is not."""
+def wide() -> nn.Module:
+    """Return blocks whose products are worth keeping, between much that is not."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(512, 512)
+    def block() -> nn.Module:
+        of = lambda self, x: x + self.layer(x).sin().tanh().sigmoid().tanh().sin()  # noqa: E731
+        return Made(of, layer=nn.Linear(512, 512))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.layer(x).sin().tanh().sigmoid().tanh().sin()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[self.Block() for _ in range(4)], nn.Linear(512, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
+    return nn.Sequential(nn.Sequential(*[block() for _ in range(4)]), nn.Linear(512, 4))
 
 
-class Squares(nn.Module):
-    """Its bytes are no straight line in the rows."""
+def squares() -> nn.Module:
+    """Return a model whose bytes are no straight line in the rows."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         outputs = self.layer(x)
         return outputs + (outputs @ outputs.T).tanh().mean(1, keepdim=True)
+
+    return Made(forward, layer=nn.Linear(8, 4))
 
 
 def contrast(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs @ outputs.T, target)
-
-
-def whole_batch() -> Step:
-    step = small()
-    return Step(step.model, WholeBatch(contrast), step.optimizers)
 
 
 def vectors() -> Any:
@@ -111,6 +85,11 @@ def small(optimizer: Any = adamw) -> Step:
     return make(lambda: Net(blocks=2), optimizer)
 
 
+def whole_batch() -> Step:
+    step = small()
+    return Step(step.model, WholeBatch(contrast), step.optimizers)
+
+
 CASES: dict[str, tuple[Callable[[], Step], Callable[[], Any], dict[str, Any]]] = {
     "sgd": (lambda: small(sgd), vectors, {}),
     "foreach": (lambda: small(foreach), lambda: rows_of(12), {}),
@@ -119,7 +98,7 @@ CASES: dict[str, tuple[Callable[[], Step], Callable[[], Any], dict[str, Any]]] =
     "no blocks": (small, vectors, {"blocks": ()}),
     "settled size": (small, vectors, {"sizes": (5,)}),
     "large gradients": (linear, pairs, {}),
-    "no straight line": (lambda: make(Squares), rows_of, {}),
+    "no straight line": (lambda: make(squares), rows_of, {}),
     "a loss over all rows": (whole_batch, lambda: rows_of(6), {"blocks": ()}),
 }
 
@@ -130,7 +109,7 @@ def test_what_is_chosen_fits_to_the_byte_and_the_smallest_budget_is_the_smallest
     step, batch = build(), batch_of()
     asked = request(step, batch, **options)
     found: list[int] = []
-    assert changed_by(step, lambda: found.append(smallest(asked))) == []
+    assert budgets.changed_by(step, lambda: found.append(smallest(asked))) == []
     (least,), most = found, trace(asked.like, asked.task, asked.batch).peak
     for budget in (least, (least + max(least, most)) // 2):
         report = within(asked, budget)
@@ -147,7 +126,7 @@ def test_what_is_chosen_fits_to_the_byte_and_the_smallest_budget_is_the_smallest
 def test_a_plan_climbs_as_a_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer rows, then as few recomputed blocks as needed, then their inputs offloaded, then all that is."""
     monkeypatch.setattr(offload, "SMALLEST", 0)
-    step, batch = make(Wide), rows_of(512, 512)
+    step, batch = make(wide), rows_of(512, 512)
     host, card = [request(step, batch, device=find_device(one)) for one in ("cpu", "cuda:a100")]
     assert host.policies == ("recompute",)
     assert card.policies == ("recompute", "inputs", "offload")
@@ -166,7 +145,7 @@ def test_a_plan_climbs_as_a_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_budget_below_the_floor_is_refused_before_any_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = make(Wide)
+    step = make(wide)
     asked = request(step, rows_of(512, 512), device=find_device("cuda:a100"))
     floor = 16 * sum(parameter.numel() for parameter in step.model.parameters())  # and four step counts
     plans: list[Plan] = []
@@ -184,7 +163,7 @@ def test_a_budget_below_the_floor_is_refused_before_any_trace(monkeypatch: pytes
 def test_few_plans_are_traced_and_a_line_says_that_it_goes_on(
     share: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = request(make(Wide), rows_of(512, 512), device=find_device("cuda:a100"))
+    asked = request(make(wide), rows_of(512, 512), device=find_device("cuda:a100"))
     least, most = smallest(asked), within(asked, 2**40).peak
     capsys.readouterr()
     plans: list[Plan] = []
@@ -254,20 +233,9 @@ def test_the_uncut_batch_may_take_less_than_any_cut() -> None:
 def test_what_a_kept_block_lets_go_in_a_forward_is_there_at_every_size() -> None:
     """Its bytes cross the size from which on things are moved; nothing is moved on the host."""
 
-    class Keeper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.other(self.one(torch.sigmoid(x)))
-
-    inner = [
-        nn.Linear(64, 64),
-        nn.Sequential(*[Keeper() for _ in range(6)]),
-        nn.Flatten(),
-        nn.Linear(5120, 4),
-    ]
+    keeper = lambda: nn.Sequential(nn.Sigmoid(), nn.Linear(64, 64), nn.Linear(64, 64))  # noqa: E731
+    keepers = [Made(lambda self, x: self.inner(x), inner=keeper()) for _ in range(6)]
+    inner = [nn.Linear(64, 64), nn.Sequential(*keepers), nn.Flatten(), nn.Linear(5120, 4)]
     step = make(lambda: nn.Sequential(*inner))
     batch = torch.randn(16, 80, 64), torch.randint(4, (16,))
     assert offload.SMALLEST in range(2 * 80 * 64 * 4, 5 * 80 * 64 * 4)

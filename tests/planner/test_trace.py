@@ -26,28 +26,18 @@ from benchmarks.zoo import ZOO
 from tests.options import flat
 from tests.snapshots import changes, make_batch, make_step, snapshot
 from tests.train.runs import listening
+from tests.zoo import Made, words
 
 ROWS = 12
 
 
-class Words(nn.Module):
-    def __init__(self, inner: nn.Module, width: int) -> None:
-        super().__init__()
-        self.embed, self.inner, self.head = nn.Embedding(50, 16), inner, nn.Linear(width, 50, bias=False)
-        if width == 16:
-            self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.inner(self.embed(x))
-        return self.head(out[0] if isinstance(out, tuple) else out.tanh()).transpose(1, 2)
-
-
 def tied() -> nn.Module:
-    return Words(nn.LayerNorm(16), 16)
+    return words(nn.LayerNorm(16), width=16, count=50, tied=True)
 
 
 def recurrent() -> nn.Module:
-    return Words(nn.LSTM(16, 24, 2, batch_first=True), 24)
+    body = nn.LSTM(16, 16, 2, batch_first=True)
+    return words(Made(lambda self, x: self.body(x)[0], body=body), width=16, count=50)
 
 
 def mlp() -> nn.Module:
@@ -55,9 +45,8 @@ def mlp() -> nn.Module:
 
 
 def conv() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(288, 10)
-    )
+    head = (nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(288, 10))
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), *head)
 
 
 def vectors() -> Any:
@@ -80,10 +69,8 @@ def shifted() -> Any:
 def terms(model: nn.Module, micro: Any) -> dict[str, Total]:
     outputs = model(micro[0])
     losses = F.cross_entropy(outputs, micro[1], reduction="none")
-    return {
-        "fit": Total(losses.sum(), (micro[1] >= 0).sum()),
-        "size": Total(outputs.square().sum(), outputs.numel()),
-    }
+    fit = Total(losses.sum(), (micro[1] >= 0).sum())
+    return {"fit": fit, "size": Total(outputs.square().sum(), outputs.numel())}
 
 
 def contrast(outputs: Tensor, target: Tensor) -> Tensor:
@@ -196,9 +183,8 @@ def test_samples_are_collated_micro_batch_by_micro_batch() -> None:
         return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
 
     model = mlp()
-    step = Step(
-        model, nn.CrossEntropyLoss(), OPTIMIZERS["sgd"](model.parameters()), micro_batch=5, collate=collate
-    )
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=5, collate=collate)
     samples = list(zip(*vectors(), strict=True))
     predicted = trace(step.plan(ROWS), step.task(), SampleBatch(samples, collate))
     step(samples)
@@ -221,25 +207,23 @@ def test_nothing_is_changed(options: dict[str, Any]) -> None:
     assert not heard
 
 
-class Picks(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + x[x > 0].sum()
+def picks(_: Any, x: Tensor) -> Tensor:
+    return x + x[x > 0].sum()
 
 
-class Lengths(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + x[:, : int(x.long().max().clamp(1, 2))].sum()
+def lengths(_: Any, x: Tensor) -> Tensor:
+    return x + x[:, : int(x.long().max().clamp(1, 2))].sum()
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"),
+    ("forward", "named"),
     [
-        (Picks, r"aten\.(nonzero|index)\.\w+ in 1"),
-        (Lengths, r"in 1 \(Lengths\); its shapes depend on values"),
+        (picks, r"aten\.(nonzero|index)\.\w+ in 1"),
+        (lengths, r"in 1 \(Made\); its shapes depend on values"),
     ],
 )
-def test_what_cannot_be_traced_is_named(kind: type[nn.Module], named: str) -> None:
-    step = make_step(model=nn.Sequential(nn.Linear(3, 4), kind()), micro_batch=4)
+def test_what_cannot_be_traced_is_named(forward: Any, named: str) -> None:
+    step = make_step(model=nn.Sequential(nn.Linear(3, 4), Made(forward)), micro_batch=4)
     before, batch = snapshot(step), TensorBatch(make_batch())
     with pytest.raises(TraceError, match=named):
         trace(step.plan(8), step.task(), batch)
@@ -250,10 +234,8 @@ def test_a_device_that_is_not_there_rounds_sizes_up() -> None:
     model = mlp()
     step = Step(model, nn.CrossEntropyLoss(), OPTIMIZERS["adamw"](model.parameters()))
     batch, plan = TensorBatch(vectors()), Plan(rows=ROWS, micro_batch=ROWS)
-    here, there = (
-        trace(plan, step.task(), batch),
-        trace(plan, step.task(), batch, device=find_device("cuda:a100")),
-    )
+    card = find_device("cuda:a100")
+    here, there = trace(plan, step.task(), batch), trace(plan, step.task(), batch, device=card)
     assert there.ledger.device == "cuda"
     assert all(not size % 512 for moment in there.ledger.moments for size in moment.bytes)
     assert there.peak > here.peak
@@ -283,17 +265,11 @@ def test_modules_that_only_the_loss_reaches_are_as_before(frozen: bool, micro_ba
         return Total(F.softplus(-judge(model(micro[0]))).sum(), len(micro[0]))
 
     model = mlp()
-    step = Step(
-        model,
-        loss,
-        OPTIMIZERS["adamw"](model.parameters()),
-        options=Options(check=False),
-        micro_batch=micro_batch,
-    )
+    optimizer, options = OPTIMIZERS["adamw"](model.parameters()), Options(check=False)
+    step = Step(model, loss, optimizer, options=options, micro_batch=micro_batch)
     trace(step.plan(ROWS), step.task(), TensorBatch(vectors()))
     assert all(torch.equal(value, before[name]) for name, value in judge.state_dict().items())
     assert all(parameter.grad is None for parameter in judge.parameters())
-    optimizer = step.optimizers[0]
     predicted, meter = compare(model, loss, optimizer, vectors(), micro_batch=micro_batch)
     assert predicted.peak == meter.peak
 
@@ -363,48 +339,14 @@ def test_attention_with_dropout_keeps_no_scores_on_a_card() -> None:
     assert planned(layers(0.1, "cpu"), "cpu") > 1.5 * dropped
 
 
-@pytest.mark.parametrize("of", ["TransformerEncoderLayer", "BERT"])
-def test_attention_with_dropout_takes_what_it_takes_without(of: str) -> None:
-    transformers = pytest.importorskip("transformers")
+def heads_of(size: int = 16, heads: int = 4, shared: int = 4, mask: bool = False) -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q = self.layer(x).unflatten(-1, (heads, size)).transpose(1, 2)
+        given = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool) if mask else None
+        keys = q[:, :shared]
+        return F.scaled_dot_product_attention(q, keys, keys, given, enable_gqa=shared < 4)
 
-    def model(p: float) -> nn.Module:
-        if of == "BERT":
-            sizes: Any = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_dropout_prob": 0.0}
-            sizes |= {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64}
-            config = transformers.BertConfig(**sizes, attention_probs_dropout_prob=p)
-            return transformers.BertModel(config, add_pooling_layer=False)
-        made: Any = layers(0.0, "cpu")
-        for one in made[0].layers:
-            one.self_attn.dropout = p
-        return made
-
-    def peak(p: float, device: str) -> int:
-        given = torch.zeros(2, 128, dtype=torch.long) if of == "BERT" else torch.zeros(2, 128, 32)
-
-        def loss(called: nn.Module, micro: Any) -> Total:
-            out: Any = called(micro[0])
-            return Total((out[0] if of == "BERT" else out).square().sum(), len(micro[0]))
-
-        torch.manual_seed(0)
-        built = model(p)
-        optimizer = torch.optim.AdamW(built.parameters())
-        return plan(built, loss, optimizer, (given, given), rows=16, device=device).peak
-
-    assert peak(0.0, "cuda:a100") <= peak(0.1, "cuda:a100") <= 1.01 * peak(0.0, "cuda:a100")
-    assert peak(0.1, "cpu") > 1.5 * peak(0.0, "cpu")  # the CPU's fused kernel takes no dropout
-
-
-class Heads(nn.Module):
-    def __init__(self, size: int, heads: int = 4, shared: int = 4, mask: bool = False) -> None:
-        super().__init__()
-        self.shape, self.shared, self.mask = (heads, size), shared, mask
-        self.layer = nn.Linear(heads * size, heads * size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.layer(x).unflatten(-1, self.shape).transpose(1, 2)
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool) if self.mask else None
-        keys = q[:, : self.shared]
-        return F.scaled_dot_product_attention(q, keys, keys, mask, enable_gqa=self.shared < 4)
+    return Made(forward, layer=nn.Linear(heads * size, heads * size))
 
 
 FLASH, EFFICIENT = r"fused \(flash\) on ", r"fused \(memory-efficient\) on "
@@ -429,13 +371,11 @@ FLASH, EFFICIENT = r"fused \(flash\) on ", r"fused \(memory-efficient\) on "
 def test_a_plan_names_the_kernel_of_attention_that_it_counts(
     card: str, precision: Any, heads: dict[str, Any], kernel: str
 ) -> None:
-    settings: Any = {"size": 16} | heads
-    model = Heads(**settings)
-    x = torch.zeros(2, 256, model.layer.in_features)
-    aim = torch.zeros(2, 4, 256, model.shape[1])
+    model, size = heads_of(**heads), heads.get("size", 16)
+    x, aim = torch.zeros(2, 256, 4 * size), torch.zeros(2, 4, 256, size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     report = plan(model, nn.MSELoss(), optimizer, (x, aim), device=f"cuda:{card}", precision=precision)
     (note,) = report.notes
     assert re.match(f"attention: {kernel}", note)
     scores, kept = 2 * 4 * 256 * 256 * 4, report.ledger.at_peak["activations"]
-    assert (kept > scores) is note.startswith("attention: unfused") or model.shape[1] > 100
+    assert (kept > scores) is note.startswith("attention: unfused") or size > 100
