@@ -27,7 +27,7 @@ from tests.conftest import TORCH_RANDOM
 from tests.faults.test_kill import assert_same_end, draw_scenarios, played
 from tests.laws import planted
 from tests.laws.drawn import LAWS, run
-from tests.parallel import cases, faults, sharded
+from tests.parallel import drawn, faults
 from tests.parallel.deadly import AGENTS_S, stay
 from tests.parallel.spawned import spawned
 from tests.step import test_budgets_hold
@@ -53,10 +53,8 @@ def kill(seed: int) -> int:
 def fault(seed: int) -> int:
     """Steps of three ranks, one of which meets a fault; then as many rows that fall on them anyhow."""
     with spawned(3) as ranks:
-        answers = ranks.run(faults.several, seed * FAULTS, FAULTS, seconds=300.0)
-        for one in zip(*answers, strict=True):
-            faults.assert_agreed([*one])
-        ranks.run(cases.several, seed * FAULTS, FAULTS, seconds=300.0)
+        faults.assert_all_agreed(ranks, "drawn", seed * FAULTS, FAULTS)
+        ranks.run(drawn.several, seed * FAULTS, FAULTS, False, seconds=300.0)
     return 2 * FAULTS
 
 
@@ -71,8 +69,7 @@ def look(seed: int) -> int:
 def end(seed: int) -> int:
     """Windows of two ranks, in which one has a fault."""
     with spawned(2) as ranks:
-        found = ranks.run(faults.in_windows, seed * FAULTS, FAULTS, seconds=300.0)
-        faults.assert_windows_ended(found)
+        faults.assert_all_agreed(ranks, "window", seed * FAULTS, FAULTS)
     return FAULTS
 
 
@@ -80,8 +77,7 @@ def last(seed: int) -> int:
     """Faults in the last micro-batch of two and three ranks, while buckets are summed."""
     for size in (2, 3):
         with spawned(size) as ranks:
-            for one in zip(*ranks.run(faults.in_the_last, seed * FAULTS, FAULTS, seconds=300.0), strict=True):
-                faults.assert_agreed([*one])
+            faults.assert_all_agreed(ranks, "last", seed * FAULTS, FAULTS)
     return 2 * FAULTS
 
 
@@ -89,15 +85,13 @@ def shard(seed: int) -> int:
     """Sharded models on drawn rows, with a fault on one rank, and with one that ends or stands still."""
     for size, count in ((2, 75), (4, 20)):
         with spawned(size) as ranks:
-            found = ranks.run(sharded.several, seed * count, count, seconds=600.0)
+            found = ranks.run(drawn.several, seed * count, count, True, seconds=600.0)
             assert all(one == found[0] for one in found)
             for loss in ("tokens", "whole"):
-                drawn = seed * count, count, loss
-                for told in zip(*ranks.run(sharded.all_faulted, *drawn, seconds=600.0), strict=True):
-                    assert len({bool(one["error"]) for one in told}) == 1, told
+                faults.assert_all_agreed(ranks, "sharded", seed * count, count, loss)
     for number in range(6 * seed, 6 * seed + 6):
         with spawned(2 + number % 3) as ranks:
-            sharded.assert_ended(ranks, signal.SIGSTOP if number % 2 else signal.SIGKILL, number)
+            faults.assert_ended(ranks, signal.SIGSTOP if number % 2 else signal.SIGKILL, number)
     return 291
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 import anybatch as ab
 from anybatch.parallel.wrappers import is_sharded
 from tests.homes.tasks import LOSSES, MICRO_BATCH, OURS, ROWS, UPDATES, Run, as_rank, data, dies_at, net
-from tests.parallel.cases import share
-from tests.parallel.sharded import error_of, make, rows, tokens
+from tests.parallel.pairs import error_of, make, rows, share, tokens
 
 
 def accelerator(**options: Any) -> Accelerator:
@@ -96,7 +95,7 @@ def shards_on_rank(rank: int, size: int, accumulate: int) -> list[float]:
     """
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"], cpu_ram_efficient_loading=False,
+        transformer_cls_names_to_wrap=["Linear"], cpu_ram_efficient_loading=False,
     )  # fmt: skip
     errors: list[float] = []
     with as_rank(rank, size), mock.patch.object(AcceleratorState, "is_fsdp2", True):
