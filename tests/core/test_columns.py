@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import BatchLoss, Options, Step, Total
-from anybatch.check import check
-from anybatch.core import BatchError, batch_of
+from anybatch.core import batch_of
 from anybatch.parallel import ParameterServer
 from anybatch.testing import relative_error
 from tests.parallel.inline import Inline
@@ -76,23 +75,6 @@ def test_tensors_of_all_rows_in_a_list_are_no_column(batch: Any) -> None:
     assert type(batch_of(batch)).__name__ == "TensorBatch"
 
 
-@pytest.mark.parametrize(
-    ("batch", "words"),
-    [
-        ((images(), boxes((1, 2))), ["each of the 6 rows at [1]", "got 2 entries"]),
-        ((images(), [*"abc"]), ["each of the 6 rows at [1]", "got 3 entries"]),
-        ((images(2), (torch.ones(1, 2, 8), torch.ones(1, 2, 8))), ["2 tensors of shape (1, 2, 8)"]),
-        ((images(), "names"), ["a str at [1]"]),
-        ((images(), torch.zeros(5)), ["agree in their first axis"]),
-        ((images(), torch.zeros(5), boxes()), ["agree in their first axis"]),
-    ],
-)
-def test_a_list_of_another_length_is_refused(batch: Any, words: list[str]) -> None:
-    with pytest.raises(BatchError) as caught:
-        batch_of(batch)
-    assert all(word in str(caught.value) for word in words), caught.value
-
-
 def detection(model: nn.Module, micro: Any) -> Total:
     found = model(micro[0])
     each = [((one[None] - label["boxes"]) ** 2).sum() for one, label in zip(found, micro[1], strict=True)]
@@ -124,7 +106,3 @@ def gradient(how: str, size: int) -> list[Tensor]:
 @pytest.mark.parametrize("how", ["step", "window", "batch_loss", "memory", "server"])
 def test_a_detector_is_trained_exactly_through_every_door(how: str, size: int) -> None:
     assert relative_error(gradient(how, size), gradient("loop", size)) <= EXACT
-
-
-def test_a_check_takes_columns() -> None:
-    assert check(nn.Linear(8, 4, dtype=torch.float64), detection, (images(), boxes())).exact

@@ -100,10 +100,3 @@ def test_a_scheduler_that_steps_once_per_rank_is_refused(monkeypatch: pytest.Mon
         monkeypatch.setitem(state._shared_state, "num_processes", 2)
     with pytest.raises(OptimizerError, match="steps 2 times"):
         ab.Step(model, nn.MSELoss(), optimizer, options=ab.Options(scheduler=prepared[2]))
-
-
-def test_accumulation_of_the_host_divides_once_more() -> None:
-    """Several whole batches for an update: their losses are averaged, as accelerate averages."""
-    whole, cut = (train("tokens", parts=2, is_cut=is_cut) for is_cut in (False, True))
-    assert len(cut.gradients) == UPDATES
-    assert relative_error(cut.gradients[0], whole.gradients[0]) <= EXACT

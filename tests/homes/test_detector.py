@@ -84,16 +84,6 @@ def moved(model: nn.Module) -> float:
     return off(vector(detector().parameters()) - vector(model.parameters()))
 
 
-def test_a_detector_whose_labels_are_lists_is_whole_to_the_bit_if_uncut_and_else_told_how() -> None:
-    model, batch = detector(), collate(images())
-    ab.BatchLoss(model, ab.ModelLoss())(batch).backward()
-    assert torch.equal(flat(model), whole())
-    with pytest.raises(LossError, match="a sum that is divided afterwards") as caught:  # by its boxes
-        ab.BatchLoss(model, ab.ModelLoss(), micro_batch=2)(batch)
-    assert 'return {"boxes": ab.Total(' in str(caught.value)
-    assert "ab.Terms(loss, coefficients=" in str(caught.value)
-
-
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_a_detector_is_exact_by_its_named_totals(micro_batch: int) -> None:
     batch, model = collate(images()), detector()

@@ -203,26 +203,6 @@ def test_sixteen_bits_of_the_host(mode: Any, host: type) -> None:
     assert len(home) == 2
 
 
-@pytest.mark.parametrize("mode", ["home", "both"])
-def test_compute_loss_gets_names_of_its_rows_and_has_an_entry_per_micro_batch(mode: Any) -> None:
-    def named(rows: Any) -> dict[str, Any]:
-        return columns(rows, names=[str(row["input_ids"]) for row in rows], kind="train")
-
-    def counted(self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self.rows.append(len(inputs["labels"]))
-        assert inputs.pop("names") == [*map(str, inputs["input_ids"])]
-        assert inputs.pop("kind") == "train"
-        return Weighted.compute_loss(self, model, inputs)
-
-    more: dict[str, Any] = {"own": {"data_collator": named}, "remove_unused_columns": False, "micro_batch": 3}
-    run = trainer_of(with_host(Weighted, compute_loss=counted), mode, **more)
-    run.trainer.rows = []
-    with quiet():
-        run.trainer.train()
-    assert run.trainer.rows == [3] * 8
-    assert error(train(OWN, "whole").gradients[-1], run.gradients[-1]) <= LIMIT
-
-
 def on_rank(rank: int, size: int, name: str, mode: Any) -> tuple[dict[str, Tensor], list[float]]:
     """The first gradient and the logged losses; micro-batches differ between ranks."""
     with as_rank(rank, size), quiet():

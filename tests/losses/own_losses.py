@@ -66,12 +66,6 @@ def stacked(scores: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([tokens(scores, labels), size(scores), tokens(-scores, labels)]).mean()
 
 
-def selected(scores: Tensor, labels: Tensor) -> Tensor:
-    valid = labels >= 0
-    losses = F.cross_entropy(scores[valid], labels[valid], reduction="none")
-    return losses.mean() if valid.any() else size(scores)
-
-
 def summed(scores: Tensor, labels: Tensor) -> Tensor:
     return tokens(scores, labels, reduction="sum")
 

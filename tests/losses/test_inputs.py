@@ -3,13 +3,7 @@
 from collections import UserDict, namedtuple
 from typing import Any
 
-import pytest
-import torch
-from torch import nn
-
-from anybatch.core.errors import LossError
-from anybatch.losses.inputs import TARGET_KEYS, call_model, split_batch
-from tests.zoo import Made
+from anybatch.losses.inputs import TARGET_KEYS, split_batch
 
 Pair = namedtuple("Pair", "image label")
 
@@ -44,16 +38,3 @@ def test_a_batch_is_read() -> None:
         assert split_batch(micro) == (inputs, targets)
     for micro, inputs in WHOLE:
         assert split_batch(micro, has_target=False) == (inputs, ())
-
-
-def test_a_model_is_called() -> None:
-    def echo(self: nn.Module, *inputs: Any, **named: Any) -> Any:
-        return inputs + tuple(named.values()) if named or len(inputs) > 1 else inputs[0]
-
-    a, b, model = torch.zeros(1), torch.ones(1), Made(echo)
-    for inputs, outputs in (
-        (a, (a,)), ((a, b), (a, b)), ([a, b], (a, b)), ({"b": b}, (b,)), (((a, None),), (a,)), (([a],), (a,)),
-    ):  # fmt: skip
-        assert call_model(model, inputs) == outputs
-    with pytest.raises(LossError, match=r"got dict.*ab.ModelLoss\(\).*\(model, micro\)"):
-        call_model(model, ({"logits": a},))

@@ -54,22 +54,6 @@ def test_terms_and_promises_that_do_not_fit_are_refused(made: dict[str, Any], go
         take(Terms(**made))
 
 
-def test_the_promise_is_asked_with_the_batch_as_it_was_given() -> None:
-    given: list[Any] = []
-
-    def weigh(batch: Any) -> int:
-        given.append(batch)
-        return len(batch)
-
-    samples = list(X)
-    take(Terms(rows, weight=weigh), samples, collate=torch.stack)
-    take(Terms(rows, weight=weigh), X)
-    assert given[0] is samples
-    assert given[1] is X
-    take(Terms(rows, weight=weigh), X, micro_batch=None)  # uncut: the only micro-batch says it
-    assert len(given) == 2
-
-
 def test_nothing_in_the_first_micro_batch_is_no_loss_of_digits() -> None:
     """What flows back has the dtype of the first sum, and that may be a number."""
 
@@ -102,27 +86,3 @@ def test_a_function_of_outputs_and_targets_is_told_how_it_is_called(loss: Any, h
         assert "pass ab.PerRow(loss); if a mean, pass ab.ModelLoss(call=lambda model, micro: " in note
         assert "Else pass a loss of torch, such as nn.CrossEntropyLoss()" in note
         assert "return ab.Total(losses.sum(), losses.numel())" in note
-
-
-def test_an_error_inside_of_a_wrapper_is_told_as_it_was_called() -> None:
-    class Two(nn.Linear):
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return super().forward(a) + b
-
-    two, notes = Two(2, 1), list[str]()
-    for loss, batch in ((ab.PerRow(lambda out: out), (X.float(),)), (lambda model, x: model(x), X.float())):
-        with pytest.raises(TypeError) as caught:
-            Step(two, loss, torch.optim.SGD(two.parameters(), lr=0.1))(batch)  # pyright: ignore
-        notes += caught.value.__notes__
-    assert "anybatch called Two with" in notes[0]
-    assert "as loss(model, micro), not" not in "".join(notes)
-
-
-def test_other_errors_of_a_function_stay_as_they_are() -> None:
-    def mistaken(model: nn.Module, micro: Tensor) -> Total:
-        return Total(model(micro).sum(), micro.rows)  # type: ignore[attr-defined]
-
-    for loss in (mistaken, lambda out, y: {}["missing"]):
-        with pytest.raises((AttributeError, KeyError)) as caught:
-            take(loss)
-        assert "as loss(model, micro)" not in "".join(caught.value.__notes__)

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
-from anybatch import Step, Total, Trainer
+from anybatch import Step, Total
 from anybatch.core import tree
 from anybatch.core.errors import LossError
 from anybatch.losses.cotangents import Seen, joined
 from anybatch.losses.whole_batch import WholeBatch
 from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
-from tests import device
 from tests.losses.test_contract import double as double
 from tests.losses.whole_losses import CASES, Towers, clip, encoder, labelled, sup_con, take
 
@@ -54,23 +53,6 @@ def test_dropout_draws_the_masks_of_one_pass(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), after)  # as after one pass
 
 
-def test_a_loss_may_draw_and_its_draws_stay() -> None:
-    """Its stream goes on after the first pass, and the next step's after that."""
-
-    def noisy(outputs: Tensor, labels: Tensor) -> Tensor:
-        return (outputs * torch.rand_like(outputs)).square().sum()
-
-    model, (x, y) = encoder(0.2), labelled(ROWS)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        expected = noisy(torch.cat([model(rows) for rows in x.split(MICRO_BATCH)]), y)
-    after = torch.get_rng_state()
-    torch.manual_seed(1)
-    report, _ = take(model, WholeBatch(noisy), (x, y), MICRO_BATCH)
-    assert relative_error(report.loss, expected) <= LIMIT
-    assert torch.equal(torch.get_rng_state(), after)
-
-
 def test_buffers_are_updated_once_per_micro_batch() -> None:
     model, twin = (nn.Sequential(encoder(), nn.BatchNorm1d(4)) for _ in range(2))
     twin.load_state_dict(model.state_dict())
@@ -101,16 +83,6 @@ def test_samples_are_collated_in_both_passes() -> None:
     assert relative_error(gradients, expected.gradients) <= LIMIT
 
 
-def test_autocast_gives_every_weight_its_gradient() -> None:
-    """Weights cast in the pass without graph must not be used again in the other."""
-    torch.set_default_dtype(torch.float32)
-    model, batch = encoder(), labelled(ROWS)
-    with torch.autocast(device.KIND, dtype=torch.bfloat16):
-        uncut, cut = (take(model, WholeBatch(sup_con), batch, size)[1] for size in (None, MICRO_BATCH))
-    assert cut.keys() == uncut.keys() == dict(model.named_parameters()).keys()
-    assert relative_error(cut, uncut) <= tolerance(torch.bfloat16, 6)
-
-
 @pytest.mark.parametrize("micro_batch", [None, MICRO_BATCH])
 def test_no_weight_means_no_update(micro_batch: int | None) -> None:
     """All rows have one label, so there is no triplet."""
@@ -118,16 +90,6 @@ def test_no_weight_means_no_update(micro_batch: int | None) -> None:
     for loss in (WholeBatch(case.function), WholeBatch(case.by_rows, loss_rows=5)):
         report, gradients = take(encoder(), loss, batch, micro_batch)
         assert (report.updated, gradients) == (False, {})
-
-
-def test_a_trainer_validates_on_whole_batches() -> None:
-    """The loss of each batch, weighted by its rows: not of each micro-batch."""
-    model, batch = encoder(), labelled(ROWS)
-    step = Step(model, WholeBatch(sup_con), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=3)
-    trainer = Trainer(step, batch, batch_size=12, progress=False)
-    with torch.no_grad():
-        one, other = (sup_con(model(x), y) for x, y in zip(*[leaf.split(12) for leaf in batch], strict=True))
-    assert relative_error(trainer.evaluate(batch)["loss"], (12 * one + 11 * other) / ROWS) <= LIMIT
 
 
 @pytest.mark.parametrize("loss_rows", [None, 5])
@@ -151,18 +113,6 @@ def test_parameters_are_found_wherever_the_function_holds_them(loss_rows: int | 
 
 
 # ---- what the model is given, and what the function sees
-
-
-@pytest.mark.parametrize("micro_batch", [None, 4])
-def test_a_last_part_that_may_go_either_way_is_refused(micro_batch: int | None) -> None:
-    class MaybeTwo(Towers):
-        def forward(self, one: Tensor, other: Tensor | None = None) -> Any:
-            return self.one(one) if other is None else (self.one(one), self.other(other))
-
-    batch, loss = CASES["barlow twins"].batch(9), WholeBatch(CASES["barlow twins"].function)
-    with pytest.raises(LossError, match="Name the parts"):
-        take(MaybeTwo(), loss, tuple(batch.values()), micro_batch)
-    assert take(MaybeTwo(), loss, batch, micro_batch)[0].updated
 
 
 def test_wrappers_are_looked_through() -> None:

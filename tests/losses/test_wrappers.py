@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Additive, BatchLoss, ModelLoss, Options, PerRow, Step, Terms, Total, Trainer, check, plan
+from anybatch import Additive, BatchLoss, ModelLoss, PerRow, Step, Terms, Total, Trainer, check, plan
 from anybatch.check import named_parameters
 from anybatch.core import tree
 from anybatch.core.errors import LossError
@@ -222,12 +222,3 @@ def test_wrong_uses_are_refused_and_nothing_is_left(name: str) -> None:
     for make in (PerRow, Additive, lambda one: ModelLoss(call=one)):
         with pytest.raises(LossError, match=r"Expected a function .* got int"):
             make(3)
-
-
-def test_without_the_look_additive_is_the_users_word_and_check_names_a_mean() -> None:
-    model, x = nn.Linear(3, CLASSES), torch.randn(ROWS, 3)
-    step = Step(model, Additive(mean), GradientRecorder(model), micro_batch=3, options=Options(check=False))
-    means = [mean(model, (rows, rows.argmax(1))).item() for rows in x.split(3)]
-    assert relative_error(step((x, x.argmax(1))).loss, math.fsum(means)) <= LIMIT
-    (finding,) = check(model, Additive(mean), (x, x.argmax(1))).findings
-    assert finding.kind == "denominator"

@@ -1,9 +1,7 @@
 """Traces: the bytes of a step without memory."""
 
-import math
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import Optimizer
 
 from anybatch import ModelLoss, Options, Step, Terms, Total, WholeBatch, plan
 from anybatch.core import Callbacks
-from anybatch.core.batch import SampleBatch, TensorBatch
+from anybatch.core.batch import TensorBatch
 from anybatch.core.errors import TraceError
-from anybatch.engine.plan import Plan
-from anybatch.memory.device import find_device
 from anybatch.memory.meter import Meter
 from anybatch.planner.trace import Trace, trace
 from benchmarks.zoo import ZOO
@@ -178,24 +173,6 @@ def test_peak_to_the_byte_of_models_with_their_own_loss(
     assert 0 <= predicted.peak - meter.peak <= (16 * ROWS if is_read else 8)
 
 
-def test_samples_are_collated_micro_batch_by_micro_batch() -> None:
-    def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
-
-    model = mlp()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=5, collate=collate)
-    samples = list(zip(*vectors(), strict=True))
-    predicted = trace(step.plan(ROWS), step.task(), SampleBatch(samples, collate))
-    step(samples)
-    step(samples)  # the first and the second are compared with all rows at once
-    given = [tensor for sample in samples for tensor in sample]
-    with Meter(model, step.optimizers, batch_leaves=given) as meter:
-        step(samples)
-    kept = sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in given}.values())
-    assert predicted.peak == meter.peak - kept  # samples lie on the host, wherever the step runs
-
-
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 3}, {"loss": twice, "micro_batch": 3}])
 def test_nothing_is_changed(options: dict[str, Any]) -> None:
     step = make_step(**options)
@@ -230,50 +207,6 @@ def test_what_cannot_be_traced_is_named(forward: Any, named: str) -> None:
     assert not changes(before, snapshot(step))
 
 
-def test_a_device_that_is_not_there_rounds_sizes_up() -> None:
-    model = mlp()
-    step = Step(model, nn.CrossEntropyLoss(), OPTIMIZERS["adamw"](model.parameters()))
-    batch, plan = TensorBatch(vectors()), Plan(rows=ROWS, micro_batch=ROWS)
-    card = find_device("cuda:a100")
-    here, there = trace(plan, step.task(), batch), trace(plan, step.task(), batch, device=card)
-    assert there.ledger.device == "cuda"
-    assert all(not size % 512 for moment in there.ledger.moments for size in moment.bytes)
-    assert there.peak > here.peak
-    assert step.optimizers[0].param_groups[0]["foreach"] is None
-
-
-def test_many_micro_batches_cost_as_much_as_a_few() -> None:
-    model = mlp()
-    step = Step(model, nn.MSELoss(), OPTIMIZERS["sgd"](model.parameters()))
-    head = TensorBatch((torch.zeros(1, 16), torch.zeros(1, 10)))
-    many = trace(Plan(rows=100_000, micro_batch=10), step.task(), head)
-    assert many.marks[-1].micro_batch == 9_999
-    few = trace(Plan(rows=30, micro_batch=10), step.task(), head)
-    given = 100_000 * 26 * 4, 30 * 26 * 4
-    assert many.peak - given[0] == few.peak - given[1]  # nothing is left of each
-    assert math.isclose(many.marks[-1].flops, few.marks[-1].flops * 10_000 / 3)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("micro_batch", [None, 4])
-def test_modules_that_only_the_loss_reaches_are_as_before(frozen: bool, micro_batch: int | None) -> None:
-    judge = nn.Sequential(spectral_norm(nn.Linear(10, 6)), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
-    judge.requires_grad_(not frozen)
-    before = {name: value.clone() for name, value in judge.state_dict().items()}
-
-    def loss(model: nn.Module, micro: Any) -> Total:
-        return Total(F.softplus(-judge(model(micro[0]))).sum(), len(micro[0]))
-
-    model = mlp()
-    optimizer, options = OPTIMIZERS["adamw"](model.parameters()), Options(check=False)
-    step = Step(model, loss, optimizer, options=options, micro_batch=micro_batch)
-    trace(step.plan(ROWS), step.task(), TensorBatch(vectors()))
-    assert all(torch.equal(value, before[name]) for name, value in judge.state_dict().items())
-    assert all(parameter.grad is None for parameter in judge.parameters())
-    predicted, meter = compare(model, loss, optimizer, vectors(), micro_batch=micro_batch)
-    assert predicted.peak == meter.peak
-
-
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"adagrad"}))  # its state is there from the start
 def test_parameters_without_gradient_have_no_state(name: str) -> None:
     model = mlp()
@@ -288,29 +221,7 @@ def test_parameters_without_gradient_have_no_state(name: str) -> None:
     assert [one.peak for one in found] == [meter.peak, meter.peak]
 
 
-def test_an_optimizer_that_begins_small_is_traced_as_it_is_later() -> None:
-    """RAdam takes more memory from its sixth step on."""
-    model = nn.Linear(64, 64)
-    step = Step(model, nn.MSELoss(), torch.optim.RAdam(model.parameters()))
-    batch = torch.zeros(2, 64), torch.zeros(2, 64)
-    predicted = trace(step.plan(2), step.task(), TensorBatch(batch)).peak
-    for _ in range(7):
-        with Meter(model, step.optimizers, batch_leaves=batch) as meter:
-            step(batch)
-    assert predicted == meter.peak
-
-
 # ---- feed
-
-
-def test_threads_trace_one_after_another() -> None:
-    def peak(_: int) -> int:
-        layers = [nn.Linear(16, 16) for _ in range(8)]
-        step = Step(model := nn.Sequential(*layers), nn.MSELoss(), torch.optim.Adam(model.parameters()))
-        return trace(step.plan(8), step.task(), TensorBatch((torch.zeros(8, 16), torch.zeros(8, 16)))).peak
-
-    with ThreadPoolExecutor(4) as threads:
-        assert len(set(threads.map(peak, range(12)))) == 1
 
 
 def layers(dropout: float, device: str) -> nn.Module:

@@ -91,15 +91,6 @@ def test_named_parts_stay_in_float32(name: str, pattern: str) -> None:
     assert not torch.is_autocast_enabled(device.KIND)
 
 
-@pytest.mark.parametrize("tracks", [True, False])
-def test_running_statistics_of_instance_norm_stay_in_float32(tracks: bool) -> None:
-    model = nn.Sequential(nn.Conv1d(1, 2, 1), nn.InstanceNorm1d(2, affine=True, track_running_stats=tracks))
-    lower(model, find_precision("fp16-true"), [])
-    assert dtypes(model[1]) == {torch.float32 if tracks else torch.float16}
-    assert model[1].running_mean is None or model[1].running_mean.dtype == torch.float32
-    assert model(torch.ones(2, 1, 4)).dtype == torch.float32
-
-
 def rotary() -> nn.Module:
     """Return frequencies, and tables made of them, as written by hand."""
     angles = torch.arange(2048)[:, None] * (found := 10_000 ** -(torch.arange(4) / 4))
@@ -133,19 +124,6 @@ def test_frequencies_of_rotary_embeddings_stay_in_float32(make: Any, name: str) 
         assert relative_error(left.float(), full(entered.float())) <= tolerance(dtype, 8)
 
 
-def test_frequencies_of_transformers_stay_in_float32() -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    for name in ("Llama", "GPTNeoX"):
-        config = getattr(transformers, f"{name}Config")(**sizes, intermediate_size=16)
-        model = getattr(transformers, f"{name}ForCausalLM")(config).to(device.KIND)
-        expected = {key: one for key, one in model.named_buffers() if key.endswith("inv_freq")}
-        lower(model, find_precision("bf16-true"), model.parameters())
-        assert expected
-        assert changes(expected, {key: dict(model.named_buffers())[key] for key in expected}) == []
-        assert model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.dtype == torch.float32
-
-
 def test_weights_without_a_shape_are_refused_before_anything_changes() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
     with pytest.raises(PlanError, match=r"whose shapes are known .* got \['1'\], .* Run one forward first"):
@@ -164,18 +142,6 @@ def test_autocast_is_as_before_where_a_part_fails() -> None:
             model(torch.ones(2, 3))
         assert torch.is_autocast_enabled(device.KIND)
         assert model[0](torch.ones(2, 3)).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("name", ["float32", "tf32", "bf16-mixed", "fp16-mixed"])
-def test_what_is_not_stored_short_is_left_as_it_is(name: str) -> None:
-    """Weights without a shape too, and what stays in float32 elsewhere."""
-    for model in (Net(), rotary(), nn.InstanceNorm1d(2, track_running_stats=True)):
-        before = {key: value.clone() for key, value in model.state_dict().items()}
-        masters = lower(model, find_precision(name), model.parameters())
-        assert changes(before, dict(model.state_dict())) == []
-        assert not any("forward" in vars(m) for m in model.modules())
-        assert masters.tensors == []
-    assert lower(nn.LazyLinear(2), find_precision(name), []).tensors == []
 
 
 def shared() -> Any:
@@ -205,13 +171,3 @@ def test_what_is_refused_leaves_the_model_as_it_was(
     assert got in str(caught.value)
     assert changes(before, dict(model.state_dict())) == []
     assert not any("forward" in vars(m) for m in model.modules())
-
-
-@pytest.mark.parametrize(("make", "keep"), [(Net, ("*",)), (shared, ("one", "two"))])
-def test_what_is_kept_or_not_trained_has_no_backup(make: Any, keep: tuple[str, ...]) -> None:
-    model = make()
-    masters = lower(model, Precision(store="bfloat16", keep_float32=keep), model.parameters())
-    assert (dtypes(model), masters.tensors) == ({torch.float32}, [])
-    model = Net()
-    masters = lower(model, find_precision("fp16-true"), model.leave.parameters())
-    assert (model.enter.weight.dtype, len(masters.tensors)) == (torch.float16, 2)

@@ -1,8 +1,6 @@
 """Casts at the doors of a model: which values, in which nests, and what is never rounded."""
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import Precision, Step
-from anybatch.core import tree
 from anybatch.precision.apply import lower
 from anybatch.precision.policy import find_precision
 from anybatch.recompute.blocks import POLICIES
@@ -38,15 +35,6 @@ def nested() -> Any:
         return value, more
 
     return Made(forward, linear=nn.Linear(2, 2))
-
-
-def test_a_nest_is_cast_at_both_doors_and_keeps_its_classes() -> None:
-    model, value = nested(), {"a": torch.ones(2), "b": (Record(torch.zeros(1)), [torch.ones(1)])}
-    lower(model, BF16, [])
-    back = model(value, more=value)
-    assert repr(back) == repr((value, value))  # ones and zeros survive
-    for nest, dtype in ((model.seen, torch.bfloat16), (back, torch.float32)):
-        assert [leaf.dtype for leaf in tree.flatten(nest).leaves] == [dtype] * 6
 
 
 def test_what_is_no_float_goes_through() -> None:
@@ -80,14 +68,6 @@ def lowered(after: Any = None) -> tuple[Any, Any]:
 
 
 MODES = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-
-
-@MODES
-def test_what_the_last_part_gives_is_not_rounded(mode: Callable[[], Any]) -> None:
-    model, full = lowered()
-    with mode():
-        assert torch.equal(model(YEARS), full(YEARS))
-        assert torch.equal(model(YEARS.double()), full(YEARS))
 
 
 @MODES
@@ -126,28 +106,3 @@ def after_steps(kind: bool | None = None, **options: Any) -> Any:
 )
 def test_blocks_that_run_again_take_what_they_took(options: dict[str, Any]) -> None:
     assert changes(after_steps(), after_steps(**options)) == []
-
-
-def test_the_older_checkpoint_takes_the_same_twice() -> None:
-    """It runs a block without gradients first, and then on tensors of its own."""
-    model, seen = nn.Sequential(column(), nn.Linear(3, 3)), []
-    whole = nn.Sequential(nn.Sequential(model), nn.Linear(3, 3))
-    ask = torch.ones((), requires_grad=True)  # it wants an argument that asks for a gradient
-    whole.forward = lambda x: whole[1](checkpoint(lambda y, _: whole[0](y), x, ask, use_reentrant=True))
-    lower(whole, Precision(store="bfloat16", keep_float32=("0.0",)), [])
-    model[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
-    whole(YEARS).sum().backward()
-    assert len(seen) == 2
-    assert all(torch.equal(one, YEARS.bfloat16().float()) for one in seen)
-
-
-def test_no_byte_is_held_afterwards() -> None:
-    model, _ = lowered()
-    rows = YEARS.clone()
-    with torch.no_grad():
-        output = model(rows)
-    gone = weakref.ref(rows), weakref.ref(output)
-    gc.disable()  # nor does it hang in a cycle
-    del rows, output
-    gc.enable()
-    assert [one() for one in gone] == [None, None]

@@ -35,15 +35,6 @@ def test_a_dynamic_one_gives_way_down_to_one_and_grows_after_many_updates() -> N
     assert grown(dynamic(), 20 * PATIENCE) == MOST
 
 
-@pytest.mark.parametrize(("setting", "value"), [(None, 1.0), (8.0, 8.0)])
-def test_a_fixed_one_never_grows_and_begins_anew(setting: float | None, value: float) -> None:
-    scale = LossScale(Precision(compute="float16", loss_scale=setting))
-    assert grown(scale, PATIENCE + 1) == value
-    assert scale.give_way() == (value > 1)
-    scale.begin()
-    assert scale.value == value
-
-
 def test_updates_are_counted_by_steps() -> None:
     model = nn.Linear(2, 1)
     step = Step(model, nn.MSELoss(), GradientRecorder(model), precision="fp16-mixed", micro_batch=2)

@@ -12,7 +12,7 @@ from torch import nn
 from anybatch import Options, Step, Total
 from tests import device
 from tests.options import flat
-from tests.snapshots import changes, snapshot
+from tests.snapshots import changes
 from tests.train.runs import raising
 from tests.zoo import Made
 
@@ -107,40 +107,6 @@ def tied(model: Any) -> Any:
     return model.parameters()
 
 
-def test_tied_weights_have_one_backup() -> None:
-    short, full = steps(of=tied)
-    update(short, full, times=3)
-    assert short.model.first.weight is short.model.second.weight
-    assert len(short.masters.tensors) == 2
-    assert_follows(short, full)
-
-
-def test_frozen_weights_stay_and_may_be_freed_later() -> None:
-    short, full = steps()
-    for step in (short, full):
-        step.model.second.requires_grad_(False)
-    before = short.model.second.weight.clone()
-    update(short, full)
-    assert torch.equal(short.model.second.weight, before)
-    for step in (short, full):
-        step.model.second.requires_grad_(True)
-    update(short, full)
-    assert not torch.equal(short.masters.of(short.model.second.weight), before.float())
-    assert_follows(short, full)
-
-
-def test_weights_given_to_the_optimizer_later_are_backed_up() -> None:
-    short, full = steps(of=lambda model: [{"params": list(model.first.parameters())}])
-    known = len(short.masters.tensors)
-    full.model.second.weight.data = short.model.second.weight.detach().float()  # what is left of its digits
-    update(short, full)
-    for step in (short, full):
-        step.optimizers[0].add_param_group({"params": list(step.model.second.parameters())})
-    update(short, full, times=2)
-    assert len(short.masters.tensors) == known + 1
-    assert_follows(short, full)
-
-
 def copy_in_place(model: nn.Module, value: float) -> None:
     for parameter in model.parameters():
         nn.init.constant_(parameter, value)
@@ -171,33 +137,6 @@ def test_the_backup_follows_who_writes_to_the_weights(
     weight = short.model.first.weight
     weight.data = torch.full((4, 3), 0.75, dtype=torch.float16)  # another shape
     assert torch.equal(short.masters.of(weight), torch.full((4, 3), 0.75))
-
-
-def test_a_copy_of_model_and_step_goes_its_own_way() -> None:
-    short, full = steps()
-    update(short, full)
-    left = snapshot(short)
-    twin = copy.deepcopy(short)
-    update(twin, full, times=2)
-    assert_follows(twin, full)
-    assert changes(left, snapshot(short)) == []
-    assert short.masters.tensors[0] is not twin.masters.tensors[0]
-
-
-@pytest.mark.parametrize("precision", SHORT)
-def test_a_model_made_long_keeps_its_digits_where_nobody_wrote(precision: str) -> None:
-    short, full = steps(precision=precision)
-    update(short, full)
-    short.model.float()
-    saved = short.masters.state_dict(short.model)  # has looked at all weights
-    assert changes(dict(full.model.state_dict()), saved) == []
-    for step in (short, full):
-        with torch.no_grad():
-            step.model.first.weight[0] = 0.3
-        step((X,))
-    for mine, theirs in zip(short.model.parameters(), full.model.parameters(), strict=True):
-        assert mine.dtype == torch.float32
-        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("precision", SHORT)
@@ -231,19 +170,3 @@ def test_what_fails_in_the_optimizer_leaves_short_weights() -> None:
     for parameter in short.model.parameters():
         assert parameter.dtype == torch.float16
         assert torch.equal(parameter, short.masters.of(parameter).half())
-
-
-def test_gradients_in_a_window_are_to_be_looked_at_before_they_are_cleared() -> None:
-    short, full = steps()
-    for step in (short, full):
-        window = step.window()
-        window.add((X[:4],))
-        window.add((X[4:],))
-        assert window.update().updated
-    for mine, theirs in zip(short.model.parameters(), full.model.parameters(), strict=True):
-        assert mine.dtype == torch.float16
-        assert mine.grad.dtype == torch.float32
-        assert torch.equal(mine.grad, theirs.grad)
-    for step in (short, full):
-        step.open_window.clear()
-    assert_follows(short, full)

@@ -1,7 +1,5 @@
 """Precision: names, what is refused at the door, and torch's switches put back."""
 
-import dataclasses
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -110,22 +108,6 @@ def test_switches_hold_within_a_step_and_are_put_back_whatever_happens(
     assert switches() == before
 
 
-@pytest.mark.parametrize("precision", [*NAMED])
-def test_the_older_words_of_torch_can_be_read_afterwards(precision: str) -> None:
-    """Torch refuses to tell them where they do not agree with the newer ones."""
-    found = torch.get_float32_matmul_precision(), MATMUL.allow_tf32, CUDNN.allow_tf32
-    looking(precision)[0](BATCH)
-    assert found == (torch.get_float32_matmul_precision(), MATMUL.allow_tf32, CUDNN.allow_tf32)
-
-
-def test_by_hand_it_is_told_in_words() -> None:
-    precision = Precision(store="bfloat16", accumulate="float64", keep_float32=["norm", "*.router"])
-    assert str(precision) == "store bfloat16, accumulate float64, keep_float32 norm *.router"
-    assert precision.keep_float32 == ("norm", "*.router")
-    assert Precision(**json.loads(json.dumps(precision.to_dict()))) == precision
-    assert hash(precision) == hash(dataclasses.replace(precision))
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -146,23 +128,3 @@ def test_by_hand_it_is_told_in_words() -> None:
 def test_what_cannot_be_carried_out_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=rf"^Expected (.|\n)*{message}(.|\n)*\. "):  # and then what to do
         Precision(**values)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected", "values"),
-    [
-        ("precision", "a precision, one of float32, tf32, bf16-mixed", ["fp16", "FLOAT32", "", 16, {}]),
-        ("non_finite", "non_finite to be one of", ["stop", "", None, True, ("raise",)]),
-    ],
-)
-def test_other_words_are_refused_at_the_door(name: str, expected: str, values: list[Any]) -> None:
-    for value in values:
-        with pytest.raises(PlanError, match=f"Expected {expected}") as caught:
-            looking(**{"precision": "float32", name: value})
-        assert f"got {value!r}" in str(caught.value)
-
-
-@pytest.mark.parametrize(("chosen", "expected"), [(None, "float64"), (torch.bfloat16, "bfloat16")])
-def test_the_steps_own_word_for_sums_counts_more(chosen: torch.dtype | None, expected: str) -> None:
-    step, _ = looking(Precision(compute="bfloat16", accumulate="float64"), accumulate=chosen)
-    assert step.plan(4).accumulate == expected

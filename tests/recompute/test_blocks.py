@@ -71,14 +71,6 @@ def test_blocks_are_what_is_repeated(make: Callable[[], nn.Module], expected: tu
     assert find_blocks(make()) == expected
 
 
-def test_a_compiled_block_keeps_its_place() -> None:
-    model = resnet()
-    expected = find_blocks(model)
-    for name in expected:
-        model.set_submodule(name, torch.compile(model.get_submodule(name), backend="eager"))
-    assert find_blocks(model) == expected
-
-
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from anybatch.recompute import selective
 from anybatch.recompute.selective import contexts
 from tests.device import needs_cpu
 
@@ -36,13 +35,6 @@ def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
-@pytest.mark.parametrize("passes", [1, 3])
-def test_products_are_kept_and_the_rest_is_rebuilt(passes: int) -> None:
-    ran = backward(lambda a, b: (a @ b).tanh().exp().sin(), *leaves((3, 4), (4, 5)), passes=passes)
-    assert ran["mm"] == 2 * passes  # those of the gradients
-    assert ran["tanh"] == ran["exp"] == passes
-
-
 ATTENTION = (torch.nn.functional.scaled_dot_product_attention, ((1, 2, 4, 8),) * 3, "attention")
 
 
@@ -58,11 +50,3 @@ def test_convolutions_and_attention_are_kept(forward: Any, shapes: Any, kept: st
     assert not any(kept in name and "backward" not in name for name in ran)
     assert any(kept in name for name in ran)
     assert ran["tanh"] == 1
-
-
-def test_attention_that_draws_is_rebuilt() -> None:
-    op = torch.ops.aten._scaled_dot_product_flash_attention.default
-    given = [torch.empty(0)] * 3
-    found = [selective._policy(None, op, *given, *more) for more in ((), (0.1,))]
-    found.append(selective._policy(None, op, *given, dropout_p=0.1))
-    assert [one.name for one in found] == ["MUST_SAVE", "PREFER_RECOMPUTE", "PREFER_RECOMPUTE"]

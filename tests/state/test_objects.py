@@ -3,7 +3,7 @@
 import functools
 import pickle
 import random
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Options, Step
-from anybatch.core.batch import TensorBatch
-from anybatch.planner.trace import trace
 from anybatch.state import ObjectState, Reachable, rng
 
 TABLE: dict[str, Any] = {}
@@ -131,17 +128,6 @@ def test_closures_defaults_partials_and_hooks_are_followed() -> None:
     assert model.layer.weight.grad is None
 
 
-def test_what_was_cached_meanwhile_is_dropped() -> None:
-    model = Holder()
-    for known in (0, 1):
-        noted = ObjectState([model])
-        model.table(1)
-        noted.put_back()
-        assert Holder.table.cache_info().currsize == known
-        model.table(1)
-    Holder.table.cache_clear()
-
-
 def test_values_are_put_back_where_it_is_said() -> None:
     model = Holder([torch.zeros(2), torch.zeros(2), np.zeros(2)])
     first, second, array = model.kept
@@ -153,20 +139,6 @@ def test_values_are_put_back_where_it_is_said() -> None:
             one += 1
         noted.put_back()
         assert [float(one[0]) for one in (first, second, array)] == expected
-
-
-def test_nothing_is_left_in_caches() -> None:
-    seen: list[Tensor] = []
-    model = Holder()
-    model.register_forward_hook(lambda *found: seen.append(found[2]))
-    stream = model.generator.get_state()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = Step(model, nn.MSELoss(), optimizer, options=Options(check=False))
-    trace(step.plan(8), step.task(), TensorBatch((torch.ones(8, 3), torch.ones(8, 3))))
-    assert (seen, TABLE, model.calls) == ([], {}, 0)
-    assert model.box.made is None
-    assert model.table.cache_info().currsize == 0
-    assert torch.equal(model.generator.get_state(), stream)
 
 
 # ---- what can be reached from a block
@@ -193,20 +165,6 @@ def test_generators_are_found_wherever_they_are(name: str) -> None:
     state, first = read(), draw(generator)
     put(state)
     assert draw(generator) == first
-
-
-def test_other_modules_are_found() -> None:
-    one, other = nn.Linear(1, 1), nn.BatchNorm1d(1)
-    assert {*ObjectState([lambda x: other(one(x))]).modules} == {one, other}  # pyright: ignore
-    assert other in reached(holder(norms=[other])).modules
-    assert other in reached(nn.Tanh()).joined([other]).modules
-
-
-def test_containers_and_values_of_a_block_are_its_own() -> None:
-    log, ema, batch = [1], torch.zeros(1), UserDict(x=1)
-    block = reached(holder(log=log, ema=ema, batch=batch, loss=lambda: TABLE))
-    assert {id(one) for one in block.containers} == {id(log), id(vars(batch)), id(batch.data)}
-    assert block.values == [ema]
 
 
 def test_circles_and_data_are_not_gone_through() -> None:

@@ -397,8 +397,3 @@ def test_early_stopping_waits_for_a_better_value(
         report: Any = SimpleNamespace(validation={"loss": float(value)})
         stopping.epoch(SimpleNamespace(stop=asked.append), report)  # pyright: ignore
         assert bool(asked) == (epochs is not None and number >= epochs), number
-
-
-def test_checkpoints_are_saved_by_the_clock(tmp_path: Path) -> None:
-    make_trainer(tmp_path, save_minutes=1e-9, keep=10).fit(epochs=2)
-    assert numbered(tmp_path) == [6, 5, 4, 3, 2, 1]

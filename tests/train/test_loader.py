@@ -144,17 +144,6 @@ def test_an_epoch_of_a_loader_can_be_repeated_from_any_batch_and_draws_nothing_o
     assert random.getstate() == streams[1]
 
 
-def test_rows_and_batches_are_counted_where_that_is_known() -> None:
-    def counts(data: Any, size: int | None) -> tuple[int | None, int | None]:
-        return (rows := make_rows(data)).count, rows.per_epoch(size)
-
-    assert counts(loader(), None) == (11, 4)
-    assert counts(loader(), 4) == (11, 3)
-    assert counts(loader(drop_last=True), 4) == (9, 3)
-    assert counts(DataLoader(Numbers(), batch_size=None), None) == (None, None)
-    assert counts(DataLoader(Numbers(), batch_size=None), 4) == (None, None)
-
-
 def test_samples_are_gathered_whether_they_come_one_by_one_or_in_lists() -> None:
     samples = [{"x": number, "words": [number] * number} for number in range(7)]
 

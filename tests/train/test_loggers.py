@@ -4,7 +4,6 @@ import json
 import math
 import re
 from dataclasses import asdict, replace
-from datetime import datetime
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from anybatch import GradientFlow
 from anybatch.core import EpochReport, RunInfo
 from anybatch.core.errors import PlanError
 from anybatch.core.report import StepReport
 from anybatch.train import checkpoint, progress
 from anybatch.train.loggers import JsonLog
 from anybatch.train.progress import ProgressBar
-from tests.train.runs import BATCH, TRAIN, UPDATES, Diary, make_step, make_trainer, raising
+from tests.train.runs import TRAIN, UPDATES, Diary, make_trainer, raising
 
 COURSE = RunInfo(epochs=2, done_epochs=0, done_updates=0, total_updates=6, rows=14_000)
 VALUES: Any = {"validation": {"loss": math.inf, "accuracy": 0.5}, "seconds": 200.0, "learning_rate": 1e-4}
@@ -98,34 +96,6 @@ def test_lines_are_json_with_null_for_what_it_cannot_say(tmp_path: Path) -> None
     validation = {"loss": None, "accuracy": 0.5}
     assert epoch == {"event": "epoch"} | asdict(lost) | {"loss": None, "validation": validation}
     assert stop == {"event": "stop"}
-
-
-def test_the_log_says_what_runs_where_and_what_callbacks_saw(tmp_path: Path) -> None:
-    flow = GradientFlow(torch.nn.Linear(1, 1), every=2)
-    step = make_step(micro_batch=None, memory="1GB", callbacks=[flow, list[Any]().append])
-    flow.model = step.model
-    trainer = make_trainer(tmp_path, step=step)
-    trainer.fit(epochs=1)
-    trainer.fit(epochs=2)
-    start, *lines = strict(tmp_path / "log.jsonl")
-    assert datetime.fromisoformat(start["time"]).tzinfo is not None
-    assert start["machine"]["torch"] == torch.__version__
-    told = {"model": "Sequential", "loss": "CrossEntropyLoss", "optimizer": "SGD", "precision": "float32"}
-    told |= {"parameters": 54, "seed": 5, "batch_size": BATCH, "command": None}
-    assert {name: start[name] for name in told} == told
-    steps = [line for line in lines if line["event"] == "step"]
-    assert [("observed" in line) for line in steps] == [True, False] * UPDATES
-    first, second, third = (line["observed"]["flow"] for line in steps[::2])
-    assert [one.get("layers") for one in (first, second, third)] == [["0", "1", "4"], None, ["0", "1", "4"]]
-    assert (first["classes"], second.get("classes")) == (["Linear", "BatchNorm1d", "Linear"], None)
-    assert first["ratio"] == [float(f"{one:.4g}") for one in flow.history[0].ratio]
-    assert [line["learning_rate"] for line in steps[:3]] == [0.1, 0.1, pytest.approx(0.07)]
-    assert 0 < steps[0]["seconds"] < steps[-1]["seconds"] == pytest.approx(trainer.seconds)
-    assert steps[0]["memory"] > 2**20
-    plans = [line for line in lines if line["event"] == "plan"]
-    assert [line["step"] for line in plans] == [1, 4]  # it was started twice
-    assert plans[0]["text"]
-    assert plans[0]["bytes"]["parameters"] >= 54 * 4
 
 
 class Killed(BaseException):
@@ -230,15 +200,6 @@ def test_terminal_shows_loss_throughput_and_memory_and_a_line_for_each_epoch(
     shown = terminal.getvalue().split("\r\x1b[K")
     assert re.fullmatch(r"epoch 2/2  update 5/6  loss 0\.5000  [\d,]+ samples/s  peak 3\.0 MiB", shown[2])
     assert shown[3:] == [f"{replace(done, epoch=2)}\n", ""]
-
-
-@pytest.mark.parametrize("event", [("update", UPDATES + 2), ("epoch", 1), ("stop", 1)], ids=str)
-def test_bar_is_removed_where_a_training_is_broken_off(event: tuple[str, int]) -> None:
-    terminal = Terminal()
-    bar = ProgressBar(CPU, terminal)
-    with pytest.raises(KeyboardInterrupt):
-        make_trainer(callbacks=[bar, Diary(event, raising(KeyboardInterrupt()))]).fit(epochs=2)
-    assert terminal.getvalue().endswith("\r\x1b[K")
 
 
 @pytest.mark.parametrize("shown", [True, False])

@@ -85,35 +85,6 @@ def named(model: nn.Module, micro: Any) -> dict[str, Total]:
     }
 
 
-def test_metrics_are_added_up_and_divided_in_double() -> None:
-    sizes = iter([2.0**24] + [1.0] * (ROWS - 1))
-    size = lambda scores, y: Total(torch.tensor(next(sizes)), len(y))  # noqa: E731
-    third = lambda scores, y: Total(torch.tensor(len(y)), torch.tensor(3 * len(y)))  # noqa: E731
-    found = evaluated(nn.CrossEntropyLoss(), metrics={"size": size, "third": third}, micro_batch=1)
-    assert found["size"] == (2**24 + ROWS - 1) / ROWS  # in float32 every 1 would be lost
-    assert found["third"] == 1 / 3
-
-
-def test_metrics_see_outputs_and_targets_as_the_model_gives_and_takes_them() -> None:
-    model = nn.Linear(3, 2)
-    model.forward = lambda *, a: (a.sum(1), a.sum(1) + 1)
-    loss = lambda model, micro: Total(sum(model(a=micro["a"])).sum(), len(micro["a"]))  # noqa: E731
-    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    rows = Rows({"a": torch.zeros(5, 3), "labels": torch.ones(5)}, step)
-    gap = lambda made, target: Total((made[1] - made[0]).sum() + target.sum(), len(target))  # noqa: E731
-    assert evaluate(step, rows, {"gap": gap}, micro_batch=2, batch_size=4)["gap"] == 2.0
-
-
-def test_metrics_of_nothing_but_masked_rows_of_dense_targets_and_of_another_mask() -> None:
-    masked = torch.full((ROWS,), -100)
-    found = evaluated(nn.CrossEntropyLoss(), masked, metrics={"accuracy": accuracy}, micro_batch=4)
-    assert list(map(math.isnan, found.values())) == [True, True]
-    scores = torch.zeros(2, 3, 2)
-    scores[:, 1] = 1.0
-    total = accuracy(scores, torch.tensor([[1, 0], [7, 1]]), ignore_index=7)
-    assert (total.sum, total.weight) == (2, 3)
-
-
 def test_metrics_without_outputs_are_refused() -> None:
     def loss(model: nn.Module, micro: Any) -> Total:  # goes round the model
         return Total(model.layers(micro[0]).sum(), len(micro[0]))

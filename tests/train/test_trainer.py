@@ -130,19 +130,6 @@ def named(model: nn.Module, micro: Any) -> dict[str, Total]:
     return {"fit": Total(model(micro[0]).square().sum(), len(micro[0]))}
 
 
-def test_best_by_a_term_of_the_users_own_is_known_after_the_first_forward(tmp_path: Path) -> None:
-    assert make_trainer(loss=named, best_by="fit", metrics={}).fit(epochs=1)
-    trainer = make_trainer(tmp_path, loss=named, best_by="fitt", metrics={})
-    with pytest.raises(PlanError, match=r"got 'fitt'\. Choose from \['fit', 'loss'\]"):
-        trainer.fit(epochs=2)
-    again = make_trainer(tmp_path, loss=named, best_by="fit", metrics={})
-    again.resume(tmp_path)
-    assert again.updates == UPDATES  # nothing was lost
-    runs.assert_same_end(
-        again, again.fit(epochs=EPOCHS), runs.finished(loss=named, best_by="fit", metrics={})
-    )
-
-
 # ---- bad input
 
 
@@ -203,23 +190,6 @@ def frozen() -> Any:
     layer = nn.Linear(4, 4).requires_grad_(False)
     forward = lambda self, x: self.frozen(self.trained(x)) * self.factor  # noqa: E731
     return Made(forward, trained=nn.Linear(3, 4), frozen=layer, factor=torch.full((4,), 1.1))
-
-
-def test_what_is_frozen_or_a_buffer_widens_where_only_the_model_is_restored(tmp_path: Path) -> None:
-    model, other = frozen(), frozen()
-    optimizer = torch.optim.SGD(model.trained.parameters(), lr=0.1)
-    step = Step(model, nn.MSELoss(), optimizer, precision="bf16-true")
-    checkpoint.save(tmp_path / "a", 1, model=model, optimizers=step.optimizers, masters=step.masters)
-    found = checkpoint.load(tmp_path / "a")
-    assert found.model["frozen.weight"].dtype == found.model["factor"].dtype == torch.bfloat16
-    checkpoint.restore(found, model=other)
-    assert torch.equal(other.factor, model.factor.float())
-    assert torch.equal(other.trained.weight, step.masters.of(model.trained.weight))
-    optimizer = torch.optim.SGD(other.trained.parameters(), lr=0.1)
-    with pytest.raises(CheckpointError, match=r"factor: bfloat16 \(4,\) there, float32 \(4,\) here"):
-        checkpoint.restore(found, model=other, optimizers=[optimizer])
-    with pytest.raises(CheckpointError, match=r"bias: float32 \(4,\) there, bfloat16 \(4,\) here"):
-        checkpoint.restore(found, model=frozen().bfloat16())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -97,13 +96,6 @@ def test_a_micro_batch_without_a_loss_adds_nothing(loss: Callable[..., Any], fir
     assert (report.updated, found) == (False, {})
 
 
-def test_targets_of_eight_bits() -> None:
-    ignoring = partial(tokens, ignore_index=255)
-    assert_exact(ignoring, {"x": X, "labels": LABELS.where(LABELS >= 0, 255).to(torch.uint8)})
-    report = assert_exact(tokens, {"x": X, "labels": LABELS.clamp(min=0).to(torch.uint8)})
-    assert report.weights == {"loss": LABELS.numel()}
-
-
 @pytest.mark.parametrize("made_inside", [True, False])
 def test_evaluation_in_inference_mode_keeps_no_graph(made_inside: bool) -> None:
     value, _ = whole_of(Own(own_losses.stacked), BATCH)
@@ -124,24 +116,6 @@ def test_what_is_refused_in_a_cut_is_taken_whole(name: str) -> None:
     report, found = take(REFUSED[name][0], micro_batch=None)
     assert report.terms.keys() == {"loss"}
     assert same(found, whole_of(Own(REFUSED[name][0]), BATCH)[1])
-
-
-def test_a_model_whose_loss_changes_its_form_is_refused() -> None:
-    with pytest.raises(LossError, match="same means with the same factors"):
-        take(lambda scores, labels: size(scores) if labels.max() < 0 else 2 * tokens(scores, labels))
-
-
-def test_selected_rows_of_any_number() -> None:
-    rows = (LABELS >= 0).any(1)
-    assert_exact(own_losses.selected, {"x": X[rows], "labels": LABELS[rows]})
-
-
-def test_weights_are_told_by_term() -> None:
-    valid = int((LABELS >= 0).sum())
-    report, _ = take(own_losses.sum_and_mean)
-    assert report.weights == {"cross_entropy": 1, "mean": LABELS.numel() * 4}
-    report, _ = take(own_losses.stacked)
-    assert report.weights == {"cross_entropy": valid, "mean": LABELS.numel() * 4, "cross_entropy 2": valid}
 
 
 def test_labels_equal_to_the_inputs_in_the_first_micro_batch_only() -> None:

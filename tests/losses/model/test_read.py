@@ -136,22 +136,6 @@ def test_a_loss_that_changes_is_evaluated_again(name: str, watched: list[Any]) -
     assert relative_error(recorder.gradients, gradients) <= (1e-2 if name == "dtype" else LIMIT)
 
 
-def test_an_evaluation_again_leaves_no_trace() -> None:
-    """Buffers, random numbers and the loss are those of a model whose loss was always this one."""
-    found: list[Any] = []
-    for first in (WATCHED["squares"], tokens):
-        step, recorder = stepped(model := Changing(first), 2)
-        step(BATCH)
-        calls, model.loss = model.calls, WATCHED["squares"]
-        torch.manual_seed(0)
-        report = step(BATCH)
-        assert model.calls == 2 * calls  # a forward that was undone does not count
-        found.append((recorder.gradients, model.count.item(), torch.get_rng_state(), report.loss))
-    (gradients, *rest), (expected, *others) = found
-    assert same(rest, others)
-    assert relative_error(gradients, expected) <= LIMIT
-
-
 def test_settings_that_change_within_a_step_are_refused_by_name() -> None:
     model = Changing(tokens, lambda scores, labels: tokens(scores, labels, weight=WEIGHTS))
     step, _ = stepped(model, 2)
