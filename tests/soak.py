@@ -16,6 +16,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,18 +27,17 @@ from tests.conftest import TORCH_RANDOM
 from tests.faults.test_kill import assert_same_end, draw_scenarios, played
 from tests.laws import planted
 from tests.laws.drawn import LAWS, run
-from tests.parallel import cases, faults, sharded
+from tests.parallel import drawn, faults
 from tests.parallel.deadly import AGENTS_S, stay
 from tests.parallel.spawned import spawned
 from tests.step import test_budgets_hold
 
 EXAMPLES = 10  # of a law in a round, times its share
 KILLED = 6  # tens of drawn kills in a round; some come after the end, so that about 50 kill
-KILLS = "killed at any moment"
 DEATHS = 6  # of the driver of servers and workers in a round; about forty of these end meanwhile
-SERVERS = ["servers, workers and drivers that end"] if find_spec("ray") else []
-RANKS = "a fault on one rank"
 FAULTS = 34  # on a rank in a round, so that three rounds plant about 100
+LOOKS = 100  # cases in a round
+SAVES = 6  # kills in a round
 
 
 def kill(seed: int) -> int:
@@ -53,10 +53,8 @@ def kill(seed: int) -> int:
 def fault(seed: int) -> int:
     """Steps of three ranks, one of which meets a fault; then as many rows that fall on them anyhow."""
     with spawned(3) as ranks:
-        answers = ranks.run(faults.several, seed * FAULTS, FAULTS, seconds=300.0)
-        for one in zip(*answers, strict=True):
-            faults.assert_agreed([*one])
-        ranks.run(cases.several, seed * FAULTS, FAULTS, seconds=300.0)
+        faults.assert_all_agreed(ranks, "drawn", seed * FAULTS, FAULTS)
+        ranks.run(drawn.several, seed * FAULTS, FAULTS, False, seconds=300.0)
     return 2 * FAULTS
 
 
@@ -71,8 +69,7 @@ def look(seed: int) -> int:
 def end(seed: int) -> int:
     """Windows of two ranks, in which one has a fault."""
     with spawned(2) as ranks:
-        found = ranks.run(faults.in_windows, seed * FAULTS, FAULTS, seconds=300.0)
-        faults.assert_windows_ended(found)
+        faults.assert_all_agreed(ranks, "window", seed * FAULTS, FAULTS)
     return FAULTS
 
 
@@ -80,8 +77,7 @@ def last(seed: int) -> int:
     """Faults in the last micro-batch of two and three ranks, while buckets are summed."""
     for size in (2, 3):
         with spawned(size) as ranks:
-            for one in zip(*ranks.run(faults.in_the_last, seed * FAULTS, FAULTS, seconds=300.0), strict=True):
-                faults.assert_agreed([*one])
+            faults.assert_all_agreed(ranks, "last", seed * FAULTS, FAULTS)
     return 2 * FAULTS
 
 
@@ -89,15 +85,13 @@ def shard(seed: int) -> int:
     """Sharded models on drawn rows, with a fault on one rank, and with one that ends or stands still."""
     for size, count in ((2, 75), (4, 20)):
         with spawned(size) as ranks:
-            found = ranks.run(sharded.several, seed * count, count, seconds=600.0)
+            found = ranks.run(drawn.several, seed * count, count, True, seconds=600.0)
             assert all(one == found[0] for one in found)
             for loss in ("tokens", "whole"):
-                drawn = seed * count, count, loss
-                for told in zip(*ranks.run(sharded.all_faulted, *drawn, seconds=600.0), strict=True):
-                    assert len({bool(one["error"]) for one in told}) == 1, told
+                faults.assert_all_agreed(ranks, "sharded", seed * count, count, loss)
     for number in range(6 * seed, 6 * seed + 6):
         with spawned(2 + number % 3) as ranks:
-            sharded.assert_ended(ranks, signal.SIGSTOP if number % 2 else signal.SIGKILL, number)
+            faults.assert_ended(ranks, signal.SIGSTOP if number % 2 else signal.SIGKILL, number)
     return 291
 
 
@@ -110,33 +104,14 @@ def keep(seed: int) -> int:
 
 def save(seed: int) -> int:
     """Runs on 1, 2 and 4 ranks, plain and sharded, of which a rank is killed while it saves."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.parallel.mortal_saves",
-        "--kills",
-        str(SAVES),
-        "--seed",
-        str(seed),
-    ]
+    program = [sys.executable, "-m", "tests.parallel.mortal_saves"]
+    command = [*program, "--kills", str(SAVES), "--seed", str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stdout + done.stderr
     return SAVES
 
 
-CAMPAIGNS = {
-    "ranks killed while they save": save,
-    "a fault planted in a loss": look,
-    "a fault in a window of two ranks": end,
-    "a fault in the last micro-batch of ranks": last,
-    "sharded models": shard,
-    "memory that runs out within a budget": keep,
-}
-LOOKS = 100  # cases in a round
-SAVES = 6  # kills in a round
-
-
-def serve(seed: int) -> Counter[str]:
+def serve(seed: int) -> int:
     """A training by servers and workers on Ray; how many of them, and of its drivers, ended."""
     command = [sys.executable, "-m", "tests.parallel.deadly", str(seed), str(DEATHS), "1"]
     mark = f"ANYBATCH_SOAK={seed} {os.getpid()}"
@@ -145,27 +120,33 @@ def serve(seed: int) -> Counter[str]:
     assert not done.returncode, done.stderr
     left = stay(mark, AGENTS_S)
     assert not left, f"after {AGENTS_S} s there are {left}"
-    return Counter(json.loads(done.stdout.splitlines()[-1])["ended"])
+    return sum(json.loads(done.stdout.splitlines()[-1])["ended"].values())
 
 
-def attempt(law: str, seed: int) -> tuple[Counter[str], str]:
-    """Cases that were tried, of each kind, and what is wrong."""
+CAMPAIGNS: dict[str, Callable[[int], int]] = {
+    "ranks killed while they save": save,
+    "a fault planted in a loss": look,
+    "a fault in a window of two ranks": end,
+    "a fault in the last micro-batch of ranks": last,
+    "sharded models": shard,
+    "memory that runs out within a budget": keep,
+    "killed at any moment": kill,
+    "a fault on one rank": fault,
+} | ({"servers, workers and drivers that end": serve} if find_spec("ray") else {})
+
+
+def attempt(law: str, seed: int) -> tuple[int, str]:
+    """Return how many cases were tried, and what is wrong."""
     torch.manual_seed(0)
     random.seed(0)
     try:
         if law in CAMPAIGNS:
-            return Counter({law: CAMPAIGNS[law](seed)}), ""
-        if law == KILLS:
-            return Counter({law: kill(seed)}), ""
-        if law == RANKS:
-            return Counter({law: fault(seed)}), ""
-        if law in SERVERS:
-            return serve(seed), ""
+            return CAMPAIGNS[law](seed), ""
         examples = EXAMPLES * LAWS[law].share
         run(LAWS[law], seed=seed, examples=examples)
     except Exception:
-        return Counter({law: 1}), traceback.format_exc()
-    return Counter({law: examples}), ""
+        return 1, traceback.format_exc()
+    return examples, ""
 
 
 def main() -> int:
@@ -173,7 +154,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="no round begins after these")
     parser.add_argument("--rounds", type=int, help="instead of minutes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=[*LAWS, *CAMPAIGNS, KILLS, RANKS, *SERVERS])
+    parser.add_argument("--only", choices=[*LAWS, *CAMPAIGNS])
     asked = parser.parse_args()
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "reduction. 'mean' divides", UserWarning)
@@ -184,9 +165,9 @@ def main() -> int:
     broken: list[str] = []
     start, number = time.monotonic(), 0
     while number < asked.rounds if asked.rounds else time.monotonic() - start < 60 * asked.minutes:
-        for law in [asked.only] if asked.only else [*LAWS, *CAMPAIGNS, KILLS, RANKS, *SERVERS]:
+        for law in [asked.only] if asked.only else [*LAWS, *CAMPAIGNS]:
             count, wrong = attempt(law, 1000 * asked.seed + number)
-            tried += count
+            tried[law] += count
             if wrong:
                 broken.append(law)
                 print(f"{wrong}\nbroken: {law!r}, seed {asked.seed}, round {number}", flush=True)

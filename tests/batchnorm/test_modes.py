@@ -13,8 +13,6 @@ from anybatch.batchnorm import (
     batch_norm_to_group_norm,
     find_batch_norms,
     frozen_batch_norms,
-    names_of_batch_norms,
-    refuse_batch_norms,
 )
 from anybatch.core.errors import PlanError
 from anybatch.testing import GradientRecorder, reference_step, relative_error
@@ -53,14 +51,6 @@ def cut_error(model: nn.Module) -> float:
     return relative_error(recorder.gradients, expected.gradients)
 
 
-def test_training_meets_and_evaluation_does_not() -> None:
-    norms = [nn.BatchNorm1d(4), nn.BatchNorm3d(4), nn.SyncBatchNorm(4), nn.LazyBatchNorm2d(), Scaled(4)]
-    others = [nn.InstanceNorm2d(4, track_running_stats=True), nn.GroupNorm(2, 4), nn.LayerNorm(4)]
-    model = nn.ModuleList([*norms, *others])
-    assert find_batch_norms(model.modules()) == norms
-    assert find_batch_norms(model.eval().modules()) == []
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("tracking", [True, False])
 def test_what_is_found_is_where_rows_meet(training: bool, tracking: bool) -> None:
@@ -69,18 +59,6 @@ def test_what_is_found_is_where_rows_meet(training: bool, tracking: bool) -> Non
     for norm in (nn.BatchNorm2d(4, track_running_stats=tracking), nn.InstanceNorm2d(4), late):
         norm.train(training)
         assert (find_batch_norms([norm]) == [norm]) == meets(norm, torch.randn(5, 4, 3, 3))
-
-
-def test_what_is_refused_is_named_with_the_ways_out() -> None:
-    model = image()
-    refuse_batch_norms(model.eval(), find_batch_norms(model.modules()))
-    ways = r"got module body\.1, head\.1: .*memory=.*frozen.*batch_norm_to_group_norm.*micro"
-    with pytest.raises(PlanError, match=ways):
-        refuse_batch_norms(model.train(), find_batch_norms(model.modules()))
-    several = nn.Sequential(*[nn.Sequential(nn.BatchNorm1d(2)) for _ in range(20)])
-    assert names_of_batch_norms(several, list(several)) == "0, 1, 2 and 17 more"
-    assert names_of_batch_norms(several, list(several)[:3]) == "0, 1, 2"
-    assert names_of_batch_norms(model, [nn.BatchNorm3d(2), model]) == "BatchNorm3d, Made"
 
 
 @pytest.mark.parametrize("fails", [True, False])

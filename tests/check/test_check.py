@@ -87,17 +87,6 @@ def test_without_time_it_says_so_and_names_batch_norms_all_the_same(monkeypatch:
 # ---- cuts, rows and dtypes
 
 
-def test_cut_of_the_caller_is_tried() -> None:
-    def skips_three(model: nn.Module, micro: Any) -> Total:
-        total = sum_of_squares(model, micro)
-        return total if len(micro[0]) != 4 else Total(0.0 * total.sum, 0)
-
-    assert check(Perceptron(5, 2), skips_three, rows()).exact
-    report = check(Perceptron(5, 2), skips_three, rows(), micro_batch=4)
-    assert "4+4+4" in report.cuts
-    assert not report.exact
-
-
 @pytest.mark.parametrize(
     ("options", "count"), [({"rows": 5}, 5), ({"micro_batch": 7}, 20), ({"rows": 100}, 20), ({}, 20)]
 )
@@ -121,23 +110,6 @@ def test_a_model_that_cannot_be_widened_or_takes_too_long_runs_as_it_is(
     report = check(Perceptron(5, 2), nn.MSELoss(), rows())
     assert (report.dtype, report.rows) == ("float32", 2)
     assert "too long" in report.notes[0]
-
-
-def test_precision_hides_no_denominator() -> None:
-    """Untrained, every token costs about the same: only in float64 wrong sums do not seem to add up."""
-
-    def cast(model: nn.Module, micro: Any) -> Total:
-        rows = len(micro[0])
-        return Total(F.cross_entropy(model(micro[0]).float(), micro[1], ignore_index=0) * rows, rows)
-
-    def nearly(model: nn.Module, micro: tuple[Tensor, Tensor]) -> Total:
-        return Total(F.mse_loss(model(micro[0]), micro[1], reduction="sum"), len(micro[0]) + 1e-4)
-
-    model = nn.Linear(5, 7)
-    for one in model.parameters():
-        nn.init.normal_(one, std=1e-6)
-    assert kinds(model, cast, (torch.randn(ROWS, 5), torch.arange(ROWS) % 3))[0][0] == "denominator"
-    assert not check(nn.Linear(5, 2), nearly, rows()).exact
 
 
 # ---- what it refuses

@@ -65,16 +65,6 @@ class Loud:
         return ab.Total(F.cross_entropy(out, micro[1], reduction="sum") + extra, len(out))
 
 
-def test_a_coefficient_that_changes_is_compared_again() -> None:
-    def terms(model: nn.Module, micro: Any) -> dict[str, ab.Total]:
-        out, count = model(micro[0]), len(micro[0])
-        return {"fit": ab.Total(out.square().sum(), count), "pull": ab.Total(count * pull(out), count)}
-
-    step = by_step(Perceptron(4, 3), ab.Terms(terms, coefficients={"pull": 0.0}))
-    with pytest.raises(LossError, match="'pull'"):
-        step(rows())
-
-
 def test_parts_that_become_smaller_are_compared_again() -> None:
     def pairs(model: nn.Module, micro: Any) -> ab.Total:
         out = model(micro[0])

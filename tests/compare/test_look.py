@@ -12,10 +12,9 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core.errors import LossError
 from anybatch.memory.meter import Meter
-from tests.corpus.faults import Bent
 from tests.options import flat
 from tests.snapshots import assert_same, same_as_before, snapshot
-from tests.zoo import Made, Perceptron, dropout, own_loss
+from tests.zoo import Made, Perceptron, dropout
 
 ROWS = 13
 
@@ -73,13 +72,6 @@ def less_mean(x: Tensor) -> Tensor:
     return x - x.mean(0)
 
 
-def test_only_the_gradient_may_tell() -> None:
-    """The value of the loss is the same for every split."""
-    crossed = Meeting(lambda x: Bent.apply(x, less_mean), 12).requires_grad_(False)
-    with pytest.raises(LossError, match=r"gradients that differ by .*, most in 0\.weight"):
-        look(nn.CrossEntropyLoss(), model=nn.Sequential(nn.Linear(4, 12, bias=False), crossed))
-
-
 @pytest.mark.parametrize("micro_batch", [1, 12])
 @pytest.mark.parametrize("loss", [by_rows, mean_of_means, broadcast])
 def test_a_wrong_weight_is_refused_where_the_batch_is_cut(loss: Any, micro_batch: int) -> None:
@@ -93,32 +85,6 @@ def test_a_wrong_weight_is_refused_where_the_batch_is_cut(loss: Any, micro_batch
             step(batch)
     for allowed in ({"micro_batch": None}, {"check": False}):
         assert make(model, loss, **allowed)(make_batch(12)).updated
-
-
-def test_a_wrong_term_is_named() -> None:
-    loss = ab.Terms(lambda model, micro: {"right": by_labels(model, micro), "wrong": by_rows(model, micro)})
-    with pytest.raises(LossError, match="'wrong'"):
-        look(loss)
-
-
-def test_samples_whole_batch_losses_and_windows_are_looked_at_too() -> None:
-    loss = ab.WholeBatch(lambda out: (out @ out.T).logsumexp(1).mean())
-    look(loss, batch=(make_batch()[0],))
-    for micro_batch in (3, 4, 6):
-        with pytest.raises(LossError, match="Rows affect"):
-            look(loss, batch=(5 * make_batch()[0],), model=Meeting(less_mean), micro_batch=micro_batch)
-    samples = list(zip(*make_batch(), strict=True))
-    look(by_labels, batch=samples, collate=torch.utils.data.default_collate)
-    with pytest.raises(LossError, match="padded places"):
-        look(by_rows, batch=samples, collate=torch.utils.data.default_collate)
-    window = make(Meeting(less_mean), nn.CrossEntropyLoss(), None).window()
-    window.add(make_batch())  # alone it is no cut
-    with pytest.raises(LossError, match="Rows affect"):
-        window.add(make_batch())
-    window = make(Perceptron(4, 3), mean_of_means, None).window()
-    window.add(make_batch(1))  # a single row tells nothing
-    with pytest.raises(LossError, match="for every split"):
-        window.add(make_batch())
 
 
 def collate_boxes(samples: list[Any]) -> Any:
@@ -205,23 +171,6 @@ def test_a_hook_on_a_parameter_is_named_as_a_cause() -> None:
         look(by_labels, model=model)
 
 
-def by_all(model: nn.Module, micro: Tensor) -> ab.Total:
-    out = model(micro).square()
-    return ab.Total(out.sum(), out.numel())
-
-
-def test_rows_of_another_kind_are_looked_at_again_and_so_are_others_where_some_cannot_tell() -> None:
-    model = Meeting(lambda x: x - x.mean(0) if x.dim() == 3 else x)
-    step, _ = step_on(model, by_all, torch.randn(9, 4))
-    step(torch.randn(7, 4))
-    with pytest.raises(LossError, match="Rows affect"):
-        step(torch.randn(9, 5, 4))
-    masked = torch.ones(6, 4), torch.full((6,), -100)
-    step, _ = step_on(Meeting(less_mean), nn.CrossEntropyLoss(), masked)
-    with pytest.raises(LossError, match="Rows affect"):
-        step(make_batch())
-
-
 def test_it_keeps_little() -> None:
     """Of two sets of gradients only a sketch of one is kept, beside what a micro-batch takes."""
     model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
@@ -233,15 +182,6 @@ def test_it_keeps_little() -> None:
             step(batch)
         peaks.append(meter.peak - meter.held)
     assert peaks[0] < 1.2 * peaks[1]
-
-
-def test_pairs_by_place_in_a_whole_batch_loss_are_left_together() -> None:
-    def nearest(out: Tensor) -> Tensor:
-        """The positive of row i is row i + N, as in SimCLR."""
-        scores = (out @ out.T).fill_diagonal_(-torch.inf)
-        return F.cross_entropy(scores, (torch.arange(len(out)) + len(out) // 2) % len(out))
-
-    look(ab.WholeBatch(nearest), batch=(torch.randn(16, 4),), micro_batch=8)
 
 
 def by_numbers(out: Tensor, numbers: Tensor) -> Tensor:
@@ -261,35 +201,3 @@ def test_targets_that_number_the_rows_number_those_that_are_compared(numbers: Te
     with pytest.raises(LossError, match="Rows affect"):
         look(loss, batch=batch, model=Meeting(less_mean))
     assert ab.check(Perceptron(4, 3), loss, batch, rows=8).exact
-
-
-def test_lazy_parameters_become_what_they_are_in_the_step() -> None:
-    model = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.Linear(5, 3))
-    step, _ = step_on(model, nn.CrossEntropyLoss(), make_batch(), 5, batch_norm="micro")
-    assert not step(make_batch()).checked
-    assert model[0].weight.shape == (5, 4)
-    assert model[1].num_batches_tracked == 2 * 3
-
-
-def test_a_model_stays_compiled() -> None:
-    compiled: list[int] = []
-
-    def backend(module: Any, inputs: Any) -> Any:
-        return lambda *args: compiled.append(1) or module(*args)
-
-    model = torch.compile(nn.Sequential(nn.Linear(4, 3)), backend=backend)
-    step_on(model, nn.CrossEntropyLoss(), make_batch(16))
-    assert len(compiled) == 4  # of the step; the look runs it as it is written
-    torch.compiler.reset()
-
-
-def test_a_models_own_loss_is_read_as_if_nobody_had_looked() -> None:
-    found = []
-    for check in (True, False):
-        torch.manual_seed(0)
-        model, (x, labels) = own_loss(Perceptron(4, 3)), make_batch()
-        batch = {"x": x, "labels": labels}
-        step, report = step_on(model, ab.ModelLoss(), batch, check=check)
-        found.append((report.loss, step(batch).loss, next(model.parameters()).detach().clone()))
-    assert found[0][:2] == found[1][:2]
-    assert torch.equal(found[0][2], found[1][2])

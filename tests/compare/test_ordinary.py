@@ -68,12 +68,3 @@ def test_global_names_and_attributes_of_classes_are_put_back() -> None:
     for _ in range(4):
         made(batch())
     assert (CALLS - before[0], Counted.calls - before[1]) == (24, 24)
-
-
-def test_a_collate_may_want_several_samples() -> None:
-    def collate(samples: Any) -> Any:
-        assert len(samples) > 1
-        return torch.utils.data.default_collate(samples)
-
-    rows = [*zip(*batch(), strict=True)]
-    assert step(nn.Linear(8, 3), nn.CrossEntropyLoss(), collate=collate)(rows).checked

@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Step, Total
+from anybatch import Step
 from anybatch.engine import Apart
 from anybatch.engine.gradients import InPlace, finish
-from anybatch.testing import relative_error, tolerance
 from tests.options import flat
-from tests.zoo import Made
 
 Ways = InPlace | Apart
 
@@ -77,25 +75,6 @@ def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[
 
 
 # ---- what was accepted, and what is looked at
-
-
-def conjugated() -> Any:
-    """Return a model whose gradient carries torch's conjugate bit."""
-    torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(3, dtype=torch.cfloat))
-    return Made(lambda self, x: torch.dot(self.weight.conj(), x.sum(0).cfloat()).real, weight=weight)
-
-
-@pytest.mark.filterwarnings("ignore:Casting complex values")
-@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"micro_batch": 2, "non_finite": "drop"}])
-def test_conjugated_gradients(options: dict[str, Any]) -> None:
-    model, plain_model = conjugated(), conjugated()
-    loss = lambda model, rows: Total(model(rows), len(rows))  # noqa: E731
-    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), **flat(options, check=False))
-    step(torch.ones(8, 3))
-    (plain_model(torch.ones(8, 3)) / 8).backward()
-    torch.optim.SGD(plain_model.parameters(), lr=0.1).step()
-    assert relative_error(model.weight, plain_model.weight) <= tolerance(torch.float32, terms=8)
 
 
 # ---- sums have memory of their own, whoever else holds that of the first gradients

@@ -1,6 +1,5 @@
 """Plan: refuses what cannot be carried out, prints as a table, comes back from JSON."""
 
-import json
 import math
 import re
 from typing import Any
@@ -14,18 +13,6 @@ from anybatch.core.batch import cut_sizes
 from anybatch.core.errors import PlanError
 from anybatch.engine import Plan
 from anybatch.precision.policy import NAMED
-
-
-def test_what_is_chosen_comes_back_from_json_and_is_counted() -> None:
-    blocks = (("a", "recompute"), ("b", "selective"), ("c", "recompute"))
-    plan = Plan(rows=16, micro_batch=4, cut=(4, 4, 2, 2, 4), blocks=blocks, foreach=False, batch_norm="micro")
-    assert (plan.micro_batches, plan.sizes, plan.is_cut) == (5, (4, 4, 2, 2, 4), True)
-    assert {"micro_batch  5 of 2 to 4 rows", "blocks       recompute 2, selective 1"} <= {
-        *str(plan).splitlines()
-    }
-    assert Plan.from_json(plan.to_json()) == plan
-    assert (Plan(rows=0, micro_batch=0).micro_batches, Plan(rows=0, micro_batch=0).is_cut) == (0, False)
-
 
 PRECISIONS = [
     *NAMED.values(),
@@ -96,10 +83,3 @@ READ = '{"rows": 8, "micro_batch": 4, "clip_norm": null'
 def test_other_json_is_refused(text: str, words: str) -> None:
     with pytest.raises(PlanError, match=rf"^Expected {re.escape(words)}"):
         Plan.from_json(text)
-
-
-def test_json_is_strict_and_an_older_one_is_read() -> None:
-    text = Plan(rows=8, micro_batch=4).to_json()
-    assert json.loads(text, parse_constant=pytest.fail)["clip_norm"] is None  # it has no Infinity
-    # READ is from before there was precision
-    assert Plan.from_json(text) == Plan.from_json(READ + "}") == Plan(rows=8, micro_batch=4)

@@ -1,40 +1,54 @@
 """Faults on one rank of several, and what follows on all of them. Called on every rank."""
 
-import functools
 import math
 import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
-from types import SimpleNamespace
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 import anybatch as ab
-from anybatch.core.errors import BatchError, RankError
+from anybatch.core import local
+from anybatch.core.errors import RankError
+from anybatch.parallel import Shard
 from anybatch.testing import tolerance
-from tests.faults.faulty import (
-    NO_MEMORY,
-    ROWS,
-    SIZE,
-    VARIANTS,
-    assert_as_unfaulted,
-    build,
-    make_batch,
-    spread,
-    take,
-)
-from tests.parallel.cases import WAYS, digest, sending
+from tests.faults.faulty import ROWS, SIZE, VARIANTS, assert_as_unfaulted, build, make_batch, take
+from tests.parallel import pairs
+from tests.parallel.drawn import WAYS, sending
+from tests.parallel.pairs import NO_MEMORY, Pair, copies, digest, draw_sizes, make, rows, shard, share, whole
+from tests.parallel.spawned import Ranks
 from tests.snapshots import DRAWN, changes, snapshot
 
 NO = ValueError("no")
 PLACES = ("forward", "mid", "end")
 WHATS = (NO_MEMORY, NO_MEMORY, math.inf, math.nan, NO, KeyboardInterrupt())
 HALVED = tolerance(torch.float32, 8)  # additions in another order
+Told = dict[str, Any]
+
+
+def said(error: BaseException) -> Told:
+    return {"error": type(error).__name__, "said": str(error)}
+
+
+def assert_agreed(answers: Sequence[Told], at_rank: int = -1) -> None:
+    """All ranks made the same update or none did, and each raised or none did: by the name of one rank."""
+    for name in ("updated", "dropped", "bits"):
+        assert len({one.get(name) for one in answers}) == 1, answers
+    assert len({bool(one["error"]) for one in answers}) == 1, answers
+    for rank, one in enumerate(answers):
+        assert at_rank in (-1, rank) or not one["error"] or f"on rank {at_rank}" in one["said"], answers
+        assert one.get("seconds", 0) < 10, answers
+
+
+# ---- replicas
 
 
 def faulted(
@@ -46,7 +60,7 @@ def faulted(
     kind: str = "dropout",
     variant: str = "divided early",
     **options: Any,
-) -> dict[str, Any]:
+) -> Told:
     """A step with a fault on one rank, then one without; what came of both."""
     options = VARIANTS[variant] | {"momentum": 0.5, "lr": 2.0**-6} | options
     step, twin = (build(kind, warm=1, **options) for _ in range(2))
@@ -61,7 +75,7 @@ def faulted(
     try:
         report = take(step, way, batch)
     except BaseException as error:
-        told |= {"error": type(error).__name__, "said": str(error)}
+        told |= said(error)
         assert not changes(before, snapshot(step))
     else:
         told |= {"updated": report.updated, "dropped": report.dropped, "redone": report.redone}
@@ -76,11 +90,10 @@ def faulted(
     return told | {"bits": digest([*step.model.parameters(), step.scale.state(), again.loss])}
 
 
-def drawn(rank: int, size: int, seed: int) -> dict[str, Any]:
+def drawn(rank: int, size: int, seed: int) -> Told:
     """A drawn fault on a drawn rank; the same on all ranks."""
     draws = random.Random(seed)
-    at_rank = draws.randrange(size)
-    what = draws.choice(WHATS)
+    at_rank, what = draws.randrange(size), draws.choice(WHATS)
     place = "row" if what is math.nan else draws.choice(PLACES if what is not math.inf else ("mid", "end"))
     at = draws.randrange(ROWS if place == "row" else ROWS // SIZE)
     variant = draws.choice(["divided early", "divided late", "several terms", "whole batch", "clipped"])
@@ -90,52 +103,37 @@ def drawn(rank: int, size: int, seed: int) -> dict[str, Any]:
         options["precision"] = draws.choice(["bf16-mixed", "fp16-mixed"])
     kind = draws.choice(["plain", "counting", "dropout"])
     try:
-        return faulted(rank, size, at_rank, (place, at, what), way, kind, variant, **options)
+        with sending(WAYS[seed % len(WAYS)]):
+            return faulted(rank, size, at_rank, (place, at, what), way, kind, variant, **options)
     except BaseException as error:
-        said = f"seed {seed}, rank {at_rank}: {place} {at} {what!r} {way} {kind} {variant} {options}"
-        raise AssertionError(said) from error
-
-
-def several(rank: int, size: int, seed: int, count: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for index in range(count):
-        with sending(WAYS[index % len(WAYS)]):
-            found.append(drawn(rank, size, seed + index))
-    return found
+        case = f"seed {seed}, rank {at_rank}: {place} {at} {what!r} {way} {kind} {variant} {options}"
+        raise AssertionError(case) from error
 
 
 class Layers(nn.Module):
-    """Many layers, which may fail behind each in backward, skip one, or run in another order."""
+    """Layers behind each of which a backward may fail; one may be skipped, or all run in another order."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(6)])
-        # A plain object, so that no snapshot holds it: errors by forward and layer.
-        self.fault = SimpleNamespace(fails=[], forwards=0)
-        self.skipped, self.reversed = -1, False
+        self.order, self.forwards = [*range(6)], [0]
+        self.fails: dict[tuple[int, int], BaseException] = {}  # by forward and layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.fault.forwards += 1
-        layers = [*enumerate(self.layers)]
-        for at, layer in layers[::-1] if self.reversed else layers:
-            if at != self.skipped:
-                x = layer(x).tanh()
-                x.register_hook(functools.partial(self._meet, self.fault.forwards, at))
+        self.forwards[0] += 1  # in a list, which is no state
+        for at in self.order:
+            x = self.layers[at](x).tanh()
+            x.register_hook(partial(self.meet, (self.forwards[0], at)))
         return x
 
-    def _meet(self, number: int, layer: int, gradient: torch.Tensor) -> None:
-        for *place, error in self.fault.fails:
-            if place == [number, layer]:
-                raise error
+    def meet(self, place: tuple[int, int], gradient: object) -> None:
+        if place in self.fails:
+            raise self.fails[place]
 
 
-def in_the_last(rank: int, size: int, seed: int, count: int) -> list[dict[str, Any]]:
-    """Steps whose last micro-batch fails on drawn ranks while buckets are summed, beside steps without it."""
-    return [_last(rank, size, number) for number in range(seed, seed + count)]
-
-
-def _last(rank: int, size: int, seed: int) -> dict[str, Any]:
+def last(rank: int, size: int, seed: int) -> Told:
+    """A step whose last micro-batch fails on drawn ranks while buckets are summed, beside one without it."""
     draws = random.Random(seed)
     found, losses, told = dict[bool, Any](), dict[bool, float](), {"error": "", "said": ""}
     failing = draws.choice([[draws.randrange(size)], [*range(size)]])
@@ -143,9 +141,10 @@ def _last(rank: int, size: int, seed: int) -> dict[str, Any]:
     errors = [draws.choice([NO_MEMORY, NO_MEMORY, NO, KeyboardInterrupt()]) for _ in range(size)]
     layers = [draws.randrange(6) for _ in range(2)]
     skipped, is_reversed = draws.choice([-1, -1, 3]), draws.random() < 0.3
-    rows = 4 * parts * draws.choice([1, 2]) if rank else 4 * parts
-    drawn = torch.Generator().manual_seed(100 * seed + rank)
-    batch = torch.randn(rows, 6, generator=drawn), torch.randint(6, (rows,), generator=drawn)
+    count = 4 * parts * draws.choice([1, 2]) if rank else 4 * parts
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    batch = torch.randn(count, 6, generator=generator), torch.randint(6, (count,), generator=generator)
+    order = [at for at in range(6) if rank or at != skipped]
     for is_faulty in (True, False):
         with sending("under backward" if is_faulty else "in buckets"):
             model = Layers()
@@ -153,18 +152,17 @@ def _last(rank: int, size: int, seed: int) -> dict[str, Any]:
             step = ab.Step(model, nn.CrossEntropyLoss(), adam, micro_batch=4, options=ab.Options(check=False))
             for _ in range(3):  # the order is learned and agreed upon
                 step(batch)
-            model.skipped, model.reversed = (skipped, is_reversed) if rank == 0 else (-1, is_reversed)
+            model.order = order[::-1] if is_reversed else order
             if is_faulty and rank in failing:
-                last = model.fault.forwards + rows // 4
-                places = [(last + number, layers[number]) for number in range(times)]
-                model.fault.fails = [(*place, errors[rank]) for place in places]
+                final = model.forwards[0] + count // 4
+                model.fails = {(final + number, layers[number]): errors[rank] for number in range(times)}
             before = snapshot(step)
             try:
                 losses[is_faulty] = step(batch).loss
             except BaseException as error:
-                told |= {"error": type(error).__name__, "said": str(error)}
+                told |= said(error)
                 assert not changes(before, snapshot(step)), seed
-            model.fault.fails, model.skipped = [], -1
+            model.fails, model.order = {}, [*range(6)]
             found[is_faulty] = [p.detach().clone() for p in model.parameters()]
             step(batch)
     if not told["error"]:
@@ -175,18 +173,43 @@ def _last(rank: int, size: int, seed: int) -> dict[str, Any]:
     return told | {"bits": digest(found[True]), "seed": seed}
 
 
-def assert_agreed(answers: list[dict[str, Any]]) -> None:
-    """All ranks made the same update or none did, and each of them raised or none did."""
-    assert len({one["bits"] for one in answers}) == 1, answers
-    assert len({bool(one["error"]) for one in answers}) == 1, answers
-    assert len({one.get("updated") for one in answers}) == 1, answers
-    assert len({one.get("dropped") for one in answers}) == 1, answers
-
-
-def ended(rank: int, size: int, at_rank: int) -> str:
-    """A rank that is killed in its forward; what the others say."""
+def window(rank: int, size: int, seed: int) -> Told:
+    """A window with a drawn fault on one rank, and a step; the others raise within a second, by its name."""
+    drawn = random.Random(seed)
+    at_rank, adds = drawn.randrange(size), drawn.randint(1, 3)
+    what, place = drawn.choice([NO, KeyboardInterrupt(), "discarded"]), drawn.choice(PLACES[:2])
+    is_with, at = drawn.random() < 0.5, drawn.randrange(adds)
     step = build("plain")
-    if rank == at_rank:
+    before, error = snapshot(step), ""
+    opened = step.window()
+    try:
+        with opened if is_with else nullcontext():
+            for index in range(adds):
+                if rank == at_rank and index == at:
+                    if what == "discarded":
+                        opened.discard()
+                        break
+                    step.model.fault.arm(place, 0, what)
+                opened.add(make_batch(10 * seed + rank))
+            began = time.monotonic()
+            if not (rank == at_rank and what == "discarded"):
+                opened.close()
+    except BaseException as found:
+        error = str(found)
+    if rank != at_rank:
+        assert f"on rank {at_rank}" in error
+        assert time.monotonic() - began < 1.0
+    step.model.fault.planted = []
+    assert step.open_window is None
+    assert not changes(before, snapshot(step))
+    assert step(make_batch(seed)).updated
+    return {"error": "raised"}  # or discarded
+
+
+def ended(rank: int, size: int) -> str:
+    """Rank 1 is killed in its forward; what the others say."""
+    step = build("plain")
+    if rank == 1:
         step.model.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     before = snapshot(step)
     try:
@@ -197,112 +220,133 @@ def ended(rank: int, size: int, at_rank: int) -> str:
     return "no error"
 
 
-def in_windows(rank: int, size: int, seed: int, count: int) -> list[dict[str, Any]]:
-    """Windows with a drawn fault on one rank, each followed by a step; what each rank says, and its wait."""
-    found: list[dict[str, Any]] = []
-    for number in range(seed, seed + count):
-        drawn = random.Random(number)
-        at_rank, adds = drawn.randrange(size), drawn.randint(1, 3)
-        what, place = drawn.choice([NO, KeyboardInterrupt(), "discarded"]), drawn.choice(PLACES[:2])
-        is_with, at = drawn.random() < 0.5, drawn.randrange(adds)
-        step = build("plain")
-        before, told = snapshot(step), {"at": at_rank, "said": "", "seconds": 0.0}
-        window = step.window()
-        try:
-            with window if is_with else nullcontext():
-                for index in range(adds):
-                    if rank == at_rank and index == at:
-                        if what == "discarded":
-                            window.discard()
-                            break
-                        step.model.fault.arm(place, 0, what)
-                    window.add(make_batch(10 * number + rank))
-                began = time.monotonic()
-                if not (rank == at_rank and what == "discarded"):
-                    window.close()
-        except BaseException as error:
-            told["said"] = f"{type(error).__name__}: {error}"
-        told["seconds"] = time.monotonic() - began if rank != at_rank else 0.0
-        step.model.fault.planted = []
-        assert step.open_window is None
-        assert not changes(before, snapshot(step))
-        assert step(make_batch(number)).updated
-        found.append(told)
-    return found
+# ---- shards
 
 
-def assert_windows_ended(found: list[list[dict[str, Any]]]) -> None:
-    """The others raise within a second, by the name of the rank."""
-    for told in zip(*found, strict=True):
-        at_rank = told[0]["at"]
-        for rank, one in enumerate(told):
-            assert rank == at_rank or f"on rank {at_rank}" in one["said"], one
-            assert one["seconds"] < 1.0
+def wait_at_most(seconds: float) -> None:
+    """Shorten the group's timeout, once all ranks have started."""
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
 
-def left_alone(rank: int, size: int) -> str:
-    """What is said of an add without rows."""
-    window = build("plain").window()
+def drawn_place(draws: random.Random) -> str:
+    return f"{draws.choice(['forward', 'backward'])} {draws.choice('01')}"
+
+
+def sharded(rank: int, size: int, seed: int, loss: str, first: bool = False) -> Told:
+    """A step in which a drawn rank meets a drawn fault, the first one or the third, and one after it."""
+    draws = random.Random(seed)
+    mesh = copies(size) if size == 4 and draws.random() < 0.5 else None
+    model = make(seed=seed, is_warm=loss == "whole")
+    parts = shard(model, mesh, reshard_after_forward=draws.choice([True, False]))
+    way, hold = (
+        draws.choice(["step", "step", "window"] if loss != "whole" else ["step"]),
+        draws.random() < 0.5,
+    )
+    pair = Pair(model, loss, parts=parts, micro_batch=2, strategy=Shard(hold=hold))
+
+    def run(number: int) -> ab.StepReport:
+        sizes = [4 - (number + index) % 4 for index in range(size - 1)]
+        sizes.append(4 * size - sum(sizes))
+        return pair.update(rows(4 * size, seed=number), sizes, rank, way=way)
+
+    if first:
+        wait_at_most(3)
+    for number in range(0 if first else 2):
+        run(number)
+    place, what = drawn_place(draws), draws.choice([NO_MEMORY, NO_MEMORY, NO, KeyboardInterrupt()])
+    at_rank, passes = draws.randrange(size), draws.randrange(5 if loss == "whole" else 3)
+    if rank == at_rank:
+        parts.fault.arm(place, passes, what)
+    before, told = whole(parts), {"at": at_rank, "error": ""}
+    told["case"] = f"{seed}: {place}, {passes}, {what!r}, {loss}, {way}, hold {hold}, {mesh}"
+    began = time.monotonic()
     try:
-        window.add((torch.zeros(0, 4), torch.zeros(0, 3)))
-    except BatchError as error:
-        return str(error)
-    return ""
+        run(2)
+    except BaseException as error:
+        told |= said(error)
+        assert first or all(map(torch.equal, before, whole(parts))), told
+    told["seconds"] = time.monotonic() - began
+    parts.fault.arm("", 0, what)
+    if not first:
+        run(3)
+    return told
 
 
-def contrast(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(one @ other.T, torch.arange(len(one)))
-
-
-class Towers(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.other = (torch.nn.Linear(6, 64).double() for _ in range(2))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.one(x).tanh(), self.other(y).tanh()
-
-
-def whole_batch_in_a_budget(rank: int, size: int) -> tuple[float, int]:
-    """The error of an update beside one process with all rows, and micro-batches."""
-    drawn = torch.Generator().manual_seed(1)
-    x, y = torch.randn(2, 40 * size, 6, generator=drawn).double()
-    model, same = Towers(), Towers()
-    loss, sgd = ab.WholeBatch(contrast), torch.optim.SGD
-    mine = slice(40 * rank, 40 * rank + 40)
-    report = ab.Step(model, loss, sgd(model.parameters(), lr=1.0), memory="300KB")((x[mine], y[mine]))
-    ab.Step(same, loss, sgd(same.parameters(), lr=1.0), options=ab.Options(strategy="local"))((x, y))
-    pairs = zip(model.parameters(), same.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs), report.micro_batches
-
-
-def in_the_update(rank: int, size: int) -> list[str]:
-    """A scheduler that fails on rank 1; what each rank says at this step and at the next."""
-    fails = [rank == 1]
-
-    def factor(epoch: int) -> float:
-        if epoch and fails.pop():
-            raise NO
-        return 1.0
-
-    step, said = build("plain", scheduler=lambda optimizer: LambdaLR(optimizer, factor)), []
-    fails[:] = [rank == 1]
-    for _ in range(2):
+def budgeted(rank: int, size: int, seed: int) -> Told:
+    """Some steps or windows of a sharded model, ranks of which have budgets of their own, or a fault."""
+    dice = random.Random(seed)
+    mesh = copies(size) if size == 4 and dice.random() < 0.5 else None
+    way = dice.choice(["step", "step", "window"])
+    most = ["1GB", "1GB", 100_000, 145_000, 160_000, 200_000, 200_000, None]
+    budgets = [dice.choice(most) for _ in range(size)]
+    memory, what = budgets[rank], dice.choice([None, None, NO_MEMORY, NO])
+    at_rank, place, passes = dice.randrange(size), drawn_place(dice), dice.randrange(9)
+    model = make(seed=seed)
+    parts = shard(model, mesh)
+    pair = Pair(model, parts=parts, memory=memory, micro_batch=2 if memory is None else None)
+    case = f"{seed}: {way}, {budgets}, {what!r} on {at_rank} at {place} after {passes}, {mesh}"
+    for number in range(5):
+        sizes = draw_sizes(dice, dice.randint(size, 9 * size), size)
+        batch = rows(sum(sizes), seed=100 * seed + number)
+        if number == 2 and rank == at_rank and what is not None:
+            parts.fault.arm(place, passes, what)
         try:
-            step(make_batch(rank))
-            said.append("")
-        except (ValueError, RankError) as error:
-            said.append(str(error))
-            if rank == 1:
-                break
-        fails[:] = [False]
-    return said
+            pair.update(batch, sizes, rank, way=way, pieces=lambda: 7)
+        except (ab.AnybatchError, ValueError) as error:
+            assert pair.error < pairs.CLOSE, case
+            return said(error) | {"case": case}
+    return {"error": "", "case": case}
 
 
-def one_rank_has_rows(rank: int, size: int) -> float:
-    """The loss of a batch whose rows meet and are all on rank 0, cut there: only that rank looks."""
-    torch.manual_seed(0)
-    model, batch = nn.Linear(3, 4).double(), (torch.randn(9, 3).double(), torch.arange(9))
-    step = ab.Step(model, ab.WholeBatch(spread), torch.optim.SGD(model.parameters(), 0.1), micro_batch=2)
-    return step(None if rank else batch).loss
+def ends(rank: int, size: int, end: signal.Signals, seed: int) -> Told:
+    """A drawn rank gets a signal at a drawn place; what the others say, and whether all is as before."""
+    draws = random.Random(seed)
+    at_rank, loss, hold = draws.randrange(size), draws.choice(["tokens", "whole"]), draws.random() < 0.5
+    model = make(is_warm=loss == "whole")
+    parts = shard(model)
+    step = Pair(model, loss, parts=parts, micro_batch=2, strategy=Shard(hold=hold)).step
+    mine = share(rows(4 * size), [4] * size, rank)
+    step(mine)
+    wait_at_most(3)
+    if rank == at_rank:
+        parts.fault.arm(drawn_place(draws), draws.randrange(2), end)
+    before, told, began = [local(p).clone() for p in parts.parameters()], Told(), time.monotonic()
+    try:
+        step(mine)
+    except RankError as error:
+        told = said(error)
+    told["is_as_before"] = all(map(torch.equal, before, map(local, parts.parameters())))
+    return told | {"seconds": time.monotonic() - began}
+
+
+def assert_ended(ranks: Ranks, end: signal.Signals, seed: int) -> None:
+    """A drawn rank gets a signal: the others name it, and all is as before.
+
+    A rank that still waits elsewhere, for longer than a second, may be named beside it.
+    """
+    silent = random.Random(seed).randrange(ranks.size)
+    ranks.start(ends, end, seed)
+    answers = ranks.answers(120.0, silent=silent)
+    assert answers[silent][0] == "ended"
+    for rank, (kind, told) in enumerate(answers):
+        if rank != silent:
+            assert kind == "value", told
+            named = told["said"].partition("got none from ")[2].partition(":")[0]
+            assert f"rank {silent}" in named or "(it sent" in told["said"], told
+            assert told["is_as_before"]
+            assert told["seconds"] < 10
+
+
+FAULTS = {"drawn": drawn, "last": last, "window": window, "sharded": sharded, "budgeted": budgeted}
+
+
+def several(rank: int, size: int, kind: str, seed: int, count: int, *args: Any) -> list[Told]:
+    return [FAULTS[kind](rank, size, number, *args) for number in range(seed, seed + count)]
+
+
+def assert_all_agreed(ranks: Ranks, kind: str, seed: int, count: int, *args: Any) -> None:
+    """Each of some faults ends the update on all ranks with one reason, or is nothing to any of them."""
+    for told in zip(*ranks.run(several, kind, seed, count, *args, seconds=600.0), strict=True):
+        first = [rank for rank, one in enumerate(told) if one["error"] not in ("", "RankError")]
+        assert_agreed(told, -1 if kind in ("drawn", "last", "window") else told[0].get("at", [*first, -1][0]))

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from anybatch import Callback
 from anybatch.core import AnybatchError
 from anybatch.parallel import checkpoint, stored
-from tests.parallel import sharded_trainings, trainings
+from tests.parallel import trainings
+from tests.parallel.spawned import GROUP_TIMEOUT
 
 EPOCHS, UPDATES = 1, 5
 KINDS = [(1, False), (2, False), (4, False), (1, True), (2, True), (4, True)]  # ranks, and True for shards
@@ -70,11 +71,11 @@ def live(rank: int, size: int, is_sharded: bool, folder: Path, store: str, death
     """Be a rank of a run, from its last checkpoint if there is one; write down how it ended."""
     if size > 1 or is_sharded:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=trainings.GROUP_TIMEOUT
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=GROUP_TIMEOUT
         )
     lines = Lines(folder.with_suffix(f".{rank}"), *(death[1:] if death and death[0] == rank else ()))
-    build = sharded_trainings.build if is_sharded else trainings.build
-    trainer = build(out=folder, save_every=1, callbacks=[lines])
+    way = "shard" if is_sharded else "replicate"
+    trainer = trainings.build(way, out=folder, save_every=1, callbacks=[lines])
     loaded = -1
     if checkpoint.has_run(folder):
         trainer.resume(folder)
@@ -84,8 +85,7 @@ def live(rank: int, size: int, is_sharded: bool, folder: Path, store: str, death
     except AnybatchError as error:  # another rank was killed
         folder.with_suffix(f".said{rank}").write_text(str(error))
         return
-    bits = sharded_trainings.numbers(trainer, [])["bits"] if is_sharded else repr(trainings.bits(trainer))
-    told = {"loaded": loaded, "bits": bits, "lines": lines.lines}
+    told = {"loaded": loaded, "bits": trainings.numbers(trainer)["bits"], "lines": lines.lines}
     folder.with_suffix(f".end{rank}").write_text(json.dumps(told))
 
 

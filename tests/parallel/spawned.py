@@ -1,5 +1,7 @@
 """Gloo ranks in child processes: one group runs many cases, and a watchdog ends only its own children."""
 
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -23,16 +25,17 @@ class HangError(Exception):
 
 
 def _serve(rank: int, size: int, store: str, calls: Connection) -> None:
-    """Carry out what comes: `(function, args)`, until None."""
+    """Carry out what comes: a function's module and name, and arguments; until None."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=GROUP_TIMEOUT
     )
     while (call := calls.recv()) is not None:
-        function, args = pickle.loads(call)
         try:
-            answer = "value", function(rank, size, *args)
+            module, name, args = pickle.loads(call)
+            function = getattr(importlib.import_module(module), name)
+            answer = "value", getattr(function, "on_rank", function)(rank, size, *args)
         except BaseException:
             answer = "error", traceback.format_exc()
         calls.send(answer)
@@ -55,8 +58,8 @@ class Ranks:
             self.children.append(child)
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call `function(rank, size, *args)` on all ranks; it belongs to a module that can be imported."""
-        call = pickle.dumps((function, args))
+        """Call `function(rank, size, *args)`, which is at the top of a module, on all ranks."""
+        call = pickle.dumps((function.__module__, function.__name__, args))
         for calls in self._calls:
             calls.send(call)
 
@@ -110,3 +113,28 @@ def spawned(size: int) -> Iterator[Ranks]:
                 if child.is_alive():
                     child.kill()
                     child.join()
+
+
+def on_ranks(*sizes: int, seconds: float = 60.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a test of `test(rank, size, ...)`: each rank of groups of these sizes runs it.
+
+    What it returns is to be the same on all ranks, to the bit.
+    """
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        groups = {2: "two", 4: "four"}  # fixtures
+        names = [*inspect.signature(test).parameters][2:]
+
+        def run(**given: Any) -> None:
+            for size in sizes:
+                group = given[groups[size]]
+                found = group.run(test, *(given[name] for name in names), seconds=seconds)
+                assert all(one == found[0] for one in found), found
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        wanted = [inspect.Parameter(name, kind) for name in (*(groups[size] for size in sizes), *names)]
+        run.__name__, run.__module__, run.__doc__ = test.__name__, test.__module__, test.__doc__
+        vars(run).update(__signature__=inspect.Signature(wanted), on_rank=test)
+        return run
+
+    return decorate

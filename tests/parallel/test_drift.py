@@ -1,31 +1,93 @@
 """Ranks stay alike: drifts are noticed, process groups used, and what else a wrapper was told refused."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor, nn
 
-from anybatch.testing import tolerance
-from tests.parallel import drifting
-from tests.parallel.spawned import Ranks
+import anybatch as ab
+from anybatch.core.errors import PlanError
+from anybatch.parallel.fingerprint import TURNS
+from tests.parallel.pairs import Pair
+from tests.parallel.spawned import on_ranks
+from tests.zoo import Made
 
-
-@pytest.mark.parametrize("name", drifting.DRIFTS)
-def test_a_drift_is_noticed_on_all_ranks_before_the_update(name: str, two: Ranks) -> None:
-    found = two.run(drifting.noticed, name)
-    assert found[0] == found[1]
-    after, said = found[0]
-    assert 0 <= after <= drifting.DRIFTS[name][1]
-    assert name.split(" by ")[0].split(" in ")[0] in said or "weights" in said
-    assert "No update was made" in said
+AT = 3  # the step before which rank 1 drifts
 
 
-def test_a_drift_in_the_first_step_is_noticed_at_once_and_none_where_none_is(two: Ranks) -> None:
-    for name in ("weights", "loss", "buffers", "optimizer"):
-        assert [after for after, _ in two.run(drifting.noticed, name, 0)] == [0, 0]
-    assert two.run(drifting.noticed, "") == [(-1, "")] * 2
+def shifted() -> Any:
+    """A model with a buffer that forwards read."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    return Made(lambda self, x: self.body(x - self.mean), mean=torch.zeros(4), body=body)
 
 
-def test_the_same_rows_on_all_ranks_are_warned_of(two: Ranks) -> None:
-    assert all("made of copies" in said for said in two.run(drifting.same_rows))
+def rows(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(5, 4, generator=drawn).double(), torch.randint(3, (5,), generator=drawn)
 
 
-def test_the_group_of_a_wrapper_is_used(four: Ranks) -> None:
-    assert max(four.run(drifting.in_a_half)) < tolerance(drifting.torch.float64, 10)
+def load_weights(model: Any, optimizer: Any, loss: Any) -> None:
+    model.load_state_dict({name: one + (name == "body.0.bias") for name, one in model.state_dict().items()})
+
+
+def load_optimizer(model: Any, optimizer: Any, loss: Any) -> None:
+    state = optimizer.state_dict()
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"] / 2
+    optimizer.load_state_dict(state)
+
+
+def write_by_data(model: Any, optimizer: Any, loss: Any) -> None:
+    model.body[2].weight.data[0, 0] += 1e-12
+
+
+def write_state(model: Any, optimizer: Any, loss: Any) -> None:
+    optimizer.state[model.body[2].weight]["exp_avg_sq"].mul_(1.1)
+
+
+#: what a rank does, and after how many steps at most the others notice
+DRIFTS: dict[str, tuple[Callable[..., object], int]] = {
+    "weights": (load_weights, 0),
+    "optimizer state": (load_optimizer, 0),
+    "optimizer": (lambda model, optimizer, loss: optimizer.param_groups[0].update(lr=0.02), 0),
+    "loss": (lambda model, optimizer, loss: loss.weight.mul_(3), 0),
+    "weights by data": (write_by_data, TURNS),
+    "optimizer state in place": (write_state, TURNS),
+    "buffers": (lambda model, optimizer, loss: model.mean.add_(1), TURNS),
+    "": (lambda model, optimizer, loss: None, -1),  # none is noticed where none is
+}
+
+
+@pytest.mark.parametrize("at", [0, AT])
+@pytest.mark.parametrize("name", DRIFTS)
+@on_ranks(2)
+def test_a_drift_is_noticed_on_all_ranks_before_the_update(
+    rank: int, size: int, name: str, at: int
+) -> object:
+    """At once in the first step, which is compared in full."""
+    drift, most = DRIFTS[name]
+    model, loss = shifted(), nn.CrossEntropyLoss(weight=torch.ones(3).double())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = ab.Step(model, loss, optimizer, micro_batch=2, options=ab.Options(check=False))
+    for index in range(at + TURNS + 1):
+        if index == at and rank == 1 and (at or "state" not in name):  # there is none yet
+            drift(model, optimizer, loss)
+        try:
+            step(rows(rank, index))
+        except PlanError as error:
+            said = str(error)
+            assert index - at <= (most if at else 0)
+            assert name.split(" by ")[0].split(" in ")[0] in said or "weights" in said
+            assert "No update was made" in said
+            return index, said
+    assert not name or (not at and "state" in name)
+    return None
+
+
+@on_ranks(2)
+def test_the_same_rows_on_all_ranks_are_warned_of(rank: int, size: int) -> None:
+    step = Pair(shifted(), "torch", "sgd", check=False).step
+    with pytest.warns(UserWarning, match="made of copies"):
+        assert [step(rows(0, index)).updated for index in range(4)]

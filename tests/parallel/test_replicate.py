@@ -5,89 +5,173 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from anybatch.parallel import Cast, DeepGradientCompression
+import anybatch as ab
+from anybatch.core.errors import BatchError, RankError
+from anybatch.parallel import Cast, DeepGradientCompression, Replicate
 from anybatch.testing import relative_error, tolerance
-from tests.faults.faulty import NO_MEMORY
-from tests.parallel import cases, faults, refused
-from tests.parallel.spawned import Ranks, spawned
+from tests.faults.faulty import build, make_batch, spread
+from tests.parallel import drawn, faults
+from tests.parallel.drawn import WAYS, sending
+from tests.parallel.pairs import NO_MEMORY, Pair, digest, told, whole
+from tests.parallel.spawned import Ranks, on_ranks, spawned
 
 FLOAT64 = tolerance(torch.float64, 4)
-ROWS = [[7, 3, 0, 2], [0, 12, 0, 0], [3, 3, 3, 3]]  # of each rank; the last one of fewer ranks takes the rest
 
 
-def test_any_split_over_two_ranks_is_the_whole_batch(two: Ranks) -> None:
-    hashes = two.run(cases.several, 0, 60)
-    assert all(one == hashes[0] for one in hashes)
+@on_ranks(2, 4)
+def test_any_split_is_the_whole_batch(rank: int, size: int) -> object:
+    return drawn.several(rank, size, 1000 * (size > 2), 60 if size == 2 else 40, False)
 
 
-def test_any_split_over_four_ranks_is_the_whole_batch(four: Ranks) -> None:
-    hashes = four.run(cases.several, 1000, 40)
-    assert all(one == hashes[0] for one in hashes)
+@pytest.mark.parametrize("name", drawn.MUTATIONS)
+def test_mistakes_are_found(two: Ranks, name: str) -> None:
+    assert sum(two.run(drawn.broken, name, (20, 6)))
 
 
-@pytest.mark.parametrize("sizes", ROWS)
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def batch(rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 4, generator=drawn).to(dtype), torch.randint(3, (rows,), generator=drawn)
+
+
+@pytest.mark.parametrize("sizes", [[7, 5], [0, 12], [3, 9]], ids=str)
 @pytest.mark.parametrize(
     "options",
     [
         {"clip_norm": 0.1},
         {"accumulate": torch.float64, "clip_value": 0.01},
         {"non_finite": "drop", "micro_batch": 2},
-        {"dtype": torch.float32, "precision": "bf16-true", "micro_batch": 2},
-        {"dtype": torch.float32, "precision": "fp16-mixed", "micro_batch": 2},
+        {"precision": "bf16-true", "micro_batch": 2},
+        {"precision": "fp16-mixed", "micro_batch": 2},
         {"memory": "80%"},
     ],
-    ids=["clipped", "clamped", "drop", "bf16", "fp16", "budget"],
+    ids=lambda options: " ".join(map(str, options.values())),
 )
+@on_ranks(2)
 def test_parameters_are_equal_to_the_bit_and_those_of_one_process(
-    two: Ranks, options: dict[str, Any], sizes: list[int]
-) -> None:
-    sizes = [sizes[0], sum(sizes[1:])]
-    first, second = two.run(cases.train, sizes, options)
-    assert first["bits"] == second["bits"]
-    alone = cases.train(0, 1, [sum(sizes)], {**options, "strategy": "local"})
-    dtype = torch.float16 if "precision" in options else options.get("dtype", torch.float64)
-    assert relative_error(first["parameters"], alone["parameters"]) <= tolerance(dtype, 4)
-    assert [one[2] for one in first["reports"]] == [sum(sizes)] * 4
+    rank: int, size: int, sizes: list[int], options: dict[str, Any]
+) -> object:
+    dtype = torch.float32 if "precision" in options else torch.float64
+    low = tolerance(torch.float16, 4) if "precision" in options else None
+    pair = Pair(network(dtype), "torch", "adamw", both=options, bound=low or FLOAT64)
+    reports = [pair.update(batch(12, dtype), sizes, rank) for _ in range(4)]
+    return pair.bits, digest([*[r.loss for r in reports], *[r.grad_norm for r in reports]])
 
 
-def test_collectives_do_not_depend_on_the_number_of_micro_batches(two: Ranks) -> None:
-    counts = [two.run(cases.train, [8, 6], {"micro_batch": size})[0]["collectives"] for size in (1, 3, None)]
-    assert counts == [8] * 3  # a message and a sum in each step
+@on_ranks(2)
+def test_collectives_do_not_depend_on_the_number_of_micro_batches(rank: int, size: int) -> None:
+    for micro_batch in (1, 3, None):
+        pair = Pair(network(), "torch", micro_batch=micro_batch)
+        with (
+            mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gathers,
+            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums,
+        ):
+            for _ in range(4):
+                pair.update(batch(14), [8, 6], rank)
+        assert (gathers.call_count, sums.call_count) == (4, 4)  # a message and a sum in each step
 
 
-@pytest.mark.parametrize("name", cases.MUTATIONS)
-def test_mistakes_are_found(two: Ranks, name: str) -> None:
-    assert sum(two.run(cases.wrong, 0, 20, name))
-
-
-SGD, MOMENTUM = (partial(torch.optim.SGD, lr=0.1, momentum=momentum) for momentum in (0.0, 0.9))
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 CODECS: dict[str, tuple[Any, Any, float]] = {  # it has a momentum of its own where it keeps something back
-    "all sent": (partial(DeepGradientCompression, 0.0, warmup_updates=0), SGD, FLOAT64),
+    "all sent": (partial(DeepGradientCompression, 0.0, warmup_updates=0), "sgd", FLOAT64),
     "bf16": (partial(Cast, "bf16"), MOMENTUM, tolerance(torch.bfloat16, 4)),
-    "one in twenty": (partial(DeepGradientCompression, 0.95, warmup_updates=0), SGD, math.inf),
+    "one in twenty": (partial(DeepGradientCompression, 0.95, warmup_updates=0), "sgd", math.inf),
 }
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["", "a failure between"])
+class Refusing(ab.Callback):
+    """Fails after gradients were sent, and before the update."""
+
+    refuses = False
+
+    def gradients(self, gradients: Any) -> None:
+        if self.refuses:
+            raise ValueError("no")
+
+
 @pytest.mark.parametrize("name", CODECS)
-def test_compression(two: Ranks, name: str, fails: bool) -> None:
+@on_ranks(2)
+def test_compression(rank: int, size: int, name: str) -> object:
+    """The third update may fail before and after it was sent: it changes no bit of what is made then."""
     make, optimizer, bound = CODECS[name]
-    options: dict[str, Any] = {"compression": make, "optimizer": optimizer, "micro_batch": 2}
-    first, second = two.run(cases.train, [7, 3], options, fails)
-    assert all(map(torch.equal, first["parameters"], second["parameters"]))
-    alone = cases.train(0, 1, [10], {"optimizer": MOMENTUM, "strategy": "local"})
-    assert relative_error(first["parameters"], alone["parameters"]) <= bound
-    if fails:
-        again = two.run(cases.train, [7, 3], options)[0]
-        assert all(map(torch.equal, first["parameters"], again["parameters"]))
-    dense = 8 * sum(p.numel() for p in first["parameters"])
-    assert (first["bytes"] < dense) == (name != "all sent")
+    bits = []
+    for fails in (False, True):
+        options: Any = {"strategy": Replicate(compression=make()), "callbacks": [refusing := Refusing()]}
+        pair, sizes = Pair(network(), "torch", optimizer, micro_batch=2, bound=None, **options), [7, 3]
+        alone = Pair(network(), "torch", MOMENTUM, strategy="local", bound=None)
+        for number in range(4):
+            if fails and number == 2:
+                x, y = batch(10)
+                said = told(lambda: pair.update((x[:, :3], y) if rank else (x, y), sizes, rank))  # noqa: B023
+                assert ("RuntimeError" if rank else "RankError") in said
+                refusing.refuses = True
+                assert told(lambda: pair.update((x, y), sizes, rank)) == "ValueError: no"  # noqa: B023
+                refusing.refuses = False
+            pair.update(batch(10), sizes, rank)
+            alone.step(batch(10))
+        assert relative_error(whole(pair.parts), whole(alone.parts)) <= bound
+        dense = 8 * sum(p.numel() for p in pair.parts.parameters())
+        assert (pair.step.strategy.bytes_sent < dense) == (name != "all sent")
+        bits.append(pair.bits)
+    assert bits[0] == bits[1]
+    return bits
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+@on_ranks(2)
+def test_code_of_the_caller_in_the_last_backward_meets_no_bucket_under_way(
+    rank: int, size: int, hooks: bool
+) -> object:
+    """Neither a hook that replaces gradients, nor collectives of its own, for which rank 1 is late."""
+
+    def halve(layer: nn.Module, *_: Any) -> None:
+        for p in layer.parameters():
+            p.grad = None if p.grad is None else p.grad * 0.5
+
+    class Late(ab.Callback):
+        def micro_batch(self, event: Any) -> None:
+            time.sleep(0.02 * rank)
+            dist.all_reduce(torch.ones(3))
+
+    found = set[str]()
+    for way in WAYS:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(5)])
+        for layer in [*model][1:] if hooks else []:
+            layer.register_full_backward_hook(halve)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: Any = {"micro_batch": None if hooks else 2, "options": ab.Options(check=False)}
+        step = ab.Step(model, nn.MSELoss(), optimizer, callbacks=[Late()], **options)
+        rows = torch.randn(6 * size, 6).split(6)[rank]
+        with sending(way):
+            for _ in range(4):
+                step((rows, rows))
+        found.add(digest([*model.parameters()]))
+    assert len(found) == 1
+    return found
+
+
+@on_ranks(2)
+def test_a_look_on_one_rank_gathers_nothing_of_others(rank: int, size: int) -> object:
+    """All rows meet on rank 0, which cuts them: only that rank looks."""
+    rows = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)).double(), torch.arange(9)
+    pair = Pair(nn.Linear(3, 4).double(), lambda: ab.WholeBatch(spread), "sgd", micro_batch=2)
+    return pair.update(rows, [9, 0], rank).loss
 
 
 # ---- when a rank fails: the last column of the design's fault table
@@ -108,10 +192,10 @@ CELLS = {
 @pytest.mark.parametrize("variant", ["divided early", "whole batch"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_fault_on_one_rank(two: Ranks, cell: str, variant: str) -> None:
-    planted, options, expected = CELLS[cell]
+    _, _, expected = CELLS[cell]
     if (cell, variant) == ("not finite, drop", "whole batch"):
         expected = "NonFiniteLossError"  # rows that meet in the loss cannot be left out
-    answers = two.run(faulted, planted, variant, options)
+    answers = two.run(faulted, cell, variant)
     faults.assert_agreed(answers)
     other = answers[0]
     if expected == "RankError":
@@ -124,86 +208,44 @@ def test_a_fault_on_one_rank(two: Ranks, cell: str, variant: str) -> None:
         assert (other["updated"], bool(other["dropped"])) == (expected != "skipped", expected == "dropped")
 
 
-def faulted(rank: int, size: int, planted: Any, variant: str, options: dict[str, Any]) -> Any:
+def faulted(rank: int, size: int, cell: str, variant: str) -> Any:
+    planted, options, _ = CELLS[cell]
     return faults.faulted(rank, size, 1, planted, kind="plain", variant=variant, **options)
 
 
-def test_faults_in_the_last_micro_batch_while_buckets_are_under_way(two: Ranks) -> None:
-    """One, two in a row, and on both ranks: the update without the fault to the bit, or none on any rank."""
-    for one in zip(*two.run(faults.in_the_last, 0, 20), strict=True):
-        faults.assert_agreed([*one])
+def test_drawn_faults_are_agreed_upon(two: Ranks, four: Ranks) -> None:
+    """In the last micro-batch while buckets are summed: one, two in a row, on both ranks; and in windows."""
+    for ranks, kind, count in ((four, "drawn", 16), (two, "last", 20), (two, "window", 6)):
+        faults.assert_all_agreed(ranks, kind, 0, count)
 
 
-@pytest.mark.parametrize("hooks", [False, True])
-def test_code_of_the_caller_in_the_last_backward_meets_no_bucket_under_way(two: Ranks, hooks: bool) -> None:
-    """Neither a hook that replaces gradients, nor collectives of its own."""
-    assert len({one for found in two.run(cases.meddled, hooks) for one in found}) == 1
+@on_ranks(2)
+def test_a_failure_in_the_update_ends_the_others_at_their_next_step(rank: int, size: int) -> None:
+    fails = [rank == 1]
+    step = build("plain", scheduler=lambda made: LambdaLR(made, lambda at: 1 / (1 - (at > 0 and fails[0]))))
+    if rank:
+        assert told(lambda: step(make_batch(rank))) == "ZeroDivisionError: division by zero"
+        return
+    step(make_batch(rank))
+    with pytest.raises(RankError, match="ZeroDivisionError on rank 1 after update 1, which all ranks have"):
+        step(make_batch(rank))
 
 
-def test_drawn_faults_are_agreed_upon(four: Ranks) -> None:
-    for one in zip(*four.run(faults.several, 0, 16), strict=True):
-        faults.assert_agreed([*one])
-
-
-def test_a_failure_in_the_update_ends_the_others_at_their_next_step(two: Ranks) -> None:
-    first, second = two.run(faults.in_the_update)
-    assert first[0] == ""
-    assert "ValueError on rank 1 after update 1, which all ranks have made" in first[1]
-    assert second == ["no"]
-
-
-def test_a_fault_in_a_window_ends_it_on_all_ranks_at_once(two: Ranks) -> None:
-    faults.assert_windows_ended(two.run(faults.in_windows, 0, 6))
-    assert all("Leave the add out" in said for said in two.run(faults.left_alone))
-
-
-def test_whole_batch_losses_have_budgets_on_ranks(two: Ranks) -> None:
-    for error, micro_batches in two.run(faults.whole_batch_in_a_budget):
-        assert error < tolerance(torch.float64, 100)
-        assert micro_batches > 1
-
-
-def test_a_look_on_one_rank_gathers_nothing_of_others(two: Ranks) -> None:
-    assert len({*two.run(faults.one_rank_has_rows)}) == 1
+@on_ranks(2)
+def test_an_add_without_rows_is_left_out(rank: int, size: int) -> None:
+    with pytest.raises(BatchError, match="Leave the add out"):
+        build("plain").window().add((torch.zeros(0, 4), torch.zeros(0, 3)))
 
 
 def test_a_rank_that_dies_ends_all() -> None:
     with spawned(2) as ranks:
-        ranks.start(faults.ended, 1)
+        ranks.start(faults.ended)
         (kind, said), (end, _) = ranks.answers()
     assert (kind, end) == ("value", "ended")
     assert "got none from rank 1: it has ended" in said
 
 
-# ---- what is refused
-
-
-def test_ranks_that_differ_are_told_in_what(two: Ranks) -> None:
-    for told in two.run(refused.different):
-        for part, said in told.items():
-            assert said.startswith(
-                f"PlanError: Expected the same {part} on all 2 ranks, got another on ranks [1]"
-            )
-
-
-def test_what_cannot_be_done_on_several_ranks(two: Ranks) -> None:
-    for told in two.run(refused.others):
-        assert "fp16_compress_hook" in told["hook"]
-        assert "ignored parameters" in told["ignoring"]
-        assert "buffer hook" in told["buffer hook"]
-        assert "hooks of its own" in told["forward hook"]
-        assert "DataParallel" in told["DataParallel"]
-        assert "weight" in told["found"]
-        assert "BatchNorm" in told["BatchNorm"]
-        assert "sparse" in told["sparse"]
-        assert "as many updates" in told["missed"]
-        assert "SyncBatchNorm" in told["sync"]
-        assert "lazy" in told["lazy"]
-        assert "no gradients before a step" in told["window"] or "on rank 0" in told["window"]
-        assert "\u6570" in told["foreign"]
-        assert "no update" in told["nothing"]
-        assert told["after"] == "no error"
-
+# ---- how a group starts and ends
 
 ENDS = """
 import atexit

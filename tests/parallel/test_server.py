@@ -214,36 +214,6 @@ def test_workers_join_and_leave() -> None:
     assert same_bits(updates(4, cluster=Inline(1), between=between), expected)
 
 
-def test_a_slow_worker_holds_nobody_up() -> None:
-    cluster = Inline(4)
-
-    counts = []
-
-    def between(number: int, server: ParameterServer) -> None:
-        counts.append(server.counts)
-        if number == 2:
-            cluster.slow = {3}  # the second worker, after two servers
-
-    found = updates(4, cluster=cluster, server={"workers": 2}, between=between)
-    assert same_bits(found, updates(4, cluster=Inline(99)))
-    assert counts[3]["back-ups"] > counts[2]["back-ups"]
-
-
-def test_what_happens_in_each_step_adds_up() -> None:
-    """Mutation: a step tells what earlier ones did as well."""
-    end = EndAt("Worker", "fold", "after", 10)
-    server = served(cluster=Inline(1, end))
-    step = step_of(network(), server)
-    told = [step(batch(number)).counts for number in range(3)]
-    server.stop()
-    assert [one["pushes"] for one in told] == [16] * 3
-    assert sum(one.get("workers replaced", 0) for one in told) == 1
-    assert server.counts["pushes"] == 48
-    elements = sum(p.numel() for p in step.model.parameters())
-    assert server.counts["bytes pushed"] == sum(one["bytes pushed"] for one in told) == 24 * 8 * elements
-    assert server.counts["workers replaced"] == 1
-
-
 def test_more_workers_than_rows_wait() -> None:
     assert step_of(network(), served(1, 6))(batch(rows=2)).rows == 2
 

@@ -13,7 +13,6 @@ import anybatch as ab
 from anybatch.core import NonFiniteLossError, PlanError, tree
 from anybatch.observe import GradientNoise
 from anybatch.parallel import ParameterServer
-from anybatch.step.remote import Remote
 from anybatch.testing import relative_error, tolerance
 from tests.parallel.inline import Inline
 from tests.parallel.test_server import EXACT, ROWS, batch, network, served, step_of, updates
@@ -111,15 +110,6 @@ def test_what_is_served_is_what_one_process_does(name: str) -> None:
         assert relative_error(other.double(), one.double()) < tolerance(torch.float64, 20 * ROWS)
     assert torch.equal(found.drawn, alone.drawn)  # the program's own random numbers stay what they were
     assert cluster.calls.count(("Worker", "__init__")) <= 3  # nothing was started again
-
-
-def test_modes_of_modules_reach_workers() -> None:
-    model = network(0.5).eval()
-    step = step_of(model, served(), lr=0.0)
-    first = step(batch(0)).loss
-    assert first == pytest.approx(step_of(model, lr=0.0)(batch(0)).loss)
-    model.train()
-    assert step(batch(0)).loss != pytest.approx(first)
 
 
 class Both(nn.Module):
@@ -250,16 +240,6 @@ def test_an_error_in_a_loss_says_where(error: Exception, kind: type[Exception]) 
         step(batch(0))
     assert "in loss\n    raise error" in "".join(found.value.__notes__)
     assert not server.counts["workers replaced"]
-
-
-def test_workers_compute_in_the_default_dtype_of_the_driver() -> None:
-    made = Remote.of(step_of(network()))
-    torch.set_default_dtype(torch.float64)
-    try:
-        made("local")
-        assert torch.get_default_dtype() is torch.float32
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def test_the_last_worker_stays() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import anybatch as ab
 from anybatch.core import PlanError, tree
@@ -14,7 +14,7 @@ from anybatch.parallel.server import ServerShard
 from anybatch.parallel.worker import Worker
 from anybatch.testing import relative_error, tolerance
 from tests.parallel.inline import Inline
-from tests.parallel.test_server import EXACT, ROWS, batch, network, served, step_of
+from tests.parallel.test_server import ROWS, batch, network, served, step_of
 
 # ---- the state of the optimizer
 
@@ -43,54 +43,6 @@ def test_the_state_of_the_optimizer_is_where_the_next_update_is_made() -> None:
 
 
 # ---- rows that workers read
-
-
-class Reader:
-    """Reads rows by their number, but not on the driver: what is sent to a worker is a copy."""
-
-    def __init__(self, rows: Any, *, is_driver: bool = True) -> None:
-        self.rows, self.is_driver = rows, is_driver
-
-    def __deepcopy__(self, memo: Any) -> "Reader":
-        return Reader(self.rows, is_driver=False)
-
-    def __call__(self, numbers: list[int]) -> Any:
-        assert not self.is_driver, "rows are read on the driver"
-        assert all(isinstance(one, int) for one in numbers)
-        return tuple(column[numbers] for column in self.rows)
-
-
-@pytest.mark.parametrize(
-    "options", [{"micro_batch": 4}, {"memory": "2GiB"}, {"micro_batch": 4, "recompute": ["0"]}], ids=str
-)
-def test_collate_is_called_on_workers_alone(options: dict[str, Any]) -> None:
-    def parameters(rows: Any, **more: Any) -> list[Tensor]:
-        step = step_of(network(), served(2, 2), **options, **more)
-        for _ in range(3):
-            assert step(rows).rows == ROWS
-        return [p.detach() for p in step.model.parameters()]
-
-    found = parameters([*range(ROWS)], collate=Reader(batch()))
-    pairs = zip(found, parameters(batch()), strict=True)
-    assert all(relative_error({"": one}, {"": other}) < EXACT for one, other in pairs)
-
-
-def test_a_trainer_sends_what_the_data_gives_for_a_row() -> None:
-    """Numbers, read on workers; samples of a data set are read here. Validation is here, too."""
-
-    def trained(data: Any, collate: Any, validation: Any = None) -> list[Tensor]:
-        step = step_of(network(), served(2, 2), micro_batch=4, collate=collate)
-        trainer = ab.Trainer(step, data, validation, batch_size=10, progress=False)
-        trainer.fit(epochs=2)
-        return [p.detach() for p in step.model.parameters()]
-
-    rows = batch()
-    dataset = torch.utils.data.TensorDataset(*rows)
-    found = trained(range(ROWS), Reader(rows))
-    expected = trained(dataset, torch.utils.data.default_collate)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    with pytest.raises(AssertionError, match="rows are read on the driver"):
-        trained(range(ROWS), Reader(rows), range(5))
 
 
 # ---- devices

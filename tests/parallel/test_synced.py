@@ -1,52 +1,134 @@
 """SyncBatchNorm over ranks: one micro-batch per rank is exact; what would split rows further is refused."""
 
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 
-from anybatch.testing import relative_error, tolerance
-from tests.faults.faulty import NO_MEMORY
-from tests.parallel import synced
-from tests.parallel.spawned import Ranks
+import anybatch as ab
+from anybatch.parallel import Replicate
+from tests.faults import faulty
+from tests.parallel.pairs import NO_MEMORY, Pair, share, told, whole
+from tests.parallel.spawned import on_ranks
 
-FLOAT64 = tolerance(torch.float64, 4)
+GIVE_UP = timedelta(seconds=6)  # a busy machine answers later than 2
 
 
-@pytest.mark.parametrize("loss", synced.LOSSES)
+class Synced(nn.SyncBatchNorm):
+    """A SyncBatchNorm for gloo: torch's own runs on accelerators only."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        group = self.process_group or dist.group.WORLD
+        count = all_reduce(input.new_tensor(float(len(input))), group=group)
+        mean = all_reduce(input.sum(0), group=group) / count
+        var = all_reduce((input - mean).square().sum(0), group=group) / count
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, 0.1)  # type: ignore[union-attr]
+            self.running_var.lerp_(var * count / (count - 1), 0.1)  # type: ignore[union-attr]
+        return (input - mean) / (var + self.eps).sqrt() * self.weight + self.bias
+
+
+def build(norm: Callable[[int], nn.Module] = Synced) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), norm(6), nn.Tanh(), nn.Linear(6, 3), norm(3)).double()
+
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).double()
+Y = torch.tensor([0, 1, 2, 0, -100, 2, 0, 1])
+LOSSES: dict[str, Callable[[], Any]] = {
+    "mean": nn.CrossEntropyLoss,
+    "sum": lambda: nn.CrossEntropyLoss(reduction="sum"),
+    "whole batch": lambda: ab.WholeBatch(faulty.spread),
+}
+MOMENTUM = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("sizes", [(5, 3), (7, 1), (2, 6)])
-def test_one_micro_batch_per_rank_is_the_whole_batch(two: Ranks, sizes: Any, loss: str) -> None:
-    first, second = two.run(synced.train, sizes, loss, {"clip_norm": 0.5})
-    alone = synced.train(0, 1, [8], loss, {"clip_norm": 0.5})
-    assert [*map(str, first["parameters"])] == [*map(str, second["parameters"])]
-    for part in ("parameters", "buffers"):
-        assert relative_error(first[part], alone[part]) <= FLOAT64
-    for one, other in zip(first["reports"], alone["reports"], strict=True):
-        assert one == pytest.approx(other, rel=FLOAT64)
-    assert "SyncBatchNorm" in first["unchecked"]
+@on_ranks(2)
+def test_one_micro_batch_per_rank_is_the_whole_batch(rank: int, size: int, sizes: Any, loss: str) -> object:
+    plain = build(nn.BatchNorm1d)
+    pair = Pair(plain, LOSSES[loss], MOMENTUM, parts=build(), both={"clip_norm": 0.5})
+    batch = X, torch.arange(8) if loss == "whole batch" else Y
+    assert "SyncBatchNorm" in [pair.update(batch, sizes, rank) for _ in range(3)][-1].unchecked
+    return pair.bits
 
 
-def test_what_would_split_rows_further_is_refused(two: Ranks) -> None:
-    for told in two.run(synced.refused):
-        assert "got [2, 1] on ranks 0 to 1: the batch is split over ranks" in told["cut"]
-        assert "got [1, 0] on ranks" in told["empty"]
-        for name in ("memory", "recompute", "precision='fp16-mixed'", "non_finite='drop'"):
-            assert f"got {name}, which may run" in told[name.partition("=")[0]]
-        assert "another process group in 1, 4" in told["group"]
-        assert "in training on ranks [0] only" in told["mode"]
-        assert "split over ranks, got module 1:" in told["plain"]
-        assert "split over ranks, got module 1" in told["window"]
-        assert "split over ranks, got module 1" in told["plain window"]
-        assert told["after"] == "no error"
+def half() -> nn.Module:
+    return build().train(dist.get_rank() == 0)
+
+
+def mixed() -> nn.Module:
+    return nn.Sequential(build(), nn.BatchNorm1d(3).double())
+
+
+def with_groups() -> nn.Module:
+    alone = [dist.new_group([one]) for one in range(dist.get_world_size())]
+    return build(lambda width: Synced(width, process_group=alone[dist.get_rank()]))
+
+
+# By what is said: a model, the options of its step, and rows of the ranks.
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Sequence[int]]] = {
+    "got [2, 1] on ranks 0 to 1: the batch is split over ranks": (build, {"micro_batch": 3}, (5, 3)),
+    "got [1, 0] on ranks": (build, {}, (8, 0)),
+    "got memory, which may run": (build, {"memory": "1GB"}, (5, 3)),
+    "got recompute, which may run": (build, {"recompute": ["0"]}, (5, 3)),
+    "got precision='fp16-mixed', which may run": (build, {"precision": "fp16-mixed"}, (5, 3)),
+    "got non_finite='drop', which may run": (build, {"non_finite": "drop"}, (5, 3)),
+    "another process group in 1, 4": (with_groups, {}, (5, 3)),
+    "in training on ranks [0] only": (half, {}, (5, 3)),
+    "split over ranks, got module 1:": (mixed, {}, (5, 3)),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+@on_ranks(2)
+def test_what_would_split_rows_further_is_refused(rank: int, size: int, said: str) -> None:
+    make, options, sizes = REFUSED[said]
+    model = make().float() if "precision" in options else make()
+    pair = Pair(model, "torch", "sgd", parts=model, **options)
+    assert said in (
+        found := told(lambda: pair.step(share((X.to(next(model.parameters()).dtype), Y), sizes, rank)))
+    ), found
+    assert Pair(build(), "torch", "sgd").step(share((X, Y), (5, 3), rank)).updated
+
+
+@pytest.mark.parametrize("norm", [Synced, nn.BatchNorm1d])
+@on_ranks(2)
+def test_windows_refuse_the_layer(rank: int, size: int, norm: Any) -> None:
+    window = Pair(build(norm), "torch", "sgd").step.window()
+    assert "split over ranks, got module 1" in told(lambda: window.add(share((X, Y), (5, 3), rank)))
 
 
 @pytest.mark.parametrize("error", [NO_MEMORY, KeyboardInterrupt()])
+@on_ranks(2)
 def test_a_rank_that_fails_in_the_layer_leaves_all_as_it_was_and_ends_the_run(
-    error: BaseException, two: Ranks
+    rank: int, size: int, error: BaseException
 ) -> None:
-    first, second = two.run(synced.interrupted, error)
-    expected = "OutOfMemoryError: " if error is NO_MEMORY else type(error).__name__
-    assert second[0].startswith(expected)
-    assert (error is not NO_MEMORY) or "it was not run again" in second[0]
-    for said in (first, second):
-        assert said[1].startswith("RankError: Expected all ranks at the same step")
+    """Rank 1 fails in its forward, in which the other waits for it; then both try again."""
+    group = dist.new_group(timeout=GIVE_UP)
+
+    class Fails(Synced):
+        def forward(self, input: Tensor) -> Tensor:
+            if rank == 1:
+                raise error
+            return super().forward(input)
+
+    model = build(lambda width: Fails(width, process_group=group))
+    pair = Pair(model, "torch", "sgd", parts=model, strategy=Replicate(group=group))
+    before, said = [one.clone() for one in whole(model)], list[BaseException]()
+    for _ in range(2):
+        with pytest.raises(BaseException) as found:  # noqa: PT011
+            pair.step(share((X, Y), (5, 3), rank))
+        said.append(found.value)
+    assert all(map(torch.equal, before, whole(model)))
+    assert type(said[0]).__name__ == type(error).__name__ or not rank
+    assert not rank or error is not NO_MEMORY or "it was not run again" in str(said[0])
+    assert str(said[1]).startswith("Expected all ranks at the same step")

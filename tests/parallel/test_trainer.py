@@ -1,32 +1,34 @@
-"""A trainer on several ranks makes the run of one process, and no rank waits for one that failed."""
+"""A trainer on several ranks makes the run of one process, outlives kills, and ends on all or on none."""
 
 import json
+import os
+import shutil
+import signal
+import time
+import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
-from anybatch.parallel.checkpoint import load
+import anybatch as ab
+from anybatch.parallel import checkpoint
+from anybatch.parallel.stored import write_tensors
 from anybatch.testing import tolerance
-from tests.parallel import trainings
-from tests.parallel.spawned import Ranks, spawned
+from tests.parallel.pairs import told
+from tests.parallel.spawned import Ranks, on_ranks, spawned
+from tests.parallel.trainings import BATCH, COUNTS, UPDATES, Stop, as_many, build, data, numbers
+from tests.zoo import Made
 
 FLOAT64 = tolerance(torch.float64, 8)
-
-
-def assert_alike(found: Any, expected: Any) -> None:
-    """But for rounding."""
-    assert found["counts"] == expected["counts"]
-    for name in ("weights", "values"):
-        assert found[name] == pytest.approx(expected[name], abs=FLOAT64, nan_ok=True), name
-
-
-def assert_same(answers: list[Any]) -> None:
-    """To the bit, on all ranks."""
-    assert all(one == answers[0] for one in answers)
+WAY = pytest.mark.parametrize("way", ["replicate", "shard"])
 
 
 @pytest.fixture(scope="module")
@@ -36,101 +38,386 @@ def four() -> Iterator[Ranks]:
         yield ranks
 
 
-@pytest.mark.parametrize("kind", trainings.KINDS)
-def test_any_data_gives_the_run_of_one_process(four: Ranks, kind: str) -> None:
-    """Mutations: parts that overlap; a mean of means; a metric of rank 0's rows."""
-    answers = four.run(trainings.trained, kind)
-    assert_same(answers)
-    alone = trainings.trained(0, 1, kind, "local")
-    assert_alike(answers[0], alone)
+def assert_alike(found: Any, expected: Any) -> None:
+    """But for rounding; a run that was resumed has the last values."""
+    assert found["counts"] == expected["counts"]
+    values = expected["values"][-len(found["values"]) :] if found["values"] else []
+    assert found["values"] == pytest.approx(values, abs=FLOAT64, nan_ok=True)
+    assert found["weights"] == pytest.approx(expected["weights"], abs=FLOAT64)
+
+
+class Resharded(ab.Callback):
+    """Finds shards, also after the forwards of a validation."""
+
+    def epoch(self, trainer: Any, report: Any) -> None:
+        is_sharded = trainer.step.strategy.is_lockstep
+        assert all(hasattr(p, "device_mesh") == is_sharded for p in trainer.step.model.parameters())
+
+
+KINDS = [
+    *[("replicate", kind) for kind in ("rows", "samples", "items", "joined", "few", "whole batch")],
+    *[("shard", kind) for kind in ("rows", "samples", "items", "few")],
+]
+
+
+@pytest.mark.parametrize(("way", "kind"), KINDS)
+@on_ranks(4)
+def test_any_data_gives_the_run_of_one_process(rank: int, size: int, way: str, kind: str) -> object:
+    """With metrics, averaged weights and an early end; micro-batches to evaluate on fewer than all ranks.
+
+    Mutations: parts that overlap; a mean of means; a metric of rank 0's rows.
+    """
+
+    def trained(way: str, averages: bool) -> dict[str, Any]:
+        metrics = ab.Metrics(accuracy=ab.accuracy, counts=COUNTS)
+        stop = ab.EarlyStopping("accuracy", patience=2, larger_is_better=True)
+        averaged = [ab.EMA(0.9)] if averages else []
+        trainer = build(way, kind, callbacks=[metrics, *averaged, stop, Resharded()])
+        return numbers(trainer, trainer.fit(epochs=40 if kind == "rows" else 2))
+
+    found, alone = (trained(one, way != "shard") for one in (way, "local"))
+    assert_alike(found, alone)
     assert kind != "rows" or alone["counts"][-1], "no early end"
+    return found["bits"]
+
+
+def shares(rank: int, size: int, way: str, kind: str) -> list[list[int]]:
+    """The rows that this rank has of each batch of an epoch."""
+    trainer = build(way, kind)
+    known, found = [tuple(row) for row in data()["train"][0].tolist()], []
+    for batch in trainer.train.batches(batch_size=trainer.batch_size, seed=0, epoch=0):
+        rows = [] if batch is None else [x for x, _ in batch] if kind == "samples" else batch[0]
+        found.append([known.index(tuple(row.tolist())) for row in rows])
+    return found
 
 
 @pytest.mark.parametrize("kind", ["rows", "samples", "items", "few"])
 def test_each_row_is_on_one_rank_in_the_order_of_one_process(four: Ranks, kind: str) -> None:
-    alone = trainings.shares(0, 1, kind)
-    parts = four.run(trainings.shares, kind)
-    joined = [[row for part in batch for row in part] for batch in zip(*parts, strict=True)]
-    assert joined == alone
-    sizes = [[len(one) for one in batch] for batch in zip(*parts, strict=True)]
-    assert sizes[-1] == ([1, 0, 0, 0] if kind == "few" else [2, 1, 1, 1])
+    parts = [*zip(*four.run(shares, "replicate", kind), strict=True)]
+    joined = [[row for part in batch for row in part] for batch in parts]
+    assert joined == shares(0, 1, "local", kind)
+    assert [len(one) for one in parts[-1]] == ([1, 0, 0, 0] if kind == "few" else [2, 1, 1, 1])
 
 
+def save(way: str, folder: Path, epochs: int, **options: Any) -> dict[str, Any]:
+    """A run of two epochs, or one that is stopped in the middle of the third."""
+    stop = [] if epochs == 2 else [Stop(at=2 * UPDATES + 3)]
+    trainer = build(way, out=folder, callbacks=stop, **options)
+    return numbers(trainer, trainer.fit(epochs=epochs))
+
+
+def resume(
+    rank: int, size: int, way: str, folder: Path, count: int, stores: Path, until: int = 0, **options: Any
+) -> Any:
+    """The run, taken up by so many ranks, one of them without shards: as it was loaded, and at its end."""
+    with as_many(rank, size, count, stores) as is_in:
+        if not is_in:
+            return None
+        if until:
+            options |= {"out": folder, "callbacks": [Stop(until)]}
+        trainer = build(way if count > 1 else "local", **options)
+        trainer.resume(folder)
+        return numbers(trainer), numbers(trainer, trainer.fit(epochs=4))
+
+
+def undisturbed(way: str, **options: Any) -> dict[str, Any]:
+    trainer = build(way, **options)
+    return numbers(trainer, trainer.fit(epochs=4))
+
+
+@WAY
 @pytest.mark.parametrize("epochs", [2, 3], ids=["at the end of an epoch", "in the middle"])
-def test_a_checkpoint_of_four_ranks_goes_on_on_any_number(four: Ranks, epochs: int, tmp_path: Path) -> None:
-    folder = str(tmp_path / "run")
-    assert_same(four.run(trainings.saved, folder, None, epochs))
-    alone = trainings.undisturbed(0, 1, strategy="local")
-    for count in (1, 2, 3):
-        answers = four.run(trainings.resumed, folder, count, str(tmp_path))[:count]
-        assert_same([one["bits"] for one in answers])
-        assert_same([one["values"] for one in answers])
-        found = {**answers[0], "values": alone["values"][: -len(answers[0]["values"])] + answers[0]["values"]}
-        assert_alike(found, alone)
-
-
-def test_a_run_that_goes_from_rank_to_rank_makes_the_updates_of_one_process(
-    four: Ranks, tmp_path: Path
+@on_ranks(4)
+def test_a_run_goes_on_on_any_number_of_ranks(
+    rank: int, size: int, way: str, epochs: int, tmp_path: Path
 ) -> None:
-    """Four ranks, then 3, 1 and 2, each in the middle of an epoch."""
-    folder = str(tmp_path / "run")
-    four.run(trainings.saved, folder, None, 3)
-    for count, more in ((3, 1), (1, 2)):
-        four.run(trainings.resumed, folder, count, str(tmp_path), None, more)
-    found = four.run(trainings.resumed, folder, 2, str(tmp_path))[:2]
-    assert_same([one["bits"] for one in found])
-    alone = trainings.undisturbed(0, 1, strategy="local")
-    assert found[0]["counts"] == alone["counts"]
-    assert found[0]["weights"] == pytest.approx(alone["weights"], abs=FLOAT64)
+    folder, alone = tmp_path / "run", undisturbed("local")
+    done = save(way, folder, epochs)
+    assert {one.name for one in folder.iterdir()} == {"best", "log.jsonl", f"step-{done['counts'][1]:08}"}
+    assert [one.name for one in (folder / "best").iterdir()] == ["step-00000010"]
+    weights = checkpoint.load(folder).model  # whole tensors, read from all files
+    assert torch.cat([one.flatten() for one in weights.values()]).tolist() == done["weights"]
+    for count in (3, 2, 1):
+        if found := resume(rank, size, way, folder, count, tmp_path):
+            loaded, end = found
+            assert loaded["bits"] == done["bits"]
+            assert loaded["counts"][:3] == done["counts"][:3]
+            assert_alike(end, alone)
 
 
-def test_with_dropout_a_resumed_run_is_the_same_to_the_bit(four: Ranks, tmp_path: Path) -> None:
-    folder = str(tmp_path / "run")
-    four.run(trainings.saved, folder, nn.Dropout, 3)
-    found = four.run(trainings.resumed, folder, 4, str(tmp_path), nn.Dropout)
-    expected = four.run(trainings.undisturbed, nn.Dropout)
-    assert_same([one["bits"] for one in found + expected])
-    drawn = four.run(trainings.draws)
-    assert len({tuple(one) for one in drawn}) == len(drawn)
-    assert drawn[0] == trainings.draws(0, 1)  # rank 0 draws as one process does
-    assert len({*drawn[1]}) == trainings.UPDATES
+@WAY
+@on_ranks(4)
+def test_a_run_goes_from_rank_to_rank(rank: int, size: int, way: str, tmp_path: Path) -> None:
+    """Four ranks, then 3, 1 and 2, each in the middle of an epoch; rank 0 alone writes its log."""
+    folder, alone = tmp_path / "run", undisturbed("local")
+    save(way, folder, 3)
+    for count, more in ((3, 1), (1, 2), (2, 9)):
+        found = resume(rank, size, way, folder, count, tmp_path, more)
+    if found:
+        assert found[1]["counts"] == alone["counts"]
+        assert found[1]["weights"] == pytest.approx(alone["weights"], abs=FLOAT64)
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in lines if one["event"] == "step"] == [*range(1, 4 * UPDATES + 1)]
 
 
-def test_rank_0_alone_writes(four: Ranks, tmp_path: Path) -> None:
-    four.run(trainings.saved, str(tmp_path / "run"))
-    names = ["best", "log.jsonl", f"step-{2 * trainings.UPDATES:08}"]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == names
-    events = [json.loads(line)["event"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert [one for one in events if one != "step"] == ["start", "epoch", "epoch", "stop"]
-    assert load(tmp_path / "run").progress["steps"] == 2 * trainings.UPDATES
+class Draws(ab.Callback):
+    """Notes a random number of each update."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def update(self, report: Any) -> None:
+        self.values.append(float(torch.rand(())))
 
 
-CASES = {  # the error of the rank that is odd, what others say of it, and the updates made
-    "other rows": ("BatchError", "DistributedSampler", 0),
-    "fewer batches": ("RankError", "the end of epoch 1 after 2 batches", 2),
-    "stops alone": ("RankError", "a stop in epoch 1 after 3 batches", 3),
-    "callback fails": ("ValueError", "ValueError on rank 1", 3),
-    "interrupted": ("KeyboardInterrupt", "KeyboardInterrupt on rank 1", 3),
-    "metric fails": ("LossError", "LossError on rank 1", trainings.UPDATES),
-    "cannot write": ("CheckpointError", "CheckpointError on rank 0", 3),
+def draws(rank: int, size: int, way: str = "replicate") -> list[float]:
+    build(way, callbacks=[drawn := Draws()]).fit(epochs=1)
+    return drawn.values
+
+
+def test_ranks_draw_their_own_numbers_and_rank_0_those_of_one_process(four: Ranks) -> None:
+    found = four.run(draws)
+    assert len({tuple(one) for one in found}) == len(found)
+    assert found[0] == draws(0, 1, "local")
+    assert len({*found[1]}) == UPDATES
+
+
+@WAY
+@on_ranks(4)
+def test_with_dropout_a_resumed_run_is_the_same_to_the_bit(
+    rank: int, size: int, way: str, tmp_path: Path
+) -> object:
+    save(way, tmp_path / "run", 3, layer=nn.Dropout)
+    found = resume(rank, size, way, tmp_path / "run", 4, tmp_path, layer=nn.Dropout)[1]
+    assert found["bits"] == undisturbed(way, layer=nn.Dropout)["bits"]
+    return found["bits"]
+
+
+# ---- a rank that is killed, or fails
+
+
+class Bits(ab.Callback):
+    """Notes the bits of each update; on all ranks, which gather them."""
+
+    def start(self, trainer: Any, info: Any) -> None:
+        self.trainer, self.found = trainer, dict[int, str]()
+
+    def update(self, report: Any) -> None:
+        self.found[self.trainer.steps] = numbers(self.trainer)["bits"]
+
+
+def dying(place: str, left: int) -> AbstractContextManager[Any]:
+    """Kill this process by SIGKILL the next time but some that a save comes to a place."""
+    module, _, name = place.partition(" ")[0].rpartition(".")
+    inner, count = {"fsync": os.fsync, "replace": os.replace, "rmtree": shutil.rmtree}[name], [left]
+
+    def passing(path: Any, *args: Any, **options: Any) -> None:
+        is_it = name == "fsync" or Path([path, *args][name == "replace"]).name.startswith("step-")
+        if is_it and name == "rmtree":
+            next(Path(path).iterdir()).unlink()
+        if "after" in place:
+            inner(path, *args, **options)
+        count[0] -= is_it
+        if not count[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "after" not in place:
+            inner(path, *args, **options)
+
+    return mock.patch(f"anybatch.parallel.{module}.{name}", passing)
+
+
+def killed(rank: int, size: int, folder: Path, at: int, place: str, left: int) -> tuple[str, dict[int, str]]:
+    """A rank is killed while it saves; what others are told, and the bits of all updates."""
+    trainer = build("shard", out=folder, save_every=1, callbacks=[bits := Bits()])
+    with dying(place, left) if rank == at else nullcontext():
+        said = told(lambda: trainer.fit(epochs=4))
+    return said, bits.found
+
+
+def resumed(rank: int, size: int, folder: Path, count: int, stores: Path) -> Any:
+    return resume(rank, size, "shard", folder, count, stores)
+
+
+@pytest.mark.parametrize(
+    ("place", "at", "left", "last"),
+    [
+        ("stored.os.fsync of its shards", 1, 4, 3),
+        ("checkpoint.os.replace", 0, 4, 3),
+        ("checkpoint.shutil.rmtree of an old one", 0, 3, 4),
+    ],
+)
+def test_killed_while_saving_the_last_good_one_is_loaded(
+    four: Ranks, place: str, at: int, left: int, last: int, tmp_path: Path
+) -> None:
+    """A rank gets SIGKILL in a save; 3 ranks and one process find the bits of the last whole checkpoint."""
+    with spawned(2) as ranks:
+        ranks.start(killed, tmp_path / "run", at, place, left)
+        answers = ranks.answers(seconds=120.0)
+    assert answers[at] == ("ended", -9)
+    kind, (said, bits) = answers[1 - at]
+    assert kind == "value"
+    assert said.startswith("RankError: Expected an answer from all 2 ranks")
+    for count in (3, 1):
+        for loaded, end in four.run(resumed, tmp_path / "run", count, tmp_path)[:count]:
+            assert loaded["counts"][1] == last
+            assert loaded["bits"] == bits[last]
+            assert end["counts"] == [4, 20, 20, ""]
+
+
+def batches(count: int, fails: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(count):
+        yield torch.ones(6, 4).double(), torch.ones(6).long()
+    if fails:
+        raise ValueError("no more")
+
+
+class Batches:
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __iter__(self) -> Iterator[Any]:
+        return batches(*self.args)
+
+
+class Failing(ab.Callback):
+    """Raises right after the third update, in the step."""
+
+    left = 3
+
+    def parameters(self, parameters: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            raise ValueError("no parameters")
+
+
+def on_a_full_disk(path: Path, tensors: Any) -> str:
+    """Write to a file whose device has no room; the kernel says so."""
+    path.symlink_to("/dev/full")
+    return write_tensors(path, tensors)
+
+
+def odd_options(case: str, odd: bool) -> dict[str, Any]:
+    """What rank 1 does otherwise."""
+    rows = TensorDataset(*data()["train"])
+    calls: dict[str, Any] = {
+        "stop": lambda: Stop(3),
+        "stops alone": lambda: Stop(3) if odd else None,
+        "callback": lambda: Stop(3, ValueError("enough")) if odd else None,
+        "interrupted": lambda: Stop(3, KeyboardInterrupt()) if odd else None,
+        "signal": lambda: (lambda report: signal.raise_signal(signal.SIGTERM)) if odd else None,
+        "parameters": lambda: Failing() if odd else None,
+        "metric": lambda: ab.Metrics(wrong=lambda one, two: 1 if odd else ab.accuracy(one, two)),
+    }
+    if case in calls:
+        return {"callbacks": [one for one in [calls[case]()] if one]}
+    loaders = {
+        "other rows": lambda: DataLoader(rows, batch_size=BATCH, sampler=DistributedSampler(rows)),
+        "fewer batches": lambda: Batches(2 if odd else 3),
+        "data": lambda: Batches(3 if odd else 5, odd),
+    }
+    return {"train": loaders[case](), "batch_size": None} if case in loaders else {}
+
+
+def failed(rank: int, size: int, way: str, case: str, folder: Path) -> dict[str, Any]:
+    """A training in which rank 1 fails in its own way, or rank 0 where it writes; what was said."""
+    odd, told = rank == 1, {"said": "", "error": ""}
+    trainer = build(way, out=folder, save_every=2, **odd_options(case, odd))
+    if case == "forward" and odd:
+        passes = iter((None, None, ValueError("no forward")))
+
+        def fail(module: Any, inputs: Any) -> None:
+            if (error := next(passes, None)) is not None:
+                raise error
+
+        trainer.step.model[0].register_forward_pre_hook(fail)
+    patch: Any = nullcontext()
+    if (case, rank) == ("write", 0):
+        patch = mock.patch(
+            "anybatch.parallel.checkpoint.os.replace", side_effect=OSError(28, "No space left")
+        )
+    if (case, rank) == ("disk", 1):
+        patch = mock.patch("anybatch.parallel.stored.write_tensors", on_a_full_disk)
+    began = time.monotonic()
+    try:
+        with patch:
+            trainer.fit(epochs=2)
+    except BaseException as error:
+        told |= {"error": type(error).__name__, "said": str(error)}
+    assert case == "metric" or time.monotonic() - began < 15
+    return told | {"steps": trainer.steps}
+
+
+# By case: the error of the rank that is odd, what others say of it, the updates made, and the last save.
+FAILED: dict[tuple[str, str], tuple[str, str, int, int]] = {
+    ("replicate", "other rows"): ("BatchError", "DistributedSampler", 0, 0),
+    ("replicate", "fewer batches"): ("RankError", "the end of epoch 1 after 2 batches", 2, 2),
+    ("replicate", "stops alone"): ("RankError", "a stop in epoch 1 after 3 batches", 3, 3),
+    ("replicate", "callback"): ("ValueError", "ValueError on rank 1", 3, 3),
+    ("replicate", "interrupted"): ("KeyboardInterrupt", "KeyboardInterrupt on rank 1", 3, 3),
+    ("replicate", "data"): ("ValueError", "ValueError on rank 1", 3, 3),
+    ("replicate", "metric"): ("LossError", "LossError on rank 1", UPDATES, UPDATES),
+    ("replicate", "write"): ("CheckpointError", "CheckpointError on rank 0", 2, 0),
+    ("shard", "callback"): ("ValueError", "ValueError on rank 1", 3, 3),
+    ("shard", "stop"): ("", "", 3, 3),
+    ("shard", "signal"): ("SystemExit", "SystemExit on rank 1", 1, 1),
+    ("shard", "data"): ("ValueError", "ValueError on rank 1", 3, 3),
+    ("shard", "forward"): ("ValueError", "ValueError on rank 1", 1, 1),
+    ("shard", "parameters"): ("ValueError", "ValueError on rank 1", 2, 2),
+    ("shard", "write"): ("CheckpointError", "CheckpointError on rank 0", 2, 0),
+    ("shard", "disk"): ("CheckpointError", "rank-1.safetensors: expected a checkpoint that can be", 2, 0),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_an_error_of_one_rank_is_one_of_all(four: Ranks, case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "case"), FAILED)
+def test_an_error_of_one_rank_is_one_of_all(two: Ranks, way: str, case: str, tmp_path: Path) -> None:
     """Mutation: `abandon` is not called; then ranks wait until the timeout of the group."""
-    kind, said, steps = CASES[case]
-    answers = four.run(trainings.refused, case, str(tmp_path))
-    odd = 0 if case == "cannot write" else 1
-    assert answers[odd][0] == kind
-    for number, (name, text, made) in enumerate(answers):
-        assert made == steps
-        if number != odd:
-            assert name == (kind if case == "other rows" else "RankError")
-            assert said in text
+    kind, said, steps, last = FAILED[way, case]
+    answers = two.run(failed, way, case, tmp_path / "run")
+    odd = case != "write"
+    assert answers[odd]["error"] == kind
+    assert said in answers[not odd]["said"]
+    assert case != "disk" or all(
+        "rank 1: No space left on device. Make room" in one["said"] for one in answers
+    )
+    assert [one.name for one in (tmp_path / "run").glob("step-*")] == [f"step-{last:08}"][: bool(last)]
+    for number, one in enumerate(answers):
+        assert number == odd or one["error"] in ("RankError", kind)
+        assert one["steps"] == steps or case == "parameters", one
 
 
-def test_buffers_that_differ_are_named_on_rank_0(four: Ranks) -> None:
-    first, *others = four.run(trainings.warned, trainings.Seen)
-    assert any("Buffers of Sequential differ between ranks" in one for one in first)
-    assert not any("Buffers" in one for other in others for one in other)
+@pytest.mark.slow
+def test_an_error_in_a_validation_of_shards_is_told_after_the_timeout(tmp_path: Path) -> None:
+    with spawned(2) as ranks:
+        answers = ranks.run(failed, "shard", "metric", tmp_path, seconds=120.0)
+    assert [one["error"] for one in answers] == ["RankError", "LossError"]
+    assert "rank 1 (it says" in answers[0]["said"]
+
+
+@on_ranks(2)
+def test_what_is_refused_by_name(rank: int, size: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    build("shard", out=folder).fit(epochs=1)
+    same, other = build("shard", seed=1), build("shard", width=5)
+    before = numbers(same)["bits"]
+    for said, call in {
+        "Leave ab.EMA out": lambda: build("shard", callbacks=[ab.EMA()]).fit(epochs=1),
+        "expected a folder without an earlier run": lambda: build("shard", out=folder).fit(epochs=1),
+        "seed 0 there and 1 here": lambda: same.resume(folder),
+        "another's: 0.weight: float64 (6, 4) there, float64 (5, 4) here": lambda: other.resume(folder),
+    }.items():
+        assert said in told(call)
+    assert numbers(same)["bits"] == before
+
+
+@on_ranks(4)
+def test_buffers_that_differ_are_named_on_rank_0(rank: int, size: int) -> None:
+    def note(self: Any, x: Tensor) -> Tensor:
+        self.total += x.detach().sum() * self.training
+        return x
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        build("replicate", layer=lambda: Made(note, total=torch.zeros(()))).fit(epochs=2)
+    assert any("Buffers of Sequential differ between ranks" in str(one.message) for one in found) == (
+        not rank
+    )

@@ -1,7 +1,6 @@
 """Programs of any kind: hooks that update, notes on errors, odd modules."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -72,27 +71,6 @@ def test_an_error_names_its_micro_batch(in_backward: bool) -> None:
     assert caught.value.__notes__[-1] == place
 
 
-@pytest.mark.parametrize(("index", "rows"), [(0, "rows 0 to 2"), (1, "rows 3 to 5")])
-def test_an_error_of_a_callback_names_the_micro_batch_that_was_done(index: int, rows: str) -> None:
-    def listen(event: Any) -> None:
-        if event.index == index:
-            raise ValueError("in a callback")
-
-    made = step(net(), micro_batch=3, callbacks=[SimpleNamespace(micro_batch=listen)])
-    with pytest.raises(ValueError, match="in a callback") as caught:
-        made(tuple(one[:6] for one in ROWS))
-    told = f"This error was raised in a callback, after micro-batch {index} ({rows} of the batch)."
-    assert caught.value.__notes__ == [told]
-
-
 class Odd(ModuleType):
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(name)
-
-
-def test_sys_modules_may_hold_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries: dict[str, Any] = {"odd": None, "odd.number": 3, "odd.object": object(), "odd.module": Odd("odd")}
-    for name, entry in entries.items():
-        monkeypatch.setitem(sys.modules, name, entry)
-    assert step(net(), micro_batch=3)(ROWS).updated
-    assert ab.check(net(), own, ROWS).exact

@@ -117,14 +117,6 @@ def test_uncut_is_torchs_own_to_the_bit_and_handed_over_without_a_copy() -> None
         assert {name: p.grad.data_ptr() for name, p in model.named_parameters()} == places
 
 
-def test_sum_of_losses_and_grad_of_torch() -> None:
-    model, x, y = make()
-    batch_loss = ab.BatchLoss(model, CROSS, micro_batch=8)
-    expected = whole(model, lambda one: F.cross_entropy(one(x), y) / 2 + F.cross_entropy(one(x[20:]), y[20:]))
-    found = torch.autograd.grad(batch_loss((x, y)) / 2 + batch_loss((x[20:], y[20:])), [*model.parameters()])
-    assert relative_error(dict(zip(expected, found, strict=True)), expected) <= EXACT
-
-
 def test_host_scales_clips_and_steps_also_after_a_skipped_batch() -> None:
     model, x, y = make()
     other, scaler = copy.deepcopy(model), torch.amp.GradScaler(device.KIND, init_scale=1024.0)
@@ -199,16 +191,6 @@ def test_what_is_refused() -> None:
     model[0].weight.register_hook(lambda gradient: 2 * gradient)
     with pytest.raises(OptimizerError, match="gradient hooks"):
         batch_loss((x, y))
-
-
-def test_freezing_and_unfreezing_is_noticed() -> None:
-    model, x, y = make()
-    batch_loss = ab.BatchLoss(model, CROSS, micro_batch=9)
-    for is_trained in (True, True, True, True, False, True):
-        model.zero_grad()
-        model[0].weight.requires_grad = is_trained
-        batch_loss((x, y)).backward()
-        assert ("0.weight" in gradients(model)) is is_trained
 
 
 def test_failed_call_leaves_all_as_before() -> None:

@@ -15,7 +15,7 @@ from anybatch.core import NonFiniteLossError, PlanError
 from anybatch.observe import GradientNoise
 from tests.options import flat
 from tests.snapshots import same_as_before
-from tests.zoo import Limited, dropout
+from tests.zoo import dropout
 
 NO_MEMORY = torch.OutOfMemoryError
 X, Y = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])
@@ -134,9 +134,3 @@ def test_what_a_callback_raises_is_raised_and_never_recovered_from(
     assert "redone" not in told.events
     notes = " ".join(getattr(raised, "__notes__", ()))
     assert ("Update 1 was made" in notes) is not is_before
-
-
-def test_memory_that_a_callback_lacks_when_told_of_a_redone_micro_batch_is_raised() -> None:
-    step = make(Told("redone", NO_MEMORY("in a callback")), model=Limited(0, nn.Linear(3, 2)))
-    with pytest.raises(NO_MEMORY, match="in a callback"), same_as_before(step):
-        step((X, Y))

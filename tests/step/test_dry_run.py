@@ -13,7 +13,7 @@ import anybatch as ab
 from anybatch.step import dry_run
 from tests.options import flat
 from tests.snapshots import same, same_as_before
-from tests.zoo import Made, Perceptron, dropout
+from tests.zoo import Made, Perceptron
 
 
 def show(step: ab.Step, batch: Any, see: Callable[[Tensor], object]) -> None:
@@ -60,24 +60,6 @@ def test_nothing_is_changed(precision: str, micro_batch: int | None) -> None:
         show(step, batch, lambda seen: 1 // 0)
     assert len(seen) == 6
     assert same(own, [*batch, model.generator.get_state(), vars(step.effects)])
-
-
-@pytest.mark.parametrize("precision", ["float32", "fp16-mixed"])
-def test_an_open_window_goes_on(precision: str) -> None:
-    batch = rows_of(6)
-
-    def train(*, is_watched: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        step = make(dropout(3, 1), precision=precision)
-        window = step.window()
-        window.add(tuple(part[:4] for part in batch))
-        if is_watched:
-            show(step, batch, lambda seen: None)
-        window.add(tuple(part[4:] for part in batch))
-        window.close()
-        return [p.detach().clone() for p in step.model.parameters()]
-
-    assert same(train(is_watched=True), train(is_watched=False))
 
 
 def cosine(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -53,22 +53,6 @@ def test_average_counts_updates_and_not_micro_batches(way: str) -> None:
     assert ema.updates == UPDATES
 
 
-def test_skipped_update_does_not_count_and_a_state_goes_on() -> None:
-    ema, again = ab.EMA(DECAY), ab.EMA(DECAY)
-    step, other = made(ema), made(again)
-    step(DATA[0])
-    other.model.load_state_dict(step.model.state_dict())
-    again.load_state_dict(ema.state_dict())
-    for one in (step, other):
-        for batch in DATA[1:]:
-            one(batch)
-    assert torch.equal(ema.average["weight"], again.average["weight"])
-    loss, fresh = nn.CrossEntropyLoss(ignore_index=0), ab.EMA()
-    masked = ab.Step(step.model, loss, step.optimizers[0], callbacks=[fresh])
-    masked((DATA[0][0], torch.zeros(12, dtype=torch.int64)))
-    assert fresh.updates == 0
-
-
 def test_a_loss_for_another_loop_is_refused() -> None:
     with pytest.raises(PlanError, match=r"got an ab\.BatchLoss of Linear\. Your loop makes the update"):
         ab.BatchLoss(nn.Linear(2, 1), nn.MSELoss(), callbacks=[ab.EMA()])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import anybatch as ab
-from anybatch.core.errors import AnybatchError, BatchError, LossError, NonFiniteLossError
+from anybatch.core.errors import AnybatchError, BatchError, LossError
 from anybatch.losses import find_paddings
 from anybatch.step import ByLength
 from anybatch.testing import GradientRecorder, reference_step, relative_error
@@ -137,29 +137,6 @@ def test_samples_are_ordered_before_they_are_collated(keys: str | None) -> None:
     assert error < 1e-12
     assert shapes[-report.micro_batches :] == sorted(shapes[-report.micro_batches :], reverse=True)
     assert len(report.cut) < ROWS // 2
-
-
-def test_callbacks_and_errors_speak_of_the_callers_rows() -> None:
-    told, model = dict[int, Tensor](), tagger().double()
-    callback: Any = ab.Callback()
-    callback.micro_gradients = lambda micro, *_: told.update(zip(micro.indices, micro.rows[0], strict=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: Any = {"order": "length", "micro_batch": 2, "callbacks": [callback]}
-    ab.Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options))(WORDS_AND_TAGS)
-    assert told.keys() == set(range(ROWS))
-    assert all(x.equal(WORDS_AND_TAGS[0][row, : len(x)]) for row, x in told.items())
-
-    def loss(model: nn.Module, micro: Any) -> ab.Total:
-        bad = torch.where((micro[0] != 0).sum(1) == 9, torch.nan, 1.0)
-        return ab.Total((model(micro[0]).sum((1, 2)) * (micro[0] != 0).sum(1) * 0 + bad).sum(), len(bad))
-
-    def step(policy: Any) -> ab.Step:
-        options = ab.Options(order="length", check=False, non_finite=policy)
-        return ab.Step(model, loss, optimizer, options=options, micro_batch=1)
-
-    with pytest.raises(NonFiniteLossError, match=r"rows 1\)"):
-        step("raise")(WORDS_AND_TAGS)
-    assert step("drop")(WORDS_AND_TAGS).dropped == 1
 
 
 def test_memory_that_runs_out_halves_what_is_left_and_later_steps_know() -> None:

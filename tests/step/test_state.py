@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.core import CheckpointError, WindowError
+from anybatch.core import CheckpointError
 from tests.zoo import Limited, dropout
 
 DATA = [(torch.randn(12, 4), torch.randn(12, 1)) for _ in range(6)]
@@ -48,15 +48,6 @@ def test_loop_that_was_saved_and_loaded_is_the_unbroken_one(precision: str) -> N
         assert torch.equal(one, other)
         full = whole.masters.of(one), again.masters.of(other)
         assert full == (None, None) or torch.equal(*full)  # pyright: ignore
-
-
-def test_an_open_window_has_no_state() -> None:
-    step = made("float32")
-    state, window = step.state_dict(), step.window()
-    for use in (step.state_dict, lambda: step.load_state_dict(state)):
-        with pytest.raises(WindowError, match="Expected no open window"):
-            use()
-    window.discard()
 
 
 def test_report_as_a_dict_goes_into_a_log() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Options, Step, Total
+from anybatch import Options, Step
 from anybatch.engine import Plan
 from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
 from tests.snapshots import make_batch, make_step
@@ -77,44 +77,3 @@ def test_several_optimizers_make_one_update_each() -> None:
     for seed in range(3):
         assert apart(make_batch(seed)) == together(make_batch(seed))
     assert all(map(torch.equal, apart.model.parameters(), together.model.parameters()))
-
-
-def test_parts_that_change_count_from_the_next_step() -> None:
-    """What does not change is gathered once; what the caller changes must not be missed."""
-    model, loss = nn.Linear(3, 2), nn.CrossEntropyLoss()
-    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=1.0), micro_batch=2)
-    batch = torch.randn(4, 3), torch.randint(2, (4,))
-    for _ in range(5):  # the first steps gather anew in any case
-        step(batch)
-    model.bias.requires_grad_(False)
-    before, other = model.bias.detach().clone(), nn.Parameter(torch.ones(2))
-    loss.reduction, loss.label_smoothing = "sum", 0.3
-    expected = loss(model(batch[0]), batch[1])
-    report = step(batch)
-    assert report.weights == {"loss": 1.0}
-    assert relative_error(report.loss, expected) <= tolerance(torch.float32, terms=4)
-    assert torch.equal(model.bias, before)
-    model.register_parameter("other", other)
-    model.register_forward_hook(lambda module, inputs, output: output * module.other)
-    step.optimizers[0].add_param_group({"params": [other]})
-    step(batch)
-    assert not torch.equal(other, torch.ones(2))
-
-
-@pytest.mark.parametrize("micro_batch", [None, 4])
-def test_another_network_in_a_closure_of_the_loss_keeps_its_gradients(micro_batch: int | None) -> None:
-    """A generator's step leaves nothing behind for the step of its critic."""
-    generator, critic = nn.Linear(3, 2).double(), nn.Linear(2, 1).double()
-
-    def fooled(model: nn.Module, micro: Tensor) -> Total:
-        return Total(critic(model(micro)).exp().sum(), len(micro))
-
-    optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
-    step = Step(generator, fooled, optimizer, micro_batch=micro_batch, options=Options(check=False))
-    critic.weight.grad = found = torch.ones_like(critic.weight)
-    step(X)
-    with step.window() as window:
-        window.add(X)
-    assert critic.weight.grad is found
-    assert found.eq(1).all()
-    assert critic.bias.grad is None

@@ -8,13 +8,12 @@ from typing import Any, Literal, get_type_hints
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from anybatch import AnybatchError, Options, Step, StepReport, Terms, Total
+from anybatch import AnybatchError, Options, Step, Terms, Total
 from anybatch.core.errors import BatchError, PlanError
 from tests.options import flat
-from tests.snapshots import make_batch
 from tests.zoo import Made
 
 X, Y = torch.randn(4, 3), torch.randn(4, 2)
@@ -110,40 +109,6 @@ def test_a_scheduler_that_the_caller_steps_too_is_warned_about_once() -> None:
 # ---- what it shows
 
 
-def test_a_report_tells_the_update_its_learning_rate_and_its_seconds() -> None:
-    model, told = nn.Linear(3, 2), list[Any]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    step = Step(model, nn.MSELoss(), optimizer, options=Options(scheduler=StepLR(optimizer, 1, gamma=0.1)))
-    again = Step(model, step.loss, optimizer, callbacks=[told.append], options=Options(non_finite="skip"))
-    reports = [step((X, Y)), step((X, Y))]
-    with step.window() as window:
-        window.add((X, Y))
-        reports.append(window.update())
-    assert [one.update for one in reports] == [1, 2, 3]
-    assert [one.learning_rate for one in reports] == pytest.approx([0.5, 0.05, 0.005])
-    assert all(one.seconds > 0 for one in reports)
-    again((X * torch.nan, Y))
-    again((X, Y))
-    ended = [(one.updated, one.update) for one in told if isinstance(one, StepReport)]
-    assert ended == [(False, 0), (True, 1)]
-    step.foresee((X, Y), memory="1GB")  # races steps; none of them counts
-    assert step((X, Y)).update == 4
-
-
-def test_a_step_and_its_report_are_shown_on_a_line() -> None:
-    step = make(nn.MSELoss(), micro_batch=3, precision="bf16-mixed", clip_norm=1.0)
-    report = step((X, Y))
-    shown = "Step(Linear, MSELoss, SGD, 8 trained parameters, micro_batch=3, memory=None, "
-    assert repr(step) == f"{shown}precision='bf16-mixed', 1 update made)"
-    told = f"StepReport(update 1, loss {report.loss:.6g}, rows 4, micro_batches 2, grad_norm "
-    assert repr(report) == str(report)
-    assert repr(report).startswith(f"{told}{report.grad_norm:.4g}, learning_rate 0.5, ")
-    skipped = make(non_finite="skip")((X * torch.nan, Y))
-    assert repr(skipped).startswith("StepReport(no update, loss nan, rows 4, micro_batches 1, ")
-    lazy = nn.LazyLinear(2)
-    assert " 0 trained" in repr(Step(lazy, F.mse_loss, torch.optim.SGD(lazy.parameters(), lr=0.5)))
-
-
 @pytest.mark.parametrize("name", ["recompute", "batch_norm", "precision", "non_finite", "strategy"])
 def test_a_wrong_choice_is_told_all_of_them(name: str) -> None:
     """As the annotations list them: one list each."""
@@ -176,21 +141,6 @@ def test_a_list_of_samples_needs_a_collate() -> None:
         with pytest.raises(BatchError, match=r"list of 4 dicts.*collate="):
             take([{"boxes": torch.ones(4, 4)} for _ in range(4)])
     step.open_window.discard()  # type: ignore[union-attr]
-
-
-def test_an_optimizer_of_fabric_makes_the_same_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which Fabric's first import sets
-    fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu")
-    trained: list[list[Tensor]] = []
-    for is_wrapped in (False, True):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 4)
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
-        optimizer = fabric.setup(model, optimizer)[1] if is_wrapped else optimizer
-        step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=3, clip_norm=0.5)
-        assert [step(make_batch(seed)).update for seed in range(3)] == [1, 2, 3]
-        trained.append([p.detach() for p in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
 
 
 def replace_parameters(step: Any) -> None:

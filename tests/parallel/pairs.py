@@ -1,0 +1,238 @@
+"""A step of this rank beside one of a process with all rows: models, losses, and what is compared."""
+
+import copy
+import hashlib
+import os
+import random
+import signal
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import anybatch as ab
+from anybatch.core import tree
+from tests import zoo
+from tests.laws.check import samples
+from tests.options import flat
+
+WIDTH, LENGTH, WORDS = 6, 5, 7
+CLOSE = 1e-12  # of numbers near 1 in float64
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory.")
+
+# ---- rows, and what is said
+
+
+def share(batch: Any, sizes: Sequence[int], rank: int) -> Any:
+    """The rows of a rank."""
+    stops = [sum(sizes[:end]) for end in range(len(sizes) + 1)]
+    return tree.map_leaves(itemgetter(slice(*[*pairwise(stops)][rank])), batch)
+
+
+def draw_sizes(drawn: random.Random, rows: int, size: int) -> list[int]:
+    """Rows of each rank, often none."""
+    stops = sorted(drawn.choice([0, rows, drawn.randint(0, rows)]) for _ in range(size - 1))
+    return [stop - start for start, stop in pairwise([0, *stops, rows])]
+
+
+def rows(count: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Words and the next ones, of one to all places that count."""
+    drawn = torch.Generator().manual_seed(seed)
+    x, y = (torch.randint(WORDS, (count, LENGTH), generator=drawn) for _ in range(2))
+    lengths = torch.randint(1, LENGTH + 1, (count, 1), generator=drawn)
+    return x, y.masked_fill(torch.arange(LENGTH) >= lengths, -100)
+
+
+def digest(values: Sequence[Any]) -> str:
+    """The bits of values."""
+    plain = [value.tolist() if isinstance(value, Tensor) else value for value in values]
+    return hashlib.blake2b(repr(plain).encode()).hexdigest()
+
+
+def told(call: Callable[[], object]) -> str:
+    """What a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# ---- models and losses
+
+
+class Fault:
+    """An error, or a signal to this process, where a place is passed; no module, so that none notes it."""
+
+    def __init__(self) -> None:
+        self.place, self.left, self.what = "", 0, ValueError("no")
+
+    def arm(self, place: str, passes: int, what: Any) -> None:
+        self.place, self.left, self.what = place, passes, what
+
+    def __call__(self, place: str, gradient: object = None) -> None:
+        if place == self.place:
+            self.left -= 1
+            if self.left == -1 and isinstance(self.what, signal.Signals):
+                os.kill(os.getpid(), self.what)
+            elif self.left == -1:
+                raise self.what
+
+
+class Place(nn.Module):
+    """The identity, which passes a place in forward and in backward."""
+
+    def __init__(self, name: int, fault: Fault) -> None:
+        super().__init__()
+        self.name, self.fault = str(name), fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fault(f"forward {self.name}")
+        if x.requires_grad:
+            x.register_hook(partial(self.fault, f"backward {self.name}"))
+        return x
+
+
+def make(blocks: int = 2, *, seed: int = 0, is_warm: bool = False) -> Any:
+    """Some blocks of odd width over an embedding; a warm one has a second output that all rows share."""
+    torch.manual_seed(seed)
+    fault = Fault()
+    parts = [
+        (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 9), nn.Tanh(), Place(at, fault), nn.Linear(9, WIDTH))
+        for at in range(blocks)
+    ]
+    model: Any = zoo.words(nn.Sequential(*[nn.Sequential(*part) for part in parts]), width=WIDTH, count=WORDS)
+    model.fault = fault
+    if is_warm:
+        inner, model.warmth = model.compute, nn.Parameter(torch.ones(1))
+        model.compute = lambda self, x: (inner(self, x), self.warmth.exp().sum())
+    return model.double()
+
+
+def shard(model: Any, mesh: Any = None, **options: Any) -> Any:
+    """Shard a copy of the model, block by block."""
+    model = copy.deepcopy(model)
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.inner:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def copies(size: int) -> Any:
+    """A mesh of two copies of shards."""
+    return init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("copies", "shards"))
+
+
+def tokens(model: nn.Module, micro: tuple[Tensor, Tensor]) -> ab.Total:
+    x, y = micro
+    return ab.Total(F.cross_entropy(model(x), y, reduction="sum"), (y != -100).sum())
+
+
+def contrast(out: Tensor, warmth: Tensor, y: Tensor, rows: Any = None) -> Any:
+    """Rows with as many words that count attract each other."""
+    pairs = warmth * (each := F.normalize(out.flatten(1))) @ each.T
+    likes = ((counts := (y != -100).sum(1, dtype=out.dtype))[:, None] - counts).abs().neg().softmax(1)
+    losses = F.cross_entropy(pairs, likes, reduction="none")
+    return losses.mean() if rows is None else ab.Total(losses[rows].sum(), len(rows))
+
+
+LOSSES: dict[str, Callable[[], Any]] = {
+    "torch": nn.CrossEntropyLoss,
+    "tokens": lambda: tokens,
+    "rows": lambda: ab.PerRow(lambda logits, y: F.cross_entropy(logits, y, reduction="none").sum(1)),
+    "model": lambda: ab.ModelLoss(call=lambda model, micro: F.cross_entropy(model(micro[0]), micro[1])),
+    "whole": lambda: ab.WholeBatch(contrast, outputs=lambda model, micro: (*model(micro[0]), micro[1])),
+    "whole by rows": lambda: ab.WholeBatch(
+        contrast, outputs=lambda model, micro: (*model(micro[0]), micro[1]), loss_rows=3
+    ),
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+}
+
+# ---- what is compared
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    """Parameters and buffers, gathered."""
+    values = [*model.parameters(), *(one for one in model.buffers() if one.is_floating_point())]
+    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in values]
+
+
+def error_of(parts: nn.Module, model: nn.Module) -> float:
+    """The largest difference of a parameter."""
+    pairs = zip(whole(parts), whole(model), strict=True)
+    return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+def take(step: ab.Step, mine: Any, way: str = "step", pieces: Callable[[], int] = lambda: 2) -> ab.StepReport:
+    """An update of the rows of this rank: of a step, of samples, or of a window with so many a time."""
+    if way == "step":
+        return step(mine)
+    if way == "collate":
+        return step(samples(mine) or None)
+    with step.window() as window:
+        while len(tree.flatten(mine).leaves[0]):
+            count = pieces()
+            window.add(tree.map_leaves(itemgetter(slice(count)), mine))
+            mine = tree.map_leaves(itemgetter(slice(count, None)), mine)
+        return window.close()
+
+
+class Pair:
+    """A step of this rank, and one of a process with the whole batch.
+
+    Args:
+        model: what one process trains, and each rank if it is given no `parts`.
+        loss: in `LOSSES`, or what makes one.
+        optimizer: in `OPTIMIZERS`, or what makes one.
+        both: options of both steps.
+        bound: of differences; None where they are not compared.
+        options: those of the rank's step."""
+
+    def __init__(
+        self, model: Any, loss: Any = "tokens", optimizer: Any = "momentum", *, parts: Any = None,
+        both: dict[str, Any] | None = None, bound: float | None = CLOSE, **options: Any,
+    ) -> None:  # fmt: skip
+        self.parts, self.model = copy.deepcopy(model) if parts is None else parts, model
+        self.bound, alone = bound, {"strategy": "local", "check": False}
+        self.step, self.twin = (
+            ab.Step(
+                one,
+                LOSSES.get(loss, loss)(),
+                OPTIMIZERS.get(optimizer, optimizer)(one.parameters()),
+                **flat(dict(both or {}), **own),
+            )
+            for one, own in ((self.parts, options), (self.model, alone))
+        )
+
+    def update(self, batch: Any, sizes: Sequence[int], rank: int, **ways: Any) -> ab.StepReport:
+        """Update both, or none where this rank raises; the results and what was told are the same."""
+        report, expected = take(self.step, share(batch, sizes, rank), **ways), self.twin(batch)
+        assert report.rows == sum(sizes)
+        if self.bound is not None:
+            assert report.updated
+            for name in ("loss", "grad_norm"):
+                one, other = getattr(report, name), getattr(expected, name)
+                assert abs(one - other) <= self.bound * max(1.0, abs(other)), (name, one, other)
+            assert self.error <= self.bound, self.error
+        return report
+
+    @property
+    def error(self) -> float:
+        """The largest difference of a parameter."""
+        return error_of(self.parts, self.model)
+
+    @property
+    def bits(self) -> str:
+        return digest(whole(self.parts))

@@ -1,0 +1,244 @@
+"""What several ranks refuse, each with its reason and on all ranks, after which a step goes on."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel as Wrapped
+
+import anybatch as ab
+from anybatch.parallel import Shard
+from tests.options import flat
+from tests.parallel.pairs import make, rows, shard, share, tokens, told
+from tests.parallel.spawned import on_ranks
+
+X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
+
+
+def linear() -> Any:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def stepped(model: nn.Module, loss: Any = None, lr: float = 0.1, **options: Any) -> ab.Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return ab.Step(model, loss or nn.CrossEntropyLoss(), optimizer, **flat(options))
+
+
+def network(width: int = 4, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
+
+
+DIFFERENT: dict[str, Callable[[], ab.Step]] = {
+    "model": lambda: stepped(network(width=5)),
+    "weights": lambda: stepped(network(seed=1)),
+    "optimizer": lambda: stepped(network(), lr=0.2),
+    "loss": lambda: stepped(network(), nn.CrossEntropyLoss(label_smoothing=0.1)),
+    "options": lambda: stepped(network(), clip_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("part", DIFFERENT)
+@on_ranks(2)
+def test_ranks_that_differ_are_told_in_what(rank: int, size: int, part: str) -> None:
+    said = told(lambda: (DIFFERENT[part]() if rank else stepped(network()))((X, Y)))
+    assert said.startswith(f"PlanError: Expected the same {part} on all 2 ranks, got another on ranks [1]")
+
+
+def hooked() -> Any:
+    model = Wrapped(linear())
+    model.register_comm_hook(None, fp16_compress_hook)
+    return model
+
+
+def ignoring() -> Any:
+    model = linear()
+    Wrapped._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
+    return Wrapped(model)
+
+
+def with_buffer_hook() -> Any:
+    model: Any = Wrapped(linear())
+    model._register_buffer_comm_hook(None, print)
+    return model
+
+
+def with_forward_hook() -> Any:
+    model = Wrapped(linear())
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+def with_gradient() -> Any:
+    model = linear()
+    model.weight.grad = torch.ones(3, 4)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {  # by what is said
+    "fp16_compress_hook": (hooked, {}),
+    "ignored parameters": (ignoring, {}),
+    "buffer hook": (with_buffer_hook, {}),
+    "hooks of its own": (with_forward_hook, {}),
+    "DataParallel": (lambda: DataParallel(linear()), {}),
+    "weight": (with_gradient, {}),
+    "BatchNorm": (lambda: nn.Sequential(linear(), nn.BatchNorm1d(3)), {}),
+    "SyncBatchNorm": (lambda: nn.Sequential(linear(), nn.SyncBatchNorm(3)), {"batch_norm": "micro"}),
+    "lazy": (lambda: nn.LazyLinear(3), {}),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+@on_ranks(2)
+def test_models_that_replicas_refuse(rank: int, size: int, said: str) -> None:
+    model, options = REFUSED[said]
+    assert said in told(lambda: stepped(model(), **options)((X, Y)))
+    assert stepped(linear())((X, Y)).updated
+
+
+@on_ranks(2)
+def test_steps_that_replicas_refuse(rank: int, size: int) -> None:
+    class Foreign(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            if not rank:
+                raise ValueError("\u6570" * 4000)  # longer than a message, of three bytes each
+            return super().forward(input)
+
+    assert "\u6570" in told(lambda: stepped(Foreign(4, 3))((X, Y)))
+    sparse = nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Flatten(), nn.Linear(3, 3))
+    assert "sparse" in told(lambda: stepped(sparse)((Y[:, None], Y)))
+    assert "no update" in repr(stepped(network())(None))
+    model = linear()
+    model.weight.grad = torch.full((3, 4), float(rank == 0))  # zeros on the others
+    with pytest.raises(ab.AnybatchError) as found, stepped(model).window() as window:
+        window.add((X, Y))
+    assert ("on rank 0" if rank else "no gradients before a step") in str(found.value)
+
+
+@on_ranks(2)
+def test_a_rank_that_missed_an_update_is_noticed(rank: int, size: int) -> None:
+    class Fails(ab.GradientFlow):
+        def gradients(self, gradients: Any) -> None:
+            raise OSError
+
+    model = linear()
+    step = stepped(model, callbacks=[Fails(model)] if rank else [])
+    with suppress(OSError):
+        step((X, Y))
+    if not rank:
+        told(lambda: step((X, Y)))  # that it failed
+    assert "as many updates" in told(lambda: step((X, Y)))
+
+
+@on_ranks(2)
+def test_one_rank_may_check_a_wrapped_model_alone(rank: int, size: int) -> None:
+    model = Wrapped(linear())
+    step = stepped(model)
+    if not rank:  # the others do not take part
+        assert ab.check(model, nn.CrossEntropyLoss(), (X, Y)).exact
+        ab.gradient_flow(model, nn.CrossEntropyLoss(), (X, Y))
+        ab.plan(model, nn.CrossEntropyLoss(), step.optimizers[0], (X, Y), memory="64MB")
+    assert step((X, Y)).updated
+
+
+# ---- sharded models
+
+
+def in_parts(size: int) -> Any:
+    model = make()
+    fully_shard(model.inner[0])
+    return model
+
+
+def nested(size: int) -> Any:
+    model = make()
+    fully_shard(model.inner[0][1])
+    for block in model.inner:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def ignoring_some(size: int) -> Any:
+    model = make()
+    return fully_shard(model, ignored_params={model.inner[1][1].bias})
+
+
+def on_two_meshes(size: int) -> Any:
+    model = make()
+    alone = [dist.new_group([one]) for one in range(size)]
+    fully_shard(model.inner[0], mesh=DeviceMesh.from_group(alone[dist.get_rank()], "cpu"))
+    return fully_shard(model)
+
+
+class Watcher(ab.Callback):
+    def gradients(self, gradients: Any) -> None:
+        raise AssertionError
+
+
+class MicroWatcher(ab.Callback):
+    def micro_gradients(self, micro: Any, gradients: Any, scale: float) -> None:
+        raise AssertionError
+
+
+def two_terms(model: Any, micro: Any) -> Any:
+    return {"one": tokens(model, micro), "two": ab.Total(model(micro[0]).square().sum(), len(micro[0]))}
+
+
+def sharded(size: int) -> Any:
+    return shard(make())
+
+
+OF_SHARDS: dict[str, tuple[str, Callable[[int], Any], dict[str, Any]]] = {  # what is said, a model, options
+    "local": ('strategy="auto"', sharded, {"strategy": "local"}),
+    "replicate": ('strategy="auto"', sharded, {"strategy": "replicate"}),
+    "Shard": ("without it", lambda _: make(), {"strategy": Shard()}),
+    "parts": ("on the model itself", in_parts, {}),
+    "ignored": ("inner.1.1.bias", ignoring_some, {}),
+    "nested": ("without other shards inside", nested, {"recompute": "all"}),
+    "meshes": ("one mesh", on_two_meshes, {}),
+    "fp16-mixed": ("fp16-mixed", sharded, {"precision": "fp16-mixed"}),
+    "bf16-true": ("bf16-true", sharded, {"precision": "bf16-true"}),
+    "drop": ("drop", sharded, {"non_finite": "drop"}),
+    "memory": ("Leave out one of both", sharded, {"memory": "1GB", "strategy": Shard(hold=True)}),
+    "micro_gradients": ("micro_gradients", sharded, {"callbacks": [MicroWatcher()]}),
+    "callbacks": ("callbacks", sharded, {"callbacks": [Watcher()]}),
+    "hold": ("the same hold", sharded, {"strategy": Shard(hold=True)}),
+    "terms": ("one term", sharded, {"loss": two_terms}),
+    "FSDP1": (
+        "by fully_shard(model)",
+        lambda _: FullyShardedDataParallel(make(), device_id=torch.device("cpu")),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_SHARDS)
+@on_ranks(2)
+def test_what_shards_refuse(rank: int, size: int, name: str) -> None:
+    said, model, options = OF_SHARDS[name]
+    if name in ("callbacks", "hold") and not rank:
+        options = {"strategy": Shard(hold=False)} if name == "hold" else {}
+    call = lambda: stepped(model(size), **{"loss": tokens, "micro_batch": 2} | options)(  # noqa: E731
+        share(rows(8), [4, 4], rank)
+    )
+    assert said in told(call)
+
+
+@on_ranks(2)
+def test_checks_and_plans_come_before_shards(rank: int, size: int) -> None:
+    parts, batch = shard(make()), share(rows(8), [4, 4], rank)
+    optimizer = torch.optim.SGD(parts.parameters())
+    for call in (
+        lambda: ab.check(parts, tokens, batch),
+        lambda: ab.plan(parts, tokens, optimizer, batch, memory="1GB"),
+        lambda: ab.gradient_flow(parts, tokens, batch),
+    ):
+        assert "before fully_shard" in told(call)
