@@ -31,7 +31,7 @@ class Heap(TorchDispatchMode):
 
 
 def within(rank: int, size: int, memory: int | None) -> dict[str, Any]:
-    """Three updates of a GPT: heap, cuts, whether gradients were held; or the smallest budget that is named."""
+    """Three updates of a GPT: heap, cuts, whether gradients were held; or the smallest budget."""
     torch.manual_seed(0)
     layer = lambda: nn.TransformerEncoderLayer(  # noqa: E731
         WIDTH, 4, 4 * WIDTH, 0.0, F.gelu, batch_first=True, norm_first=True
