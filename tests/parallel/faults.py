@@ -253,7 +253,7 @@ def sharded(
     told: Told = {"error": "", "case": case}
     if first:
         wait_at_most(3)
-    for number in (2,) if first else range(5):
+    for number in (2,) if first else range(5 if budgets else 4):
         if number == 2 and rank == at_rank and what is not None:
             parts.fault.arm(place, passes, what)
         began = time.monotonic()
