@@ -16,13 +16,14 @@ from anybatch.core import CheckpointError, PlanError
 from anybatch.parallel import Cast, Codec, DeepGradientCompression
 from anybatch.testing import relative_error, tolerance
 
-LIKE = {
-    "conv.weight": torch.zeros(4, 3, 5, 5, dtype=torch.float64),
-    "conv.bias": torch.zeros(4, dtype=torch.float64),
-    "scale": torch.zeros((), dtype=torch.float64),
-    "empty": torch.zeros(0, 3, dtype=torch.float64),
-    "linear.weight": torch.zeros(7, 9, dtype=torch.float64),
+SHAPES = {
+    "conv.weight": (4, 3, 5, 5),
+    "conv.bias": (4,),
+    "scale": (),
+    "empty": (0, 3),
+    "linear.weight": (7, 9),
 }
+LIKE = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
 UPDATES, RANKS = 10, 3
 CLOSE = tolerance(torch.float64, 10 * UPDATES * RANKS)
 
@@ -71,21 +72,19 @@ CODECS = {
 }
 
 
-@pytest.fixture(params=CODECS)
-def make(request: pytest.FixtureRequest) -> Any:
-    return CODECS[request.param]
+EACH = pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
 
 
 # ---- every codec
 
 
+@EACH
 def test_bytes_are_counted_and_decode_to_the_same_bits_everywhere(make: Any) -> None:
     codecs = [make() for _ in range(RANKS)]
     for update in range(3):
         payloads = [codec.encode(drawn(update + rank), LIKE) for rank, codec in enumerate(codecs)]
-        for codec, payload in zip(codecs, payloads, strict=True):
-            assert payload.dtype == torch.uint8
-            assert codec.sent == payload.numel()
+        assert all(one.dtype == torch.uint8 for one in payloads)
+        assert [codec.sent for codec in codecs] == [one.numel() for one in payloads]
         before = codecs[0].state()
         sums = [codec.decode(payloads, LIKE) for codec in (*codecs, make())]
         assert all(same(sums[0], one) for one in sums)
@@ -93,6 +92,7 @@ def test_bytes_are_counted_and_decode_to_the_same_bits_everywhere(make: Any) -> 
         assert {name: one.shape for name, one in sums[0].items()} == {n: one.shape for n, one in LIKE.items()}
 
 
+@EACH
 def test_undo_is_as_if_never_encoded_and_a_saved_state_goes_on_to_the_bit(make: Any) -> None:
     straight, undone, loaded = make(), make(), make()
     for update in range(6):
@@ -111,6 +111,18 @@ def test_undo_is_as_if_never_encoded_and_a_saved_state_goes_on_to_the_bit(make: 
         assert same(loaded.state(), straight.state())
 
 
+def test_an_encode_that_fails_changes_nothing_and_undo_goes_back_no_further() -> None:
+    codec = dgc()
+    codec.encode(drawn(0), LIKE)
+    before = codec.state()
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        codec.encode({**drawn(1), "linear.weight": torch.zeros(2, 2)}, LIKE)
+    assert same(codec.state(), before)
+    codec.undo()
+    assert same(codec.state(), before)
+
+
+@EACH
 def test_a_parameter_that_no_rank_had_a_gradient_for_is_absent(make: Any) -> None:
     some = {name: one for name, one in drawn(0).items() if name != "linear.weight"}
     sums = exchanged([make(), make(), make()], [some, {}, {"scale": torch.ones((), dtype=torch.float64)}])
@@ -119,6 +131,7 @@ def test_a_parameter_that_no_rank_had_a_gradient_for_is_absent(make: Any) -> Non
     assert make().decode([make().encode({}, {})], {}) == {}
 
 
+@EACH
 def test_a_state_of_another_codec_and_what_cannot_be_counted_are_refused(make: Any) -> None:
     codec = make()
     with pytest.raises(CheckpointError, match=r"got one with \['scale'\]"):
@@ -151,8 +164,7 @@ def test_a_cast_rounds_each_share_once_and_adds_up_wide(
 
 
 def test_without_sparsity_the_updates_are_those_of_sgd_with_momentum() -> None:
-    names = [name for name in LIKE if name != "empty"]
-    like = {name: LIKE[name] for name in names}
+    like = {name: one for name, one in LIKE.items() if name != "empty"}
     ours, theirs = ([nn.Parameter(one.clone()) for one in like.values()] for _ in range(2))
     plain = torch.optim.SGD(ours, lr=0.1)
     momentum = torch.optim.SGD(theirs, lr=0.1, momentum=0.7)
@@ -162,7 +174,7 @@ def test_without_sparsity_the_updates_are_those_of_sgd_with_momentum() -> None:
         shares = [drawn(10 * update + rank, like) for rank in range(RANKS)]
         shares[update % RANKS] = shares[update % RANKS] if update % 4 else {}  # without rows
         for optimizer, sums in ((plain, exchanged(codecs, shares, like)), (momentum, added(shares))):
-            for parameter, name in zip(optimizer.param_groups[0]["params"], names, strict=True):
+            for parameter, name in zip(optimizer.param_groups[0]["params"], like, strict=True):
                 parameter.grad = sums[name]
             optimizer.step()
     assert all(relative_error({"": one}, {"": two}) <= CLOSE for one, two in zip(ours, theirs, strict=True))
@@ -187,6 +199,56 @@ def test_what_was_sent_and_what_waits_are_the_corrected_gradients(momentum: floa
             waits = {name: residual[name].view(LIKE[name].shape) for name in residual}
             assert {*waits} == {"conv.weight", "linear.weight"}
             assert relative_error(added([*sent, waits]), corrected) <= CLOSE
+
+
+@pytest.mark.parametrize("masking", [True, False])
+def test_only_the_largest_go_and_they_leave_nothing_behind_where_masked(masking: bool) -> None:
+    """A rank without rows sends what has waited."""
+    codec, zeros = dgc(0.9, 0.5, masking=masking), dict.fromkeys(LIKE, torch.zeros(1).double())
+    for update in range(UPDATES):
+        old, share = codec.state(), drawn(update) if update % 4 != 2 else {}
+        sent = exchanged([codec], [share])
+        new = codec.state()
+        for name in ("conv.weight", "linear.weight"):
+            wanted = sent[name].flatten()
+            velocity = (share or zeros)[name].flatten().expand(wanted.shape)
+            if update:
+                velocity = 0.5 * old["velocity"][name] + velocity
+            waited = velocity + old["residual"][name] if update else velocity
+            places = wanted.nonzero().flatten()
+            assert len(places) == round(len(wanted) / 10)
+            assert torch.equal(wanted[places], waited[places])
+            rest = waited.index_fill(0, places, 0)
+            assert rest.abs().max() <= wanted[places].abs().min()
+            assert torch.equal(new["residual"][name], rest)
+            kept = velocity.index_fill(0, places, 0) if masking else velocity
+            assert torch.equal(new["velocity"][name], kept)
+
+
+def test_a_rank_clips_by_the_norm_of_its_whole_gradient_and_the_number_of_ranks() -> None:
+    share = drawn(0)
+    norm = torch.cat([one.flatten() for one in share.values()]).norm()
+    for ranks in (1, 4):
+        clipped = exchanged([dgc(0.0, 0.0, clip_norm=1.0, ranks=ranks)], [share])
+        wanted = {name: one / (norm * ranks**0.5) for name, one in share.items()}
+        assert relative_error(clipped, wanted) <= CLOSE
+    for options in ({"clip_norm": 2 * float(norm), "ranks": 4 - 1}, {}):
+        assert same(exchanged([dgc(0.0, 0.0, **options)], [share]), share)
+    zeros = {name: torch.zeros_like(one) for name, one in share.items()}
+    assert same(exchanged([dgc(0.0, 0.0, clip_norm=1.0, ranks=1)], [zeros]), zeros)
+
+
+def test_the_sparsity_rises_by_quarters_and_the_bytes_fall() -> None:
+    like = {"weight": torch.zeros(100, 100)}
+    codec = dgc(0.999, warmup_updates=8)
+    sent: list[int] = []
+    for update in range(10):
+        codec.encode(drawn(update, like), like)
+        sent.append((codec.sent - 4) // 8)
+    assert sent == [2500, 2500, 625, 625, 156, 156, 39, 39, 10, 10]
+    rises = dgc(0.9, warmup_updates=4)
+    assert [rises.sparsity_at(update) for update in range(5)] == [0.75, *[0.9] * 4]
+    assert dgc(0.5, warmup_updates=4).sparsity_at(0) == 0.5
 
 
 def test_a_momentum_beside_the_codecs_own_is_refused() -> None:
