@@ -114,9 +114,9 @@ def apart(net: Any, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_a_detector_is_exact_by_its_totals_or_by_its_outputs(micro_batch: int) -> None:
-    def error(loss: Any, **options: Any) -> float:
+    def error(usual: Any, **options: Any) -> float:
         loader, net = torch.utils.data.DataLoader(images(), 6, collate_fn=collate), detector()
-        assert in_lightning(net, loss, loader, micro_batch=micro_batch, **options).terms
+        assert in_lightning(net, usual, loader, micro_batch=micro_batch, **options).terms
         return moved(net)
 
     own = lambda net, batch: net(**batch).loss  # noqa: E731
