@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Options, Step, Terms, Total
-from anybatch.core.errors import BatchError, OutOfMemoryError
-from anybatch.engine import admit
+from anybatch.core.errors import OutOfMemoryError
 from tests.options import flat
 from tests.zoo import Made
 
@@ -85,17 +84,3 @@ def test_memory_that_runs_out_again_while_buffers_are_compared_loses_nothing(
     monkeypatch.undo()
     assert all(parameter.grad is gradient for parameter, gradient in found.items())
     assert torch.equal(model[1].running_mean, mean)
-
-
-def test_a_batch_elsewhere_is_refused_where_torch_would_fail() -> None:
-    def task(device: str = "cpu", loss: Any = None) -> Any:
-        model = nn.Linear(2, 1, device=device)
-        return Step(model, loss or nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1)).task()
-
-    here, there = [(torch.zeros(3, 2, device=at), torch.zeros(3, 1, device=at)) for at in ("cpu", "meta")]
-    with pytest.raises(BatchError, match="device cpu, got meta"):
-        admit(there, task(), None)
-    with pytest.raises(BatchError, match=r"device meta, got cpu\. To plan, name the device .*--device"):
-        admit(here, task("meta"), None)
-    own = task(loss=lambda model, micro: Total(0.0, 1))  # a function may move each micro-batch itself
-    assert admit(there, own, None).rows == 3
