@@ -233,6 +233,7 @@ def test_a_model_without_a_copy_is_left_as_it_was(fails: bool) -> None:
     with same_as_before(step), pytest.raises(RuntimeError, match="no") if fails else nullcontext():
         check(model, loss, batch)
     assert (model.last, model.calls, hasattr(model, "extra"), seen) == (None, [], False, [])
+    assert all(parameter.requires_grad for parameter in model.parameters())
     assert all(map(torch.equal, batch, given))
 
 
