@@ -286,15 +286,6 @@ class Limited(nn.Module):
         return self.body(x)
 
 
-def towers(left: int = FEATURES, right: int = FEATURES, *, width: int = 3) -> nn.Module:
-    """Return two encoders and a learned temperature, as in CLIP (Radford et al. 2021): `(one, other)`."""
-    return Made(
-        lambda self, x, y: (F.normalize(self.left(x)), F.normalize(self.right(y)), self.log_scale.exp()),
-        left=Perceptron(left, width), right=Perceptron(right, width),
-        log_scale=nn.Parameter(torch.tensor(1.5)),
-    )  # fmt: skip
-
-
 def twins(outputs: int = 1, *, features: int = FEATURES) -> nn.Module:
     """Return one network for several inputs, as ranking and triplet losses need it."""
     return Made(

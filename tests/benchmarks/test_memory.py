@@ -1,13 +1,11 @@
 """The benchmarks of memory: a peak that grows is found, each update counts, and a child may end early."""
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.config import MemoryCase
 from benchmarks.contestants import Entry, Update, hand
 from benchmarks.memory import memory
-from benchmarks.memory_contestants import IGNORE
 from benchmarks.memory_report import child
 from benchmarks.tasks import Batch
 from benchmarks.thresholds import growth
@@ -34,16 +32,6 @@ def test_growth_is_found_where_it_is() -> None:
     peaks = memory(CASE, {"hand": hand, "graphs": keeping_graphs}, seed=0)
     assert growth(peaks, "hand") <= CASE.tolerance
     assert growth(peaks, "graphs") > 1
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        scores = self.head(self.embed(input_ids)).flatten(0, 1)
-        return {"loss": nn.functional.cross_entropy(scores, labels.flatten(), ignore_index=IGNORE)}
 
 
 def test_a_child_that_ends_early_is_an_error() -> None:

@@ -20,11 +20,6 @@ def test_closeness_minds_infinities_and_huge_fill_values() -> None:
     assert is_close(huge, huge.clone(), 0.0)
 
 
-def but_for(rows: slice, leaf: Tensor, value: float) -> Tensor:
-    leaf[rows] = value
-    return leaf
-
-
 LENGTHS = torch.tensor([5, 3, 4, 1, 2, 5, 3, 2])
 MASK = torch.arange(5) < LENGTHS[:, None]
 TOKENS = torch.randint(1, 9, (8, 5), generator=torch.Generator().manual_seed(0)) * MASK

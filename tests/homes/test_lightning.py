@@ -86,19 +86,6 @@ def test_logs_metrics_and_returned_values_come_once_per_batch(meets: bool, most:
         assert relative_error(found, {name: one.detach() for name, one in expected.items()}) <= EXACT
 
 
-class Named(Module):
-    """Its batches have strings, some of each row and one of all."""
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        names = [str(float(row.sum())) for row in batch[0]]
-        return {"x": batch[0], "y": batch[1], "names": names, "kind": "train"}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        assert batch["names"] == [str(float(row.sum())) for row in batch["x"]]
-        assert batch["kind"] == "train"
-        return super().training_step((batch["x"], batch["y"]), batch_idx)
-
-
 def twice(module: Any, batch: Any) -> Tensor:
     return ab.BatchLoss(module.net, OURS["tokens"], micro_batch=2)(batch)
 

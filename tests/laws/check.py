@@ -1,7 +1,7 @@
 """The law: cut anywhere, a step gives the loss and the gradient of the whole batch."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
@@ -20,7 +20,6 @@ from tests.options import flat
 ADVICE = "ignore:reduction. 'mean' divides:UserWarning"
 
 Taken = tuple[StepReport, dict[str, Tensor]]
-Take = Callable[..., Taken]
 
 
 def cut(problem: Problem, micro_batch: int | None, **options: Any) -> Taken:

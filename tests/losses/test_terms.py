@@ -24,10 +24,6 @@ def rows_and_size(model: nn.Module, micro: Tensor) -> dict[str, Total]:
     return {"mean": Total(model(micro).sum(), len(micro)), "size": Total(model.weight.square().sum(), 1.0)}
 
 
-def rows(model: nn.Module, micro: Tensor) -> Total:
-    return Total(model(micro).sum(), len(micro))
-
-
 def take(loss: Any, batch: Any = X, **options: Any) -> tuple[Any, dict[str, Tensor]]:
     model = nn.Linear(2, 1).double()
     recorder = GradientRecorder(model)

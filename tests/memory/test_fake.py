@@ -8,28 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anybatch.core.errors import TraceError
 from anybatch.memory.fake import FakeMode, drop_left_fakes, replaced_by_fakes, undisturbed
 from tests.recompute.models import streams
 from tests.snapshots import same
-
-
-class Holder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other, self.recurrent = nn.Linear(3, 3), nn.Linear(3, 3), nn.LSTM(3, 3)
-        self.other.weight = self.one.weight
-        self.norm, self.plain = nn.BatchNorm1d(3), torch.ones(3)
-        self.nested = {"a": [torch.ones(2), "text"], "b": (self.plain,)}
-        self.cache: dict[str, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.cache["x"] = x
-        self.lazy = x + 1
-        self.norm.running_mean = self.norm.running_mean + 1
-        return self.other(self.one(x)) * self.plain
 
 
 def test_surroundings_are_as_before() -> None:

@@ -1,9 +1,8 @@
 """Servers, workers and drivers on Ray that end at drawn places: `python -m tests.parallel.deadly SEED N P`.
 
 A training goes on in one process after the other, each from the last checkpoint. The first N end at a drawn
-place by `os._exit`, and meanwhile workers and servers do, drawn in a
-share P of the updates. The end is to be that of a training
-without Ray in which nothing ended, and no process is to stay. How many ended is JSON on standard output.
+place by `os._exit`, and meanwhile workers and servers do, drawn in a share P of the updates. The end is to be
+that of a training without Ray in which nothing ended, and no process is to stay. How many ended is JSON.
 """
 
 import json
@@ -15,6 +14,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,7 @@ from tests.train.runs import EPOCHS, make_step
 
 METHODS: dict[type, list[Callable[..., Any]]] = {  # not their names, so that a new name is noticed
     Worker: [Worker.__init__, Worker.fold],
-    ServerShard: [
-        ServerShard.load,
-        ServerShard.push,
-        ServerShard.seal,
-        ServerShard.commit,
-        ServerShard._made,
-    ],
+    ServerShard: [getattr(ServerShard, name) for name in ("load", "push", "seal", "commit", "_made")],
     Scheduler: [Scheduler.fold, Scheduler.seal, Scheduler.commit],
     ParameterServer: [ParameterServer._updated],  # the driver's model has the parameters
 }
@@ -60,18 +54,13 @@ AGENTS_S = 90
 def at(folder: str, place: str) -> None:
     """End here if it was drawn: a file names the place, and holds how often it is to be passed before."""
     path = Path(folder, place)
-    try:
+    with suppress(FileNotFoundError, ValueError):  # only one process can rename it
         left = int(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return
-    if left > 0:
-        path.write_text(str(left - 1))
-        return
-    try:
-        path.rename(f"{path}, {uuid.uuid4()}")  # only one can
-    except FileNotFoundError:
-        return
-    os._exit(ENDED)
+        if left > 0:
+            path.write_text(str(left - 1))
+            return
+        path.rename(f"{path}, {uuid.uuid4()}")
+        os._exit(ENDED)
 
 
 def passing(folder: str, place: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,6 @@
 """Faults on one rank of several, and what follows on all of them. Called on every rank."""
 
 import math
-import os
 import random
 import signal
 import time
@@ -23,7 +22,7 @@ from anybatch.testing import tolerance
 from tests.faults.faulty import ROWS, SIZE, VARIANTS, assert_as_unfaulted, build, make_batch, take
 from tests.parallel import pairs
 from tests.parallel.drawn import WAYS, sending
-from tests.parallel.pairs import NO_MEMORY, Pair, copies, digest, draw_sizes, make, rows, shard, share, whole
+from tests.parallel.pairs import NO_MEMORY, Pair, copies, digest, draw_sizes, make, rows, shard, share
 from tests.parallel.spawned import Ranks
 from tests.snapshots import DRAWN, changes, snapshot
 
@@ -206,20 +205,6 @@ def window(rank: int, size: int, seed: int) -> Told:
     return {"error": "raised"}  # or discarded
 
 
-def ended(rank: int, size: int) -> str:
-    """Rank 1 is killed in its forward; what the others say."""
-    step = build("plain")
-    if rank == 1:
-        step.model.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    before = snapshot(step)
-    try:
-        step(make_batch(rank))
-    except RankError as error:
-        assert not changes(before, snapshot(step))
-        return str(error)
-    return "no error"
-
-
 # ---- shards
 
 
@@ -233,8 +218,13 @@ def drawn_place(draws: random.Random) -> str:
     return f"{draws.choice(['forward', 'backward'])} {draws.choice('01')}"
 
 
-def sharded(rank: int, size: int, seed: int, loss: str, first: bool = False) -> Told:
-    """A step in which a drawn rank meets a drawn fault, the first one or the third, and one after it."""
+def sharded(
+    rank: int, size: int, seed: int, loss: str = "tokens", first: bool = False, budgets: tuple[Any, ...] = ()
+) -> Told:
+    """A step in which a drawn rank meets a drawn fault, the first one or the third, and some after it.
+
+    With budgets each rank draws one of its own, and there may be no fault; then the first error is the end.
+    """
     draws = random.Random(seed)
     mesh = copies(size) if size == 4 and draws.random() < 0.5 else None
     model = make(seed=seed, is_warm=loss == "whole")
@@ -243,69 +233,54 @@ def sharded(rank: int, size: int, seed: int, loss: str, first: bool = False) -> 
         draws.choice(["step", "step", "window"] if loss != "whole" else ["step"]),
         draws.random() < 0.5,
     )
-    pair = Pair(model, loss, parts=parts, micro_batch=2, strategy=Shard(hold=hold))
+    place, what = drawn_place(draws), draws.choice([NO_MEMORY, NO_MEMORY, NO, KeyboardInterrupt()])
+    at_rank, passes = draws.randrange(size), draws.randrange(5 if loss == "whole" else 3)
+    memory, options = None, {"strategy": Shard(hold=hold)}
+    if budgets:
+        own = [draws.choice(budgets) for _ in range(size)]
+        memory, what, options = own[rank], draws.choice([None, None, NO_MEMORY, NO]), {}
+    pair = Pair(model, loss, parts=parts, memory=memory, micro_batch=None if memory else 2, **options)
+    case = f"{seed}: {place}, {passes}, {what!r} on {at_rank}, {loss}, {way}, hold {hold}, {mesh}"
 
     def run(number: int) -> ab.StepReport:
         sizes = [4 - (number + index) % 4 for index in range(size - 1)]
         sizes.append(4 * size - sum(sizes))
-        return pair.update(rows(4 * size, seed=number), sizes, rank, way=way)
+        if budgets:
+            sizes = draw_sizes(draws, draws.randint(size, 9 * size), size)
+        batch = rows(sum(sizes), seed=100 * seed + number)
+        return pair.update(batch, sizes, rank, way=way, pieces=lambda: 7 if budgets else 2)
 
+    told: Told = {"error": "", "case": case}
     if first:
         wait_at_most(3)
-    for number in range(0 if first else 2):
-        run(number)
-    place, what = drawn_place(draws), draws.choice([NO_MEMORY, NO_MEMORY, NO, KeyboardInterrupt()])
-    at_rank, passes = draws.randrange(size), draws.randrange(5 if loss == "whole" else 3)
-    if rank == at_rank:
-        parts.fault.arm(place, passes, what)
-    before, told = whole(parts), {"at": at_rank, "error": ""}
-    told["case"] = f"{seed}: {place}, {passes}, {what!r}, {loss}, {way}, hold {hold}, {mesh}"
-    began = time.monotonic()
-    try:
-        run(2)
-    except BaseException as error:
-        told |= said(error)
-        assert first or all(map(torch.equal, before, whole(parts))), told
-    told["seconds"] = time.monotonic() - began
-    parts.fault.arm("", 0, what)
-    if not first:
-        run(3)
+    for number in (2,) if first else range(5 if budgets else 4):
+        if number == 2 and rank == at_rank and what is not None:
+            parts.fault.arm(place, passes, what)
+        began = time.monotonic()
+        try:
+            run(number)
+        except BaseException as error:
+            assert number == 2 or budgets, case
+            told |= said(error)
+            assert first or pair.error < pairs.CLOSE, case  # as one process that has not made it
+            if budgets:
+                return told
+        if number == 2:
+            told |= {"at": at_rank, "seconds": time.monotonic() - began}
+            parts.fault.arm("", 0, what)
     return told
 
 
-def budgeted(rank: int, size: int, seed: int) -> Told:
-    """Some steps or windows of a sharded model, ranks of which have budgets of their own, or a fault."""
-    dice = random.Random(seed)
-    mesh = copies(size) if size == 4 and dice.random() < 0.5 else None
-    way = dice.choice(["step", "step", "window"])
-    most = ["1GB", "1GB", 100_000, 145_000, 160_000, 200_000, 200_000, None]
-    budgets = [dice.choice(most) for _ in range(size)]
-    memory, what = budgets[rank], dice.choice([None, None, NO_MEMORY, NO])
-    at_rank, place, passes = dice.randrange(size), drawn_place(dice), dice.randrange(9)
-    model = make(seed=seed)
-    parts = shard(model, mesh)
-    pair = Pair(model, parts=parts, memory=memory, micro_batch=2 if memory is None else None)
-    case = f"{seed}: {way}, {budgets}, {what!r} on {at_rank} at {place} after {passes}, {mesh}"
-    for number in range(5):
-        sizes = draw_sizes(dice, dice.randint(size, 9 * size), size)
-        batch = rows(sum(sizes), seed=100 * seed + number)
-        if number == 2 and rank == at_rank and what is not None:
-            parts.fault.arm(place, passes, what)
-        try:
-            pair.update(batch, sizes, rank, way=way, pieces=lambda: 7)
-        except (ab.AnybatchError, ValueError) as error:
-            assert pair.error < pairs.CLOSE, case
-            return said(error) | {"case": case}
-    return {"error": "", "case": case}
+BUDGETS = "1GB", "1GB", 100_000, 145_000, 160_000, 200_000, 200_000, None
 
 
-def ends(rank: int, size: int, end: signal.Signals, seed: int) -> Told:
+def ends(rank: int, size: int, end: signal.Signals, seed: int, is_sharded: bool = True) -> Told:
     """A drawn rank gets a signal at a drawn place; what the others say, and whether all is as before."""
     draws = random.Random(seed)
     at_rank, loss, hold = draws.randrange(size), draws.choice(["tokens", "whole"]), draws.random() < 0.5
     model = make(is_warm=loss == "whole")
-    parts = shard(model)
-    step = Pair(model, loss, parts=parts, micro_batch=2, strategy=Shard(hold=hold)).step
+    parts, strategy = (shard(model), Shard(hold=hold)) if is_sharded else (model, "auto")
+    step = Pair(model, loss, parts=parts, micro_batch=2, strategy=strategy).step
     mine = share(rows(4 * size), [4] * size, rank)
     step(mine)
     wait_at_most(3)
@@ -320,13 +295,13 @@ def ends(rank: int, size: int, end: signal.Signals, seed: int) -> Told:
     return told | {"seconds": time.monotonic() - began}
 
 
-def assert_ended(ranks: Ranks, end: signal.Signals, seed: int) -> None:
+def assert_ended(ranks: Ranks, end: signal.Signals, seed: int, is_sharded: bool = True) -> None:
     """A drawn rank gets a signal: the others name it, and all is as before.
 
     A rank that still waits elsewhere, for longer than a second, may be named beside it.
     """
     silent = random.Random(seed).randrange(ranks.size)
-    ranks.start(ends, end, seed)
+    ranks.start(ends, end, seed, is_sharded)
     answers = ranks.answers(120.0, silent=silent)
     assert answers[silent][0] == "ended"
     for rank, (kind, told) in enumerate(answers):
@@ -338,7 +313,7 @@ def assert_ended(ranks: Ranks, end: signal.Signals, seed: int) -> None:
             assert told["seconds"] < 10
 
 
-FAULTS = {"drawn": drawn, "last": last, "window": window, "sharded": sharded, "budgeted": budgeted}
+FAULTS = {"drawn": drawn, "last": last, "window": window, "sharded": sharded}
 
 
 def several(rank: int, size: int, kind: str, seed: int, count: int, *args: Any) -> list[Told]:
@@ -349,4 +324,4 @@ def assert_all_agreed(ranks: Ranks, kind: str, seed: int, count: int, *args: Any
     """Each of some faults ends the update on all ranks with one reason, or is nothing to any of them."""
     for told in zip(*ranks.run(several, kind, seed, count, *args, seconds=600.0), strict=True):
         first = [rank for rank, one in enumerate(told) if one["error"] not in ("", "RankError")]
-        assert_agreed(told, -1 if kind in ("drawn", "last", "window") else told[0].get("at", [*first, -1][0]))
+        assert_agreed(told, first[0] if first and kind == "sharded" else -1)

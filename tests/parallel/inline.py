@@ -10,10 +10,9 @@ from anybatch.parallel.scheduler import Ended, Lost
 
 
 class Reference:
-    def __init__(self) -> None:
-        self.value: Any = None
-        self.is_there = False
-        self.error: BaseException | None = None
+    value: Any = None
+    is_there = False
+    error: BaseException | None = None
 
 
 class Process:

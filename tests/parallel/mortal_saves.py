@@ -125,17 +125,12 @@ def campaign(kills: int, seed: int) -> bool:
                 folder, odd = Path(name, f"run{trial}"), draw.randrange(size if is_sharded else 1)
                 death = odd, draw.randint(2, EPOCHS * (UPDATES + 1)), draw.randint(1, expected[odd]["lines"])
                 codes = lived(size, is_sharded, folder, death)
-                steps = int(
-                    folder.with_suffix(f".{odd}").read_text().split()[0]
-                )  # of the save that it died in
+                steps = int(folder.with_suffix(f".{odd}").read_text().split()[0])  # of the save it died in
                 again = lived(size, is_sharded, folder)
                 found = [] if any(again) else ends(size, folder)
                 lost = {steps - one["loaded"] for one in found}
-                if (
-                    codes[odd] == -signal.SIGKILL
-                    and [one["bits"] for one in found] == [one["bits"] for one in expected]
-                    and lost <= {0, 1}
-                ):
+                are_same = [one["bits"] for one in found] == [one["bits"] for one in expected]
+                if codes[odd] == -signal.SIGKILL and are_same and lost <= {0, 1}:
                     came += 1
                 else:
                     print(f"broken: {size} {is_sharded} {death}: {codes}, {again}, {lost} lost", flush=True)
@@ -144,10 +139,8 @@ def campaign(kills: int, seed: int) -> bool:
         said = (
             f"{came} of {wanted} came back, {loaded[0]} from the last checkpoint, {loaded[1]} from an earlier"
         )
-        print(
-            f"{kind}: {said}; {expected[0]['lines']} lines a save; {time.monotonic() - begin:.0f} s",
-            flush=True,
-        )
+        seconds = time.monotonic() - begin
+        print(f"{kind}: {said}; {expected[0]['lines']} lines a save; {seconds:.0f} s", flush=True)
         is_whole = is_whole and came == wanted
     return is_whole
 

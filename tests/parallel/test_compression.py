@@ -16,13 +16,14 @@ from anybatch.core import CheckpointError, PlanError
 from anybatch.parallel import Cast, Codec, DeepGradientCompression
 from anybatch.testing import relative_error, tolerance
 
-LIKE = {
-    "conv.weight": torch.zeros(4, 3, 5, 5, dtype=torch.float64),
-    "conv.bias": torch.zeros(4, dtype=torch.float64),
-    "scale": torch.zeros((), dtype=torch.float64),
-    "empty": torch.zeros(0, 3, dtype=torch.float64),
-    "linear.weight": torch.zeros(7, 9, dtype=torch.float64),
+SHAPES = {
+    "conv.weight": (4, 3, 5, 5),
+    "conv.bias": (4,),
+    "scale": (),
+    "empty": (0, 3),
+    "linear.weight": (7, 9),
 }
+LIKE = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
 UPDATES, RANKS = 10, 3
 CLOSE = tolerance(torch.float64, 10 * UPDATES * RANKS)
 
@@ -71,21 +72,19 @@ CODECS = {
 }
 
 
-@pytest.fixture(params=CODECS)
-def make(request: pytest.FixtureRequest) -> Any:
-    return CODECS[request.param]
+EACH = pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
 
 
 # ---- every codec
 
 
+@EACH
 def test_bytes_are_counted_and_decode_to_the_same_bits_everywhere(make: Any) -> None:
     codecs = [make() for _ in range(RANKS)]
     for update in range(3):
         payloads = [codec.encode(drawn(update + rank), LIKE) for rank, codec in enumerate(codecs)]
-        for codec, payload in zip(codecs, payloads, strict=True):
-            assert payload.dtype == torch.uint8
-            assert codec.sent == payload.numel()
+        assert all(one.dtype == torch.uint8 for one in payloads)
+        assert [codec.sent for codec in codecs] == [one.numel() for one in payloads]
         before = codecs[0].state()
         sums = [codec.decode(payloads, LIKE) for codec in (*codecs, make())]
         assert all(same(sums[0], one) for one in sums)
@@ -93,6 +92,7 @@ def test_bytes_are_counted_and_decode_to_the_same_bits_everywhere(make: Any) -> 
         assert {name: one.shape for name, one in sums[0].items()} == {n: one.shape for n, one in LIKE.items()}
 
 
+@EACH
 def test_undo_is_as_if_never_encoded_and_a_saved_state_goes_on_to_the_bit(make: Any) -> None:
     straight, undone, loaded = make(), make(), make()
     for update in range(6):
@@ -111,6 +111,7 @@ def test_undo_is_as_if_never_encoded_and_a_saved_state_goes_on_to_the_bit(make: 
         assert same(loaded.state(), straight.state())
 
 
+@EACH
 def test_a_parameter_that_no_rank_had_a_gradient_for_is_absent(make: Any) -> None:
     some = {name: one for name, one in drawn(0).items() if name != "linear.weight"}
     sums = exchanged([make(), make(), make()], [some, {}, {"scale": torch.ones((), dtype=torch.float64)}])
@@ -119,6 +120,7 @@ def test_a_parameter_that_no_rank_had_a_gradient_for_is_absent(make: Any) -> Non
     assert make().decode([make().encode({}, {})], {}) == {}
 
 
+@EACH
 def test_a_state_of_another_codec_and_what_cannot_be_counted_are_refused(make: Any) -> None:
     codec = make()
     with pytest.raises(CheckpointError, match=r"got one with \['scale'\]"):
@@ -151,8 +153,7 @@ def test_a_cast_rounds_each_share_once_and_adds_up_wide(
 
 
 def test_without_sparsity_the_updates_are_those_of_sgd_with_momentum() -> None:
-    names = [name for name in LIKE if name != "empty"]
-    like = {name: LIKE[name] for name in names}
+    like = {name: one for name, one in LIKE.items() if name != "empty"}
     ours, theirs = ([nn.Parameter(one.clone()) for one in like.values()] for _ in range(2))
     plain = torch.optim.SGD(ours, lr=0.1)
     momentum = torch.optim.SGD(theirs, lr=0.1, momentum=0.7)
@@ -162,7 +163,7 @@ def test_without_sparsity_the_updates_are_those_of_sgd_with_momentum() -> None:
         shares = [drawn(10 * update + rank, like) for rank in range(RANKS)]
         shares[update % RANKS] = shares[update % RANKS] if update % 4 else {}  # without rows
         for optimizer, sums in ((plain, exchanged(codecs, shares, like)), (momentum, added(shares))):
-            for parameter, name in zip(optimizer.param_groups[0]["params"], names, strict=True):
+            for parameter, name in zip(optimizer.param_groups[0]["params"], like, strict=True):
                 parameter.grad = sums[name]
             optimizer.step()
     assert all(relative_error({"": one}, {"": two}) <= CLOSE for one, two in zip(ours, theirs, strict=True))

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -11,6 +13,8 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -65,19 +69,7 @@ def started(options: list[str], folder: Path, env: dict[str, str]) -> subprocess
     return subprocess.Popen(command, env=env, cwd=folder, text=True, **pipes)
 
 
-SERVED = [
-    "lenet5",
-    "--servers",
-    "1",
-    "--workers",
-    "2",
-    "--epochs",
-    "1",
-    "--batch-size",
-    "512",
-    "--out",
-    "run",
-]
+SERVED = shlex.split("lenet5 --servers 1 --workers 2 --epochs 1 --batch-size 512 --out run")
 
 
 @pytest.mark.slow
@@ -174,3 +166,37 @@ def sent_and_back() -> None:
 def test_tensors_of_every_kind_arrive(marked: dict[str, str]) -> None:
     code = "from tests.parallel import test_on_ray; test_on_ray.sent_and_back()"
     subprocess.run([sys.executable, "-c", code], env=marked, check=True)
+
+
+@pytest.mark.parametrize("found", [None, "", "secret"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_token_is_private_and_the_environment_as_before(
+    found: str | None, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "made" / "auth_token"
+    if found is not None:
+        path.parent.mkdir()
+        path.write_text(found)
+        path.chmod(0o644)
+    modes: list[tuple[int, bool]] = []
+
+    def init(**_: Any) -> None:
+        modes.append((stat.S_IMODE(path.stat().st_mode), bool(path.read_text())))
+        if fails:
+            raise ConnectionError("no")
+
+    ray: Any = ModuleType("ray")
+    ray.is_initialized, ray.init, ray.shutdown = (lambda: False), init, lambda: None
+    ray.exceptions = SimpleNamespace(AuthenticationError=KeyError)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    before = dict(os.environ)
+    if fails:
+        with pytest.raises(Exception, match="Ray cluster"):
+            RayCluster()
+    else:
+        RayCluster().close()
+    assert modes == [(0o600, True)]
+    assert path.read_text() == found or len(path.read_text()) == 64
+    assert dict(os.environ) == before

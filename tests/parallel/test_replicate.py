@@ -2,6 +2,8 @@
 
 import math
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -239,10 +241,7 @@ def test_an_add_without_rows_is_left_out(rank: int, size: int) -> None:
 
 def test_a_rank_that_dies_ends_all() -> None:
     with spawned(2) as ranks:
-        ranks.start(faults.ended)
-        (kind, said), (end, _) = ranks.answers()
-    assert (kind, end) == ("value", "ended")
-    assert "got none from rank 1: it has ended" in said
+        faults.assert_ended(ranks, signal.SIGKILL, 0, is_sharded=False)
 
 
 # ---- how a group starts and ends
@@ -283,6 +282,18 @@ step = ab.Step(model, torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), lr
 mine = slice(rank(), None, ranks())
 print(ranks(), step((x[mine], x[mine, :2])).rows, model.weight.tolist())
 """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_torchrun_starts_ranks(count: int) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node"]
+    command = [sys.executable, *launch, str(count), sys.executable, "-c", SLURM]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = re.findall(r"\d 10 \[\[[^\[]*\], \[[^\[]*\]\]", said)  # ranks share one output
+    assert len(found) == count
+    assert len({*found}) == 1
+    assert found[0].startswith(f"{count} 10 ")
 
 
 def test_ranks_start_where_srun_names_them() -> None:

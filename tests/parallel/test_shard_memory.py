@@ -31,7 +31,7 @@ class Heap(TorchDispatchMode):
 
 
 def within(rank: int, size: int, memory: int | None) -> dict[str, Any]:
-    """Three updates of a GPT: heap, cuts, whether gradients were held, or the smallest budget named."""
+    """Three updates of a GPT: heap, cuts, whether gradients were held; or the smallest budget."""
     torch.manual_seed(0)
     layer = lambda: nn.TransformerEncoderLayer(  # noqa: E731
         WIDTH, 4, 4 * WIDTH, 0.0, F.gelu, batch_first=True, norm_first=True
@@ -79,4 +79,4 @@ def test_a_gpt_keeps_to_its_budget_and_holds_gradients_where_they_fit(two: Ranks
 
 def test_ranks_with_other_budgets_rows_and_faults_make_one_update_or_none(two: Ranks, four: Ranks) -> None:
     for ranks, seed, count in ((two, 100, 10), (four, 300, 4)):
-        faults.assert_all_agreed(ranks, "budgeted", seed, count)
+        faults.assert_all_agreed(ranks, "sharded", seed, count, "tokens", False, faults.BUDGETS)

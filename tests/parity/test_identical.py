@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anybatch import Step, StepReport
 from tests.options import flat
 from tests.snapshots import same
+from tests.zoo import Made
 
 UPDATES, ROWS, CLASSES, LENGTH = 8, 12, 5, 6
 CLIPS = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}
@@ -26,24 +27,19 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 # ---- models
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """A language model whose input and output embeddings are one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(CLASSES, 8)
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.linear(self.block(self.embedding(tokens)), self.embedding.weight).transpose(1, 2)
+    return Made(
+        lambda self, tokens: F.linear(self.block(self.words(tokens)), self.words.weight).transpose(1, 2),
+        words=nn.Embedding(CLASSES, 8),
+        block=nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True),
+    )
 
 
-class ConvNet(nn.Sequential):
+def conv_net() -> nn.Module:
     """With running statistics and random numbers."""
-
-    def __init__(self) -> None:
-        layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.MaxPool2d(2)
-        super().__init__(*layers, nn.Flatten(), nn.Linear(36, CLASSES))
+    layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.MaxPool2d(2)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(36, CLASSES))
 
 
 def mlp(last: nn.Module | None = None) -> nn.Module:
@@ -79,8 +75,8 @@ class Problem(NamedTuple):
 
 MODELS = {
     "mlp": Problem(mlp, mlp_batch),
-    "conv": Problem(ConvNet, image_batch),
-    "tied": Problem(Tied, token_batch),
+    "conv": Problem(conv_net, image_batch),
+    "tied": Problem(tied, token_batch),
 }
 
 

@@ -16,7 +16,7 @@ from anybatch import Options, Step, Terms, Total
 from anybatch.losses.whole_batch import WholeBatch
 from anybatch.memory.meter import Meter
 from tests.options import flat
-from tests.zoo import Transformer
+from tests.zoo import Made, Transformer
 
 ROWS, FEW, MANY = 4, 4, 32  # rows of a micro-batch; numbers of micro-batches
 
@@ -44,9 +44,8 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-class ConvNet(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 20))
+def conv_net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 20))
 
 
 def mlp() -> nn.Module:
@@ -62,7 +61,7 @@ def tokens(rows: int) -> Batch:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch], Any]] = {
-    "conv": (ConvNet, lambda rows: (torch.randn(rows, 1, 8, 8), labels(rows, 10)), nn.CrossEntropyLoss()),
+    "conv": (conv_net, lambda rows: (torch.randn(rows, 1, 8, 8), labels(rows, 10)), nn.CrossEntropyLoss()),
     "transformer": (lambda: Transformer(50, width=16), tokens, nn.CrossEntropyLoss()),
     "labels": (mlp, lambda rows: (torch.randn(rows, 16), labels(rows, 200)), nn.CrossEntropyLoss()),
     "values": (mlp, lambda rows: (torch.randn(rows, 16), torch.randn(rows, 200)), nn.MSELoss()),
@@ -239,17 +238,13 @@ def test_two_passes_are_flat_apart_from_the_outputs() -> None:
         losses = F.cross_entropy(one[rows] @ other.T, rows, reduction="sum")
         return Total(losses, len(rows))
 
-    class Twins(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            wide, narrow = nn.Linear(16, 1024), nn.Linear(1024, width)
-            self.layers = nn.Sequential(wide, nn.Tanh(), nn.Dropout(0.2), narrow)
-
-        def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-            return self.layers(one), self.layers(other)
+    def twins() -> nn.Module:
+        layers = nn.Linear(16, 1024), nn.Tanh(), nn.Dropout(0.2), nn.Linear(1024, width)
+        forward = lambda self, one, other: (self.layers(one), self.layers(other))  # noqa: E731
+        return Made(forward, layers=nn.Sequential(*layers))
 
     torch.manual_seed(0)
-    few, many = (contrast(Twins(), number) for number in (FEW, MANY))
+    few, many = (contrast(twins(), number) for number in (FEW, MANY))
     outputs = 2 * ROWS * (MANY - FEW) * width * 4
     # The outputs, their gradient, and while a micro-batch is cut out or joined, one of the two again; the
     # scores of a few rows against all; the places of the rows.

@@ -7,15 +7,7 @@ import pytest
 import torch
 
 from anybatch.core.errors import BudgetError
-from anybatch.engine.plan import Plan
-from anybatch.planner.report import Option
 from tests.budgets import ConvNet, Net, adamw, make, rows_of
-
-BLOCKS = (("a", "recompute"), ("b", "selective"), ("c", "recompute"))
-NEXT = (
-    Option(plan=Plan(rows=8, micro_batch=2), peak=1500, seconds=0.25),
-    Option(plan=Plan(rows=8, micro_batch=1, blocks=BLOCKS[:1]), peak=1000, seconds=0.5),
-)
 
 
 def plain(parameters: Any) -> Any:

@@ -18,9 +18,6 @@ from tests.options import flat
 from tests.snapshots import changes
 from tests.zoo import Made
 
-BF16 = find_precision("bf16-true")
-
-
 # ---- nests
 
 

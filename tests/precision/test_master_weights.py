@@ -102,11 +102,6 @@ def test_a_thousand_small_updates_arrive() -> None:
     assert torch.equal(plain.weight, torch.ones_like(plain.weight))
 
 
-def tied(model: Any) -> Any:
-    model.second.weight = model.first.weight
-    return model.parameters()
-
-
 def copy_in_place(model: nn.Module, value: float) -> None:
     for parameter in model.parameters():
         nn.init.constant_(parameter, value)

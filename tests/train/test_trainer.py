@@ -19,7 +19,6 @@ from tests import device
 from tests.snapshots import changes, same, same_as_before
 from tests.train import runs
 from tests.train.runs import EPOCHS, KINDS, TRAIN, UPDATES, make_rows, make_step, make_trainer
-from tests.zoo import Made
 
 # ---- resume
 
@@ -126,10 +125,6 @@ def test_best_checkpoint_is_of_the_best_epoch(
     assert best["epoch"] == best_epoch
 
 
-def named(model: nn.Module, micro: Any) -> dict[str, Total]:
-    return {"fit": Total(model(micro[0]).square().sum(), len(micro[0]))}
-
-
 # ---- bad input
 
 
@@ -183,13 +178,6 @@ def test_parameters_of_the_loss_are_kept_and_resumed(tmp_path: Path) -> None:
 
 
 # ---- 16 bits
-
-
-def frozen() -> Any:
-    """Return a model with a frozen layer and a buffer: no float32 weights stand behind them in 16 bits."""
-    layer = nn.Linear(4, 4).requires_grad_(False)
-    forward = lambda self, x: self.frozen(self.trained(x)) * self.factor  # noqa: E731
-    return Made(forward, trained=nn.Linear(3, 4), frozen=layer, factor=torch.full((4,), 1.1))
 
 
 @pytest.mark.parametrize(
