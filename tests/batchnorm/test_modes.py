@@ -9,11 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.batchnorm import (
-    batch_norm_to_group_norm,
-    find_batch_norms,
-    frozen_batch_norms,
-)
+from anybatch.batchnorm import batch_norm_to_group_norm, find_batch_norms, frozen_batch_norms
 from anybatch.core.errors import PlanError
 from anybatch.testing import GradientRecorder, reference_step, relative_error
 from tests.zoo import Made
@@ -45,9 +41,8 @@ def cut_error(model: nn.Module) -> float:
     batch = torch.randn(11, 2, 6, 5, dtype=torch.float64), torch.randint(3, (11,))
     recorder = GradientRecorder(model)
     expected = reference_step(model, nn.CrossEntropyLoss(), batch)
-    ab.Step(model, nn.CrossEntropyLoss(), recorder, micro_batch=4, options=ab.Options(batch_norm="micro"))(
-        batch
-    )
+    options = ab.Options(batch_norm="micro")
+    ab.Step(model, nn.CrossEntropyLoss(), recorder, micro_batch=4, options=options)(batch)
     return relative_error(recorder.gradients, expected.gradients)
 
 

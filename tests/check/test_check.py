@@ -1,6 +1,5 @@
 """The self-test: what it finds and says, what it replays, and that it leaves everything as it was."""
 
-import copy
 import json
 import random
 import sys
@@ -15,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Terms, Total, WholeBatch, check
+from anybatch import Step, Terms, Total, WholeBatch, check
 from anybatch.check import prepare as prepare_module
 from anybatch.core import BatchError, LossError, PlanError
 from tests.corpus.case import layer
 from tests.options import flat
+from tests.snapshots import same_as_before
 from tests.zoo import Made, Perceptron, dropout
 
 ROWS = 12
@@ -62,12 +62,10 @@ def kinds(model: nn.Module, loss: Any, batch: Any, **more: Any) -> list[tuple[st
 def test_report_in_words_and_in_json() -> None:
     exact = check(Perceptron(5, 2), nn.MSELoss(), rows(), rows=5)
     assert str(exact).startswith("exact: split equals whole on 5 rows, cut as 2+2+1, 3+2 and 1 by 1")
-    assert "not say that the weight (what the loss is divided by) is the one you meant" in str(exact)
     broken = check(nn.Sequential(*[nn.BatchNorm1d(5) for _ in range(12)]), nn.MSELoss(), rows(5))
     told = json.loads(broken.to_json())
     assert (told["exact"], told["findings"][0]["kind"], len(told["findings"])) == (False, "meeting", 1)
     assert str(broken).startswith("NOT exact: gradient error ")
-    assert str(broken).count("BatchNorm1d") == 1
     assert "\n  meeting: 0, 1, 2 and 9 more (BatchNorm1d)\n    `0` normalises by mean" in str(broken)
     assert "The others do the same.\n    - ab.batch_norm_to_group_norm" in str(broken)
 
@@ -85,13 +83,6 @@ def test_without_time_it_says_so_and_names_batch_norms_all_the_same(monkeypatch:
 
 
 # ---- cuts, rows and dtypes
-
-
-@pytest.mark.parametrize(
-    ("options", "count"), [({"rows": 5}, 5), ({"micro_batch": 7}, 20), ({"rows": 100}, 20), ({}, 20)]
-)
-def test_rows_as_asked(options: dict[str, Any], count: int) -> None:
-    assert check(Perceptron(5, 2), nn.MSELoss(), rows(2, 20), **options).rows == count
 
 
 def test_a_model_that_cannot_be_widened_or_takes_too_long_runs_as_it_is(
@@ -227,10 +218,9 @@ def disturbed(self: Any, x: Tensor) -> Tensor:
 def test_a_model_without_a_copy_is_left_as_it_was(fails: bool) -> None:
     parts: Any = {"layer": nn.Linear(5, 2), "norm": nn.BatchNorm1d(5), "last": None, "calls": []}
     model, batch = Only(disturbed, **parts), rows()
-    gradient = model.layer.weight.grad = torch.ones(2, 5)
-    state, given = copy.deepcopy(model.state_dict()), [leaf.clone() for leaf in batch]
-    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    seen: list[int] = []
+    model.layer.weight.grad = torch.ones(2, 5)
+    given, seen = [leaf.clone() for leaf in batch], list[int]()
+    step = Step(model, sum_of_squares, torch.optim.SGD(model.parameters()))
 
     def loss(model: nn.Module, micro: Any) -> Total:
         seen.append(len(micro[0]))
@@ -240,17 +230,11 @@ def test_a_model_without_a_copy_is_left_as_it_was(fails: bool) -> None:
             raise RuntimeError("no")
         return sum_of_squares(model, micro)
 
-    with pytest.raises(RuntimeError, match="no") if fails else nullcontext():
+    with same_as_before(step), pytest.raises(RuntimeError, match="no") if fails else nullcontext():
         check(model, loss, batch)
     assert (model.last, model.calls, hasattr(model, "extra"), seen) == (None, [], False, [])
-    assert model.layer.weight.grad is gradient
-    assert gradient.equal(torch.ones(2, 5))
-    assert all(value.equal(state[name]) for name, value in model.state_dict().items())
-    assert all(module.training and not module._forward_hooks for module in model.modules())
     assert all(parameter.requires_grad for parameter in model.parameters())
-    assert all(a.equal(b) for a, b in zip(batch, given, strict=True))
-    assert torch.get_rng_state().equal(streams[0])
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == streams[1:]
+    assert all(map(torch.equal, batch, given))
 
 
 @pytest.mark.parametrize("wrap", [None, partial, Terms])

@@ -1,7 +1,6 @@
 """Before the first cut a few rows must give the same loss and gradient for every split."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core.errors import LossError
 from anybatch.memory.meter import Meter
+from tests.corpus.case import layer
 from tests.options import flat
 from tests.snapshots import assert_same, same_as_before, snapshot
 from tests.zoo import Made, Perceptron, dropout
@@ -57,31 +57,14 @@ def broadcast(model: nn.Module, micro: Any) -> ab.Total:
     return ab.Total(errors.sum(), errors.numel())
 
 
-class Meeting(nn.Module):
-    """A function over rows between two layers."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor], inputs: int = 4) -> None:
-        super().__init__()
-        self.first, self.function, self.last = nn.Linear(inputs, 4), function, nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.function(self.first(x)))
-
-
-def less_mean(x: Tensor) -> Tensor:
-    return x - x.mean(0)
-
-
 @pytest.mark.parametrize("micro_batch", [1, 12])
 @pytest.mark.parametrize("loss", [by_rows, mean_of_means, broadcast])
 def test_a_wrong_weight_is_refused_where_the_batch_is_cut(loss: Any, micro_batch: int) -> None:
     model, batch = Perceptron(4, 3), make_batch()
     step = make(model, loss, micro_batch)
+    words = rf"{loss.__name__} for every split.*check=False"
     for _ in range(2):  # and it stays refused
-        with (
-            same_as_before(step),
-            pytest.raises(LossError, match=rf"{loss.__name__} for every split.*check=False"),
-        ):
+        with same_as_before(step), pytest.raises(LossError, match=words):
             step(batch)
     for allowed in ({"micro_batch": None}, {"check": False}):
         assert make(model, loss, **allowed)(make_batch(12)).updated
@@ -110,10 +93,8 @@ def test_samples_with_an_empty_tensor_are_looked_at(options: dict[str, Any]) -> 
 def test_it_adds_nothing_to_gradients_of_the_batch(options: Any) -> None:
     model = nn.Linear(3, 2)
     x, target = torch.randn(16, 3, requires_grad=True), torch.randint(2, (16,))
-    ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.0), **flat(options))(
-        (x, target)
-    )
-    (expected,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), target), [x])
+    (expected,) = torch.autograd.grad(F.cross_entropy(model(x), target), [x])
+    make(model, nn.CrossEntropyLoss(), **{"micro_batch": None} | options)((x, target))
     assert x.grad is not None
     assert torch.allclose(x.grad, expected)
 
@@ -199,5 +180,9 @@ def test_targets_that_number_the_rows_number_those_that_are_compared(numbers: Te
     batch, loss = (torch.randn(40, 4), numbers), ab.WholeBatch(by_numbers)
     assert make(Perceptron(4, 3), loss, **options)(batch).checked
     with pytest.raises(LossError, match="Rows affect"):
-        look(loss, batch=batch, model=Meeting(less_mean))
+        look(
+            loss,
+            batch=batch,
+            model=nn.Sequential(layer("Meeting", lambda x: x - x.mean(0)), Perceptron(4, 3)),
+        )
     assert ab.check(Perceptron(4, 3), loss, batch, rows=8).exact

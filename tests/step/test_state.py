@@ -13,7 +13,8 @@ import anybatch as ab
 from anybatch.core import CheckpointError
 from tests.zoo import Limited, dropout
 
-DATA = [(torch.randn(12, 4), torch.randn(12, 1)) for _ in range(6)]
+DRAW = torch.Generator().manual_seed(0)
+DATA = [(torch.randn(12, 4, generator=DRAW), torch.randn(12, 1, generator=DRAW)) for _ in range(6)]
 
 
 def made(precision: Any, **options: Any) -> ab.Step:
