@@ -84,18 +84,6 @@ class ConvNet(Meeting):
         self.head, self.places = nn.Linear(4, CLASSES), (2, 3)
 
 
-class Untraceable(nn.Module):
-    """Its shapes depend on its data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = self.layers(x)
-        return flat + 0 * flat[(flat > -100).all(-1).nonzero()[:, 0]].sum()
-
-
 def sgd(parameters: Any) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 

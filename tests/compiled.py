@@ -1,14 +1,10 @@
 """A compiler that counts what it is asked to compile, and sees with how many rows that is called."""
 
-import shutil
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
-
-needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 
 
 class Counting:

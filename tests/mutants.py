@@ -38,6 +38,7 @@ SOURCE = ROOT / "src" / "anybatch"
 STATE = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCE.rglob("*.py")))).hexdigest()[:8]
 BUILD = ROOT / "build" / "mutants" / STATE
 ROUNDS = ((20.0, 12), (40.0, 1000))  # seconds of tests, and files with tests: survivors meet the second one
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 CPU, WALL = 300, 1200  # seconds after which a change that runs for ever is ended
 SWAPS = (
     {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")}
@@ -180,14 +181,8 @@ class Recorder:
                 for one in data.measured_files()
                 if (found := data.lines(one))
             }
-            record = {
-                "test": self.name,
-                "nodes": self.cases,
-                "cpu": self.cpu,
-                "wall": self.wall,
-                "lines": lines,
-            }
-            append(BUILD / "map.jsonl", record)
+            record = {"test": self.name, "nodes": self.cases, "cpu": self.cpu, "wall": self.wall}
+            append(BUILD / "map.jsonl", record | {"lines": lines})
         self.cases, self.cpu, self.wall = [], 0.0, 0.0
 
 
@@ -272,18 +267,7 @@ def play(copy: Path, cases: list[str], *options: str) -> tuple[int, list[str]]:
     """Run tests in a copy; return the exit status and those that failed."""
     listed = copy.with_suffix(".txt")
     listed.write_text("\n".join(cases))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        *options,
-        f"@{listed}",
-    ]
+    command = [*PYTEST, "-n", "0", *options, f"@{listed}"]
     surroundings = {"PYTHONPATH": f"{copy}/src", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
     surroundings |= {"OMP_NUM_THREADS": "1", "CI": "1"}  # CI: hypothesis draws the same cases each time
     with copy.with_suffix(".log").open("w+") as log:
@@ -344,17 +328,12 @@ def main() -> int:
     parser.add_argument("--results", help="name of the file of results; the seed when left out")
     asked = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)
-    options = ["-n", "2", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "tests.mutants"]
-    if subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, check=False).returncode not in (
-        0,
-        5,
-    ):
+    command = [*PYTEST, "-n", "2", "-m", "not slow", "-p", "tests.mutants"]
+    if subprocess.run(command, cwd=ROOT, check=False).returncode not in (0, 5):
         print("mutants: tests fail without a change, see above")
     covering = Map()
     drawn = [one for path in sorted(SOURCE.rglob("*.py")) for one in changes(path)]
     random.Random(asked.seed).shuffle(drawn)
-    uncovered = sorted({(one.file, one.line) for one in drawn if not covering.functions(one)})
-    (BUILD / "uncovered.txt").write_text("".join(f"{file}:{line}\n" for file, line in uncovered))
     drawn = [one for one in drawn if covering.functions(one)][: asked.count]
     path = BUILD / f"{asked.results or asked.seed}.jsonl"
     known, copies = {one["change"] for one in read(path)}, Queue[Path]()
@@ -372,7 +351,8 @@ def main() -> int:
         list(pool.map(work, [one for one in drawn if one.name not in known]))
     names = {one.name for one in drawn}
     results = [one for one in read(path) if one["change"] in names]
-    _, unsound = play(copies.get(), [*dict.fromkeys(node for one in results for node in one["by"])])
+    killers = [*dict.fromkeys(node for one in results for node in one["by"])]
+    _, unsound = play(copies.get(), killers) if killers else (0, [])
     states = Counter("unsound" if {*one["by"]} & {*unsound} else one["state"] for one in results)
     for one in results:
         if one["state"] == "survived":
@@ -380,7 +360,6 @@ def main() -> int:
     print(*(f"fails without a change: {node}" for node in unsound), sep="\n")
     noticed = states["killed"] + states["timed out"]
     print(f"seed {asked.seed}: noticed {noticed} of {noticed + states['survived']}; {dict(states)}")
-    print(f"{len(uncovered)} lines that no test runs: {BUILD}/uncovered.txt")
     return 0
 
 

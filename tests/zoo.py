@@ -14,24 +14,31 @@ from torch.utils.checkpoint import checkpoint
 FEATURES, CLASSES, WORDS = 6, 4, 9
 
 
+KINDS: dict[Any, type[nn.Module]] = {}  # classes, by their forward
+
+
 class Made(nn.Module):
     """A model of named parts (modules, parameters; tensors become buffers) whose forward is a function.
+
+    Models with the same forward are of one class, so that repeated ones are seen as blocks.
 
     Args:
         forward: called with the model and its inputs.
         parts: what the model has, by name."""
 
+    def __new__(cls, forward: Callable[..., Any] | None = None, **parts: Any) -> "Made":
+        if forward is None:  # a copy
+            return super().__new__(cls)
+        key = forward.__code__, *(cell.cell_contents for cell in forward.__closure__ or ())
+        return super().__new__(KINDS.setdefault(key, type("Made", (cls,), {"forward": forward})))
+
     def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
-        self.compute = forward
         for name, part in parts.items():
             if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
                 self.register_buffer(name, part)
             else:
                 setattr(self, name, part)
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self.compute(self, *inputs, **named)
 
 
 class Perceptron(nn.Module):
@@ -112,7 +119,9 @@ def blocks(
     return Made(forward, blocks=several, head=nn.Linear(width, outputs))
 
 
-def encoder(width: int = 16, outputs: int = CLASSES, *, layers: int = 2, dropout: float = 0.0) -> nn.Module:
+def encoder(
+    width: int = 16, outputs: int = CLASSES, *, layers: int = 2, dropout: float = 0.0, words: int = WORDS
+) -> nn.Module:
     """Return torch's transformer blocks over an embedding, and a head over the mean of the places."""
     body = [
         nn.TransformerEncoderLayer(width, 4, 4 * width, dropout, F.gelu, batch_first=True)
@@ -120,7 +129,7 @@ def encoder(width: int = 16, outputs: int = CLASSES, *, layers: int = 2, dropout
     ]
     return Made(
         lambda self, x: self.head(self.blocks(self.words(x)).mean(1)),
-        words=nn.Embedding(WORDS, width), blocks=nn.Sequential(*body), head=nn.Linear(width, outputs),
+        words=nn.Embedding(words, width), head=nn.Linear(width, outputs), blocks=nn.Sequential(*body),
     )  # fmt: skip
 
 

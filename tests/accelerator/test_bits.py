@@ -1,6 +1,7 @@
 """On an accelerator, too, recompute, offload and callbacks give the same bits; and mistakes are refused."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.accelerator.programs import CLASSES, Batch, moved
 from tests.accelerator.simulated import load, uncounted
 from tests.options import flat
 from tests.snapshots import same_as_before
+from tests.zoo import Made
 
 WIDTH, ROWS = 512, 96  # tensors of 32 rows are large enough to wait in host memory
 
@@ -30,20 +32,16 @@ class Watching(ab.Callback):
         self.norms = [float(one.norm()) for one in gradients.values()]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layers(x)
+def block() -> nn.Module:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2))
+    return Made(lambda self, x: x + self.layers(x), layers=layers)
 
 
 def build(**options: Any) -> tuple[ab.Step, Batch]:
     """A step on the device, the same each time, and a batch."""
     load()
     torch.manual_seed(1)
-    model = nn.Sequential(*[Block() for _ in range(3)], nn.Linear(WIDTH, CLASSES)).to("sim")
+    model = nn.Sequential(*[block() for _ in range(3)], nn.Linear(WIDTH, CLASSES)).to("sim")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     options = {"micro_batch": 32, "check": False} | options
     batch = torch.randn(ROWS, WIDTH), torch.randint(CLASSES, (ROWS,))
@@ -63,21 +61,16 @@ def are_same(**options: Any) -> bool:
     return all(map(torch.equal, after(), after(**options)))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"recompute": ["0", "1", "2"]},
-        {"recompute": {"0": "offload", "1": "offload", "2": "recompute"}},
-        {"callbacks": [Watching()]},
-    ],
-    ids=["recompute", "offload", "callbacks"],
-)
+SAME: dict[str, dict[str, Any]] = {
+    "recompute": {"recompute": ["0", "1", "2"]},
+    "offload": {"recompute": {"0": "offload", "1": "offload", "2": "recompute"}},
+    "callbacks": {"callbacks": [Watching()]},
+}
+
+
+@pytest.mark.parametrize("options", SAME.values(), ids=SAME)
 def test_the_same_bits(sim: Any, options: dict[str, Any]) -> None:
-    assert sim(named, "are_same", options)
-
-
-def named(name: str, options: dict[str, Any]) -> Any:
-    return globals()[name](**options)
+    assert sim(partial(are_same, **options))
 
 
 def without_a_wait(place: str) -> bool:

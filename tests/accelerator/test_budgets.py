@@ -7,36 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import anybatch as ab
 from tests.accelerator.programs import contrast, moved, sgd
 from tests.accelerator.simulated import limited, load, uncounted
+from tests.zoo import Made, own_loss
 
 ROWS, CLASSES, LIMIT = 24, 4, 1e-12
 
 
-class Pooled(nn.Module):
+def pooled(*layers: nn.Module, width: int) -> nn.Module:
     """Blocks along a sequence, and a head over its mean."""
-
-    def __init__(self, *layers: nn.Module, width: int) -> None:
-        super().__init__()
-        self.layers, self.head = nn.Sequential(*layers), nn.Linear(width, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x).flatten(1, -2).mean(1))
-
-
-class OwnLoss(nn.Module):
-    """A model that returns its own loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.body = model
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": F.cross_entropy(self.body(x), labels)}
+    return Made(
+        lambda self, x: self.head(self.layers(x).flatten(1, -2).mean(1)),
+        layers=nn.Sequential(*layers), head=nn.Linear(width, CLASSES),
+    )  # fmt: skip
 
 
 def perceptron() -> nn.Module:
@@ -49,21 +35,16 @@ def images(*layers: nn.Module) -> nn.Module:
 
 def attention() -> nn.Module:
     layers = [nn.TransformerEncoderLayer(16, 2, 64, dropout=0.0, batch_first=True) for _ in range(3)]
-    return Pooled(*layers, width=16)
+    return pooled(*layers, width=16)
 
 
 def convolutions() -> list[nn.Module]:
-    return [
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.Tanh(),
-        nn.Conv2d(8, 8, 3, padding=1),
-        nn.GroupNorm(2, 8),
-        nn.Tanh(),
-    ]
+    first, second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+    return [first, nn.Tanh(), second, nn.GroupNorm(2, 8), nn.Tanh()]
 
 
 def words() -> nn.Module:
-    return Pooled(nn.Embedding(50, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 16), width=16)
+    return pooled(nn.Embedding(50, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 16), width=16)
 
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
@@ -71,13 +52,13 @@ VECTORS, SEQUENCES, IMAGES, WORDS = (16,), (20, 16), (3, 12, 12), (20,)
 Case = tuple[Callable[[], nn.Module], object, tuple[int, ...]]
 CASES: dict[str, Case] = {
     "perceptron": (perceptron, CROSS_ENTROPY, VECTORS),
-    "perceptron over sequences": (lambda: Pooled(perceptron(), width=CLASSES), CROSS_ENTROPY, SEQUENCES),
+    "perceptron over sequences": (lambda: pooled(perceptron(), width=CLASSES), CROSS_ENTROPY, SEQUENCES),
     "convolutions": (lambda: images(*convolutions()), CROSS_ENTROPY, IMAGES),
     "strided": (lambda: images(nn.Conv2d(3, 8, 3, stride=2), nn.GELU()), CROSS_ENTROPY, IMAGES),
     "attention": (attention, CROSS_ENTROPY, SEQUENCES),
     "embedding": (words, CROSS_ENTROPY, WORDS),
-    "own loss": (lambda: OwnLoss(perceptron()), ab.ModelLoss(), VECTORS),
-    "whole batch": (lambda: Pooled(perceptron(), width=CLASSES), ab.WholeBatch(contrast), SEQUENCES),
+    "own loss": (lambda: own_loss(perceptron()), ab.ModelLoss(), VECTORS),
+    "whole batch": (lambda: pooled(perceptron(), width=CLASSES), ab.WholeBatch(contrast), SEQUENCES),
 }
 
 
@@ -101,10 +82,8 @@ def budgets(name: str, shares: tuple[float, ...], *, is_counted: bool = True) ->
         native.reset_peak()
         floor = native.in_use()
         step(on_device)
-    held = sum(
-        one.nbytes
-        for one in [*there.parameters(), *(on_device.values() if isinstance(on_device, dict) else on_device)]
-    )
+    given = on_device.values() if isinstance(on_device, dict) else on_device
+    held = sum(one.nbytes for one in [*there.parameters(), *given])
     peak = native.peak() - floor + held
     step(on_device)
     expected, wrong = {n: p.detach().cpu() for n, p in there.named_parameters()}, list[str]()

@@ -11,126 +11,80 @@ from torch import Tensor, nn
 import anybatch as ab
 from tests.accelerator.programs import contrast
 from tests.accelerator.simulated import caching, load
-from tests.accelerator.test_uncut import Head, Residual
+from tests.accelerator.test_uncut import head
+from tests.zoo import Made, encoder, recurrence
 
 
-class Sequences(nn.Module):
+def sequences(dropout: float = 0.0) -> nn.Module:
     """A transformer over tokens of any length."""
-
-    def __init__(self, width: int = 128, layers: int = 4, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(200, width), nn.Linear(width, 200)
-        self.layers = nn.Sequential(
-            *[
-                nn.TransformerEncoderLayer(width, 4, 4 * width, dropout, nn.functional.gelu, batch_first=True)
-                for _ in range(layers)
-            ]
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(self.tokens(x)).mean(1))
+    return encoder(128, 200, layers=4, dropout=dropout, words=200)
 
 
-class Lstm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.LSTM(64, 192, num_layers=2, batch_first=True), nn.Linear(192, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x)[0][:, -1])
-
-
-class Gru(nn.Module):
+def gru() -> nn.Module:
     """A GRU of plain operations: the device has no kernel for its cell."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates, self.new, self.head = nn.Linear(256, 384), nn.Linear(256, 192), nn.Linear(192, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         h = x.new_zeros(len(x), 192)
         for one in x.unbind(1):
             reset, keep = self.gates(torch.cat([one, h], 1)).sigmoid().chunk(2, 1)
             h = keep * h + (1 - keep) * self.new(torch.cat([one, reset * h], 1)).tanh()
         return self.head(h)
 
+    return Made(forward, gates=nn.Linear(256, 384), new=nn.Linear(256, 192), head=nn.Linear(192, 10))
 
-class Mixed(nn.Module):
+
+def mixed(layer: nn.Module, width: int) -> nn.Module:
     """A residual block: a layer, GroupNorm, GELU."""
-
-    def __init__(self, layer: nn.Module, width: int) -> None:
-        super().__init__()
-        self.layer, self.norm, self.act = layer, nn.GroupNorm(4, width), nn.GELU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.act(self.norm(self.layer(x)))
+    body = nn.Sequential(layer, nn.GroupNorm(4, width), nn.GELU())
+    return Made(lambda self, x: x + self.body(x), body=body)
 
 
-class Nested(nn.Module):
+def nested(width: int, levels: int, channels: int = 3) -> nn.Module:
     """A U-Net of so many levels."""
 
-    def __init__(self, width: int, levels: int, channels: int = 3) -> None:
-        super().__init__()
-        self.down = nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), block(width))
-        self.inside = Nested(2 * width, levels - 1, width) if levels else block(width)
-        self.up = nn.Conv2d((3 if levels else 2) * width, width, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         x = self.down(x)
         y = self.inside(nn.functional.max_pool2d(x, 2))
         return self.up(torch.cat([x, nn.functional.interpolate(y, scale_factor=2.0)], 1))
 
+    return Made(
+        forward, down=nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), block(width)),
+        inside=nested(2 * width, levels - 1, width) if levels else block(width),
+        up=nn.Conv2d((3 if levels else 2) * width, width, 3, padding=1),
+    )  # fmt: skip
+
 
 def block(width: int) -> nn.Module:
-    return Mixed(nn.Conv2d(width, width, 3, padding=1), width)
+    return mixed(nn.Conv2d(width, width, 3, padding=1), width)
 
 
 def images(width: int, *blocks: nn.Module, patch: int = 2) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, width, patch, patch), *blocks, Head(width))
+    return nn.Sequential(nn.Conv2d(3, width, patch, patch), *blocks, head(width))
 
 
-class Towers(nn.Module):
+def towers() -> nn.Module:
     """Two encoders, whose outputs stand side by side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (
-            nn.Sequential(*[nn.Sequential(nn.Linear(w, 512), nn.Tanh()) for w in (64, 512, 512)])
-            for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.left(x).mean(1), self.right(x.flip(1)).mean(1)], 1)
+    left, right = (
+        nn.Sequential(*[nn.Sequential(nn.Linear(w, 512), nn.Tanh()) for w in (64, 512, 512)])
+        for _ in range(2)
+    )
+    return Made(
+        lambda self, x: torch.cat([self.left(x).mean(1), self.right(x.flip(1)).mean(1)], 1),
+        left=left, right=right,
+    )  # fmt: skip
 
 
 def wave() -> nn.Module:
-    layers = [Mixed(nn.Conv1d(32, 32, 3, padding=2**i, dilation=2**i), 32) for i in range(8)]
-    return nn.Sequential(
-        nn.Conv1d(1, 32, 1), *layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, 4)
-    )
+    layers = [mixed(nn.Conv1d(32, 32, 3, padding=2**i, dilation=2**i), 32) for i in range(8)]
+    last = (nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, 4))
+    return nn.Sequential(nn.Conv1d(1, 32, 1), *layers, *last)
 
 
 def depthwise() -> nn.Module:
-    layers = [
-        nn.Sequential(nn.Conv2d(32, 32, 7, 1, 3, groups=32), Mixed(nn.Conv2d(32, 32, 1), 32))
-        for _ in range(6)
-    ]
-    return images(32, *layers)
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(32, 32, 7, 1, 3, groups=32), mixed(nn.Conv2d(32, 32, 1), 32))
 
-
-def residual() -> nn.Module:
-    stem = nn.Conv2d(3, 24, 3, 2, 1, bias=False), nn.BatchNorm2d(24), nn.ReLU(inplace=True)
-    return nn.Sequential(*stem, *[Residual(24) for _ in range(5)], Head(24))
-
-
-def unet() -> nn.Module:
-    return nn.Sequential(Nested(8, 2), Head(8))
-
-
-def wide() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)
-    )
+    return images(32, *[layer() for _ in range(6)])
 
 
 class Case(NamedTuple):
@@ -144,19 +98,17 @@ class Case(NamedTuple):
 
 LENGTHS = (96, 64, 128, 80, 112, 72)
 CASES = {
-    "transformer": Case(Sequences, 24, (), (96,)),
-    "changing lengths": Case(Sequences, 24, (), LENGTHS),
-    "recompute": Case(Sequences, 64, (), LENGTHS, options=ab.Options(recompute="all")),
-    "dropout": Case(lambda: Sequences(dropout=0.1), 24, (), (96,)),
+    "transformer": Case(sequences, 24, (), (96,)),
+    "changing lengths": Case(sequences, 24, (), LENGTHS),
+    "recompute": Case(sequences, 64, (), LENGTHS, options=ab.Options(recompute="all")),
+    "dropout": Case(lambda: sequences(0.1), 24, (), (96,)),
     "convolutions": Case(lambda: images(24, *[block(24) for _ in range(6)]), 96, (3, 64, 64)),
     "depthwise": Case(depthwise, 56, (3, 64, 64)),
     "wave": Case(wave, 20, (1, 4096)),
-    "lstm": Case(Lstm, 384, (24, 64)),
-    "gru": Case(Gru, 1536, (24, 64)),
-    "two towers": Case(Towers, 128, (64, 64), loss=ab.WholeBatch(contrast)),
-    "u-net": Case(unet, 96, (3, 64, 64)),
-    "residual": Case(residual, 96, (3, 64, 64)),
-    "wide": Case(wide, 1024, (512,)),
+    "lstm": Case(lambda: recurrence(64, 10, width=192, layers=2), 384, (24, 64)),
+    "gru": Case(gru, 1536, (24, 64)),
+    "two towers": Case(towers, 128, (64, 64), loss=ab.WholeBatch(contrast)),
+    "u-net": Case(lambda: nn.Sequential(nested(8, 2), head(8)), 96, (3, 64, 64)),
 }
 
 

@@ -1,16 +1,18 @@
 """Stops of the host, and operations of the device, as exact counts: the table of docs/speed.md."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import anybatch as ab
 from tests.accelerator.programs import batch, contrast, moved, perceptron, sgd
 from tests.accelerator.simulated import counted, load
+from tests.zoo import own_loss
 
 MICRO, PARTS = 5, 4  # not as many rows as classes: those might be each other's classes, which is looked at
 ROWS = MICRO * PARTS
@@ -25,83 +27,52 @@ def stops(run: Callable[[], object]) -> tuple[int, ...]:
     return tuple(found[name] for name in STOPS)
 
 
-def ready(**keywords: Any) -> tuple[ab.Step, Any]:
-    """A step that has made four updates, and its batch; of these all but the third compare splits."""
-    load()
-    model = perceptron().to("sim")
-    rows = moved(batch(0, ROWS))
-    if "precision" in keywords:
-        model, rows = model.float(), (rows[0].float(), rows[1])
-    step = ab.Step(model, nn.CrossEntropyLoss(), sgd(model), micro_batch=MICRO, **keywords)
-    for _ in range(4):
-        step(rows)
-    return step, rows
-
-
-def of_step(**keywords: Any) -> tuple[int, ...]:
-    step, rows = ready(**keywords)
-    return stops(lambda: step(rows))
-
-
 def own_total(model: nn.Module, rows: Any) -> ab.Total:
     losses = nn.functional.cross_entropy(model(rows[0]), rows[1], reduction="sum")
     return ab.Total(losses, (rows[1] != -100).sum())
 
 
-class OwnLoss(nn.Module):
-    """A model that returns its own loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = perceptron()
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": nn.functional.cross_entropy(self.body(x), labels)}
-
-
 LOSSES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "Total": (perceptron, own_total),
-    "ModelLoss": (OwnLoss, ab.ModelLoss()),
+    "ModelLoss": (lambda: own_loss(perceptron()), ab.ModelLoss()),
     "WholeBatch": (perceptron, ab.WholeBatch(contrast)),
 }
+TORCH = perceptron, nn.CrossEntropyLoss()
 
 
-def of_loss(name: str, micro_batch: int) -> tuple[int, ...]:
-    step, rows = ready_with(name, micro_batch)
-    return stops(lambda: step(rows))
-
-
-def ready_with(name: str, micro_batch: int) -> tuple[ab.Step, Any]:
+def ready(name: str = "", micro_batch: int = MICRO, **keywords: Any) -> tuple[ab.Step, Any]:
+    """A step that has made four updates, and its batch; of these all but the third compare splits."""
     load()
-    build, loss = LOSSES[name]
+    build, loss = LOSSES.get(name, TORCH)
     model, rows = build().to("sim"), moved(batch(0, ROWS))
-    step = ab.Step(model, loss, sgd(model), micro_batch=micro_batch)
+    if "precision" in keywords:
+        model, rows = model.float(), (rows[0].float(), rows[1])
+    step = ab.Step(model, loss, sgd(model), micro_batch=micro_batch, **keywords)
     for _ in range(4):
         step(rows)
     return step, rows
+
+
+def of_step(*given: Any, **keywords: Any) -> tuple[int, ...]:
+    step, rows = ready(*given, **keywords)
+    return stops(lambda: step(rows))
 
 
 def of_trainer(is_on_device: bool) -> list[tuple[int, ...]]:
     """The stops from one update of a trainer to the next, loading included."""
     native, seen = load().native, list[dict[str, int]]()
     model, rows = perceptron().to("sim"), batch(0, ROWS)
-    step = ab.Step(
-        model,
-        nn.CrossEntropyLoss(),
-        sgd(model),
-        micro_batch=MICRO,
-        callbacks=[lambda report: seen.append(native.counts())],
-    )
+    note = lambda report: seen.append(native.counts())  # noqa: E731
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd(model), micro_batch=MICRO, callbacks=[note])
     trainer = ab.Trainer(step, moved(rows) if is_on_device else rows, batch_size=ROWS // 2, progress=False)
     trainer.fit(epochs=4)
-    return [
-        tuple(new[one] - old[one] for one in STOPS) for old, new in pairwise(seen[4:7])
-    ]  # the 8th compares
+    # The 8th compares.
+    return [tuple(new[one] - old[one] for one in STOPS) for old, new in pairwise(seen[4:7])]
 
 
 def plan_for_add(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The stops of four `add`s together, and of the close."""
-    step, (x, y) = ready_with(name, MICRO) if name else ready()
+    step, (x, y) = ready(name)
     with step.window() as first:  # which may compare
         for one in zip(x.split(MICRO), y.split(MICRO), strict=True):
             first.add(one)
@@ -136,18 +107,14 @@ NONE, ONCE = (0, 0, 0, 0), (0, 0, 1, 0)
     ids=["plain", "clip_norm", "skip", "clip_value", "drop", "loss scale", "bf16-mixed"],
 )
 def test_a_step_reads_its_device_once(sim: Any, expected: Any, keywords: dict[str, Any]) -> None:
-    assert sim(named, "of_step", keywords) == expected
-
-
-def named(name: str, keywords: dict[str, Any]) -> Any:
-    return globals()[name](**keywords)
+    assert sim(partial(of_step, **keywords)) == expected
 
 
 @pytest.mark.parametrize("micro_batch", [MICRO, ROWS], ids=["cut", "uncut"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_weights_on_the_device_are_read_with_the_losses(sim: Any, name: str, micro_batch: int) -> None:
     is_two_pass = name == "WholeBatch" and micro_batch < ROWS  # its loss, and the distance of both passes
-    assert sim(of_loss, name, micro_batch) == ((1, 0, 2, 0) if is_two_pass else ONCE)
+    assert sim(of_step, name, micro_batch) == ((1, 0, 2, 0) if is_two_pass else ONCE)
 
 
 @pytest.mark.parametrize("name", ["", "Total", "ModelLoss"])
@@ -167,7 +134,7 @@ def test_a_batch_that_is_skipped_is_read_once(sim: Any) -> None:
 
 def by_hand_and_by_step(name: str) -> tuple[int, int]:
     """Operations of an update: of the loop that one writes by hand, and of a step."""
-    step, (x, y) = ready_with(name, MICRO) if name else ready()
+    step, (x, y) = ready(name)
     model, optimizer, loss = step.model, step.optimizers[0], nn.CrossEntropyLoss(reduction="sum")
 
     def loop() -> None:

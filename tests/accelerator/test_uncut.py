@@ -11,51 +11,40 @@ from torch import Tensor, nn
 import anybatch as ab
 from tests.accelerator.programs import CLASSES, sgd
 from tests.accelerator.simulated import load
+from tests.zoo import Made
 
 ROWS = 32
 
 
-class Residual(nn.Module):
+def block(width: int) -> nn.Module:
     """A block of a ResNet."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
-        self.one, self.two, self.relu = nn.BatchNorm2d(width), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.two(self.second(self.relu(self.one(self.first(x)))))
-        return self.relu(y + x)
+    first, second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+    relu = nn.ReLU(inplace=True)
+    body = nn.Sequential(first, nn.BatchNorm2d(width), relu, second, nn.BatchNorm2d(width))
+    return Made(lambda self, x: self.relu(self.body(x) + x), body=body, relu=relu)
 
 
-class Joined(nn.Module):
+def head(width: int) -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES))
+
+
+def joined() -> nn.Module:
     """A U-Net of one level: what the first layers make is needed at the end."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.inside = nn.Sequential(
-            nn.MaxPool2d(2), *[Residual(8) for _ in range(4)], nn.Upsample(scale_factor=2)
-        )
-        self.up = nn.Sequential(nn.Conv2d(16, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), Head(8))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         x = self.down(x)
         return self.up(torch.cat([x, self.inside(x)], 1))
 
-
-class Head(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(width, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.mean((2, 3)))
+    return Made(
+        forward, down=nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        inside=nn.Sequential(nn.MaxPool2d(2), *[block(8) for _ in range(4)], nn.Upsample(scale_factor=2)),
+        up=nn.Sequential(nn.Conv2d(16, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), head(8)),
+    )  # fmt: skip
 
 
 def residual() -> nn.Module:
     stem = nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
-    return nn.Sequential(*stem, *[Residual(16) for _ in range(6)], Head(16))
+    return nn.Sequential(*stem, *[block(16) for _ in range(6)], head(16))
 
 
 def plain() -> nn.Module:
@@ -63,10 +52,10 @@ def plain() -> nn.Module:
     layers: list[nn.Module] = []
     for before, width in ((3, 8), (8, 16), (16, 32)):
         layers += [nn.Conv2d(before, width, 3, 1, 1), nn.BatchNorm2d(width), nn.LeakyReLU(0.2, inplace=True)]
-    return nn.Sequential(*layers, Head(32))
+    return nn.Sequential(*layers, head(32))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"residual": residual, "joined": Joined, "plain": plain}
+MODELS: dict[str, Callable[[], nn.Module]] = {"residual": residual, "joined": joined, "plain": plain}
 
 
 def trained(name: str, memory: int | None) -> tuple[list[Tensor], int, ab.Step]:
@@ -104,17 +93,14 @@ def uncut(name: str) -> list[str]:
     found, peak, step = trained(name, refused)
     wrong += [] if all(map(torch.equal, expected, found)) else ["smallest: other bits"]
     wrong += [f"smallest: {peak} of {refused}"] if peak > refused else []
-    wrong += [] if is_moved(step) else ["smallest: nothing is moved"]
+    is_moved = "wait in host memory" in step.planning.explain()
+    wrong += [] if is_moved else ["smallest: nothing is moved"]
     try:
         trained(name, int(0.9 * refused))
         wrong.append("0.9 of the smallest is not refused")
     except ab.BudgetError:
         pass
     return wrong
-
-
-def is_moved(step: ab.Step) -> bool:
-    return "wait in host memory" in step.planning.explain()
 
 
 @pytest.mark.parametrize("name", MODELS)

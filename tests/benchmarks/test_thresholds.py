@@ -10,12 +10,10 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.config import HeadCase, MemoryCase, RaceCase
-from benchmarks.contestants import PEERS
 from benchmarks.ratios import paired_ratio
 from benchmarks.results import Exactness, Head, Memory, Race, Raw
 from benchmarks.thresholds import judge, ratio
 
-PEER = next(iter(PEERS))
 HAND = [1.0, 2.0, 1.5, 1.0, 1.0, 2.0, 1.0, 1.0]  # seconds by block
 
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from anybatch import Terms, Total, WholeBatch, check
 from anybatch.check import prepare as prepare_module
 from anybatch.core import BatchError, LossError, PlanError
+from tests.corpus.case import layer
 from tests.options import flat
-from tests.zoo import Perceptron
+from tests.zoo import Made, Perceptron, dropout
 
 ROWS = 12
 CHECK = sys.modules[check.__module__]
@@ -40,19 +41,12 @@ def sum_of_squares(model: nn.Module, micro: Any) -> Total:
     return Total(errors.sum(), errors.numel())
 
 
-class Computed(nn.Module):
-    """Computes a function of the rows."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
+def computed(function: Callable[[Tensor], Any]) -> nn.Module:
+    return layer("Computed", function)
 
 
 def centred() -> nn.Module:
-    return Computed(lambda x: x - x.mean(0))
+    return computed(lambda x: x - x.mean(0))
 
 
 def kinds(model: nn.Module, loss: Any, batch: Any, **more: Any) -> list[tuple[str, str]]:
@@ -93,17 +87,6 @@ def test_without_time_it_says_so_and_names_batch_norms_all_the_same(monkeypatch:
 # ---- cuts, rows and dtypes
 
 
-def test_cut_of_the_caller_is_tried() -> None:
-    def skips_three(model: nn.Module, micro: Any) -> Total:
-        total = sum_of_squares(model, micro)
-        return total if len(micro[0]) != 4 else Total(0.0 * total.sum, 0)
-
-    assert check(Perceptron(5, 2), skips_three, rows()).exact
-    report = check(Perceptron(5, 2), skips_three, rows(), micro_batch=4)
-    assert "4+4+4" in report.cuts
-    assert not report.exact
-
-
 @pytest.mark.parametrize(
     ("options", "count"), [({"rows": 5}, 5), ({"micro_batch": 7}, 20), ({"rows": 100}, 20), ({}, 20)]
 )
@@ -119,7 +102,7 @@ def test_a_model_that_cannot_be_widened_or_takes_too_long_runs_as_it_is(
             raise TypeError("float32 only")
         return x
 
-    report = check(nn.Sequential(Computed(narrow), nn.Linear(5, 2)), nn.MSELoss(), rows())
+    report = check(nn.Sequential(computed(narrow), nn.Linear(5, 2)), nn.MSELoss(), rows())
     assert (report.exact, report.dtype, report.limit > 1e-6) == (True, "float32", True)
     assert "float32 only" in report.notes[0]
     monkeypatch.setattr(prepare_module, "WIDE_S", -1.0)
@@ -129,31 +112,7 @@ def test_a_model_that_cannot_be_widened_or_takes_too_long_runs_as_it_is(
     assert "too long" in report.notes[0]
 
 
-def test_precision_hides_no_denominator() -> None:
-    """Untrained, every token costs about the same: only in float64 wrong sums do not seem to add up."""
-
-    def cast(model: nn.Module, micro: Any) -> Total:
-        rows = len(micro[0])
-        return Total(F.cross_entropy(model(micro[0]).float(), micro[1], ignore_index=0) * rows, rows)
-
-    def nearly(model: nn.Module, micro: tuple[Tensor, Tensor]) -> Total:
-        return Total(F.mse_loss(model(micro[0]), micro[1], reduction="sum"), len(micro[0]) + 1e-4)
-
-    model = nn.Linear(5, 7)
-    with torch.no_grad():
-        model.weight.mul_(1e-6), model.bias.zero_()
-    assert kinds(model, cast, (torch.randn(ROWS, 5), torch.arange(ROWS) % 3))[0][0] == "denominator"
-    sound = check(nn.Linear(5, 2), nn.MSELoss(), rows())
-    assert sound.exact
-    assert sound.limit < 1e-10
-    assert not check(nn.Linear(5, 2), nearly, rows()).exact
-
-
 # ---- what it refuses
-
-
-class Scripted(torch.jit.ScriptModule):
-    """Cannot be watched."""
 
 
 @pytest.mark.parametrize(
@@ -168,7 +127,7 @@ class Scripted(torch.jit.ScriptModule):
         ({"loss": nn.Identity()}, LossError, "Identity"),
         ({"loss": lambda m, micro: Total(0 * m(micro[0]).sum(), 0)}, BatchError, "whose weight is 0"),
         ({"model": nn.Identity()}, PlanError, "trainable parameters"),
-        ({"model": nn.Sequential(nn.Linear(5, 2), Scripted())}, PlanError, "TorchScript at 1"),
+        ({"model": nn.Sequential(nn.Linear(5, 2), torch.jit.ScriptModule())}, PlanError, "TorchScript at 1"),
     ],
 )
 def test_what_no_step_takes_is_refused(
@@ -194,18 +153,15 @@ def test_models_without_values_or_a_copy_are_refused(batch_there: bool) -> None:
 # ---- random numbers
 
 
-class Noisy(nn.Module):
-    """Draws in every way that torch's default stream knows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(x, 0.3) + torch.randn_like(x) + torch.rand(x.shape) + torch.normal(0.0, 1.0, x.shape)
-        heads = x.repeat(1, 2).view(len(x) * 2, -1)  # (rows * heads, features)
-        times = x.repeat(3, 1, 1)  # (time, rows, features)
-        return x + F.dropout(heads, 0.5).view(len(x), 2, -1).sum(1) + F.dropout(times, 0.5).sum(0)
+def draw_in_every_way(x: Tensor) -> Tensor:
+    x = F.dropout(x, 0.3) + torch.randn_like(x) + torch.rand(x.shape) + torch.normal(0.0, 1.0, x.shape)
+    heads = x.repeat(1, 2).view(len(x) * 2, -1)  # (rows * heads, features)
+    times = x.repeat(3, 1, 1)  # (time, rows, features)
+    return x + F.dropout(heads, 0.5).view(len(x), 2, -1).sum(1) + F.dropout(times, 0.5).sum(0)
 
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "all at once": Noisy(),
+    "all at once": draw_in_every_way,
     "dropout of heads": lambda x: F.dropout(x.repeat_interleave(3, 0), 0.5).view(len(x), -1),
     "dropout by time": lambda x: F.dropout(x.repeat(3, 1, 1), 0.5).transpose(0, 1),
     "normal": lambda x: x.clone().normal_() + torch.normal(x, 1.0),
@@ -222,24 +178,12 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_rows_keep_the_numbers_that_were_drawn_for_them(draw: Callable[[Tensor], Tensor]) -> None:
-    noise = Computed(lambda x: x + draw(x).to(x.dtype).flatten(1)[:, :5])
+    noise = computed(lambda x: x + draw(x).to(x.dtype).flatten(1)[:, :5])
     report = check(nn.Sequential(nn.Linear(5, 5), noise, Perceptron(5, 2)), nn.MSELoss(), rows())
     assert report.exact, str(report)
     assert report.notes == ()
     assert (report.dtype, report.cuts) == ("float64", ("5+5+2", "7+5", "1 by 1"))
     assert report.error <= report.limit
-
-
-class Sorted(nn.Module):
-    """Draws for rows in another order than theirs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.drop = nn.Linear(5, 2), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        order = x[:, 0].argsort()
-        return self.drop(self.layer(x[order]))[order.argsort()]
 
 
 def contrast(outputs: Tensor) -> Tensor:
@@ -248,43 +192,41 @@ def contrast(outputs: Tensor) -> Tensor:
 
 
 def test_dropout_on_sorted_rows_or_before_a_whole_batch_loss_is_no_false_alarm() -> None:
-    report = check(Sorted(), nn.MSELoss(), rows())
+    def forward(self: Any, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()  # draws for rows in another order than theirs
+        return self.drop(self.layer(x[order]))[order.argsort()]
+
+    report = check(Made(forward, layer=nn.Linear(5, 2), drop=nn.Dropout(0.5)), nn.MSELoss(), rows())
     assert report.exact, str(report)
     assert "dropout was switched off" in report.notes[0]
-    model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.2), nn.Linear(4, 3))
-    report = check(model, WholeBatch(contrast), (torch.randn(ROWS, 5),))
+    report = check(dropout(5, 3, p=0.2), WholeBatch(contrast), (torch.randn(ROWS, 5),))
     assert report.exact, str(report)
 
 
 # ---- nothing is changed
 
 
-class Only(nn.Module):
-    """Has no copy but itself, keeps what it gave back, and disturbs itself in each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(5, 2), nn.BatchNorm1d(5)
-        self.last: Tensor | None = None
-        self.calls: list[int] = []
-
+class Only(Made):
     def __deepcopy__(self, memo: dict[int, Any]) -> "Only":
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(len(x))
-        self.last = self.layer(self.norm(x))
-        self.norm.running_mean = torch.ones(5)
-        self.layer.weight.data.add_(1.0)
-        self.norm.eval().requires_grad_(False)
-        self.extra = 1
-        self.register_forward_hook(lambda *_: None)
-        return self.last
+
+def disturbed(self: Any, x: Tensor) -> Tensor:
+    """Keep what is given back, and disturb the model in each call."""
+    self.calls.append(len(x))
+    self.last = self.layer(self.norm(x))
+    self.norm.running_mean = torch.ones(5)
+    self.layer.weight.data.add_(1.0)
+    self.norm.eval().requires_grad_(False)
+    self.extra = 1
+    self.register_forward_hook(lambda *_: None)
+    return self.last
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_model_without_a_copy_is_left_as_it_was(fails: bool) -> None:
-    model, batch = Only(), rows()
+    parts: Any = {"layer": nn.Linear(5, 2), "norm": nn.BatchNorm1d(5), "last": None, "calls": []}
+    model, batch = Only(disturbed, **parts), rows()
     gradient = model.layer.weight.grad = torch.ones(2, 5)
     state, given = copy.deepcopy(model.state_dict()), [leaf.clone() for leaf in batch]
     streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()

@@ -9,54 +9,45 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import ModelLoss, Terms, Total, check
-from tests.check.test_check import ROWS, Computed, centred, kinds, mean_of_means, rows, sum_of_squares
+from tests.check.test_check import ROWS, centred, computed, kinds, mean_of_means, rows, sum_of_squares
+from tests.corpus.case import layer
 from tests.zoo import Perceptron
 
 
-class Remembering(nn.Module):
-    """Keeps what it met: averaged and added up in saved buffers, counted in others."""
+def remembering() -> nn.Module:
+    """Return what averages and adds up what it met in saved buffers, and counts in others."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(5))
-        self.register_buffer("total", torch.zeros(5))
-        self.register_buffer("scratch", torch.zeros(5), persistent=False)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         self.calls += 1
         self.average = self.average.lerp(x.detach().mean(0), 0.1)
         self.total += x.detach().sum(0)
         self.scratch += 1
         return x
 
+    made = layer("Remembering", forward, average=torch.zeros(5), total=torch.zeros(5), calls=0)
+    made.register_buffer("scratch", torch.zeros(5), persistent=False)
+    return made
 
-class Averaged(nn.Module):
-    """A loss that keeps a state."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory = Remembering()
-
-    def forward(self, model: nn.Module, micro: Any) -> Tensor:
-        return F.mse_loss(model(self.memory(micro[0])), micro[1])
+def averaged(memory: nn.Module) -> nn.Module:
+    """Return a loss that keeps a state."""
+    forward = lambda self, model, micro: F.mse_loss(model(self.memory(micro[0])), micro[1])  # noqa: E731
+    return layer("Averaged", forward, memory=memory)
 
 
 def test_a_saved_buffer_that_depends_on_the_cut_is_a_finding() -> None:
-    model = nn.Sequential(Remembering(), nn.Linear(5, 2))
+    model = nn.Sequential(remembering(), nn.Linear(5, 2))
     report = check(model, nn.MSELoss(), rows())
     (finding,) = report.findings
     assert (finding.kind, finding.culprit) == ("buffer", "0 (Remembering)")
     assert finding.what.endswith("by the number of micro-batches: `0.average`.")
     assert (report.exact, report.error <= report.limit) == (False, True)
     assert str(report).startswith("NOT exact: the update is, saved buffers are not: gradient error ")
-    report = check(nn.Linear(5, 2), Terms(Averaged()), rows())
+    report = check(nn.Linear(5, 2), Terms(averaged(remembering())), rows())
     assert [finding.kind for finding in report.findings] == ["denominator", "buffer"]
     assert report.findings[1].culprit == "loss.function.memory (Remembering)"
     assert str(report).startswith("NOT exact: gradient error ")
-    shared = Averaged()
-    shared.memory = model[0]
-    assert kinds(model, Terms(shared), rows())[1:] == [("buffer", "0 (Remembering)")]
+    assert kinds(model, Terms(averaged(model[0])), rows())[1:] == [("buffer", "0 (Remembering)")]
 
 
 def leaving(x: Tensor) -> Tensor:
@@ -81,7 +72,7 @@ def fixed(x: Tensor) -> Tensor:
     ],
 )
 def test_modules_say_why_they_differ(function: Any, kind: str, said: str) -> None:
-    (finding,) = check(nn.Sequential(Computed(function), nn.Linear(5, 2)), nn.MSELoss(), rows()).findings
+    (finding,) = check(nn.Sequential(computed(function), nn.Linear(5, 2)), nn.MSELoss(), rows()).findings
     assert (finding.kind, finding.culprit) == (kind, "0 (Computed)")
     assert said in finding.what
     assert "torch.rand(len(x))" in finding.ways_out[0] or kind != "position"
@@ -123,28 +114,6 @@ def test_a_loss_that_a_step_refuses_is_told_first() -> None:
     assert str(report).startswith("NOT exact: a step refuses this loss, on 12 rows cut as ")
 
 
-@pytest.mark.parametrize("is_masked", [True, False])
-@pytest.mark.parametrize("is_left", [True, False])
-def test_padding_of_a_mean_over_places(is_left: bool, is_masked: bool) -> None:
-    class Pool(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(4, 2)
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            weight = mask if is_masked else torch.ones_like(mask)
-            return self.head((x * weight[..., None]).sum(1) / weight.sum(1, keepdim=True))
-
-    def loss(model: nn.Module, micro: Any) -> Total:
-        mask = micro["attention_mask"]
-        return sum_of_squares(lambda x: model(x, mask), (micro["x"], micro["y"]))
-
-    mask = (torch.arange(6) < (torch.arange(ROWS) % 4 + 2)[:, None]).float()
-    mask = mask.flip(1) if is_left else mask
-    batch = {"x": torch.randn(ROWS, 6, 4), "y": torch.randn(ROWS, 2), "attention_mask": mask}
-    assert kinds(Pool(), loss, batch) == ([] if is_masked else [("padding", "the model (Pool)")])
-
-
 @pytest.mark.parametrize("is_noisy", [False, True])
 def test_samples_are_collated_once_where_that_draws_numbers(is_noisy: bool) -> None:
     samples = [torch.ones(length, 5) for length in (3, 1, 2, 3, 4, 1)]
@@ -153,7 +122,7 @@ def test_samples_are_collated_once_where_that_draws_numbers(is_noisy: bool) -> N
         padded = nn.utils.rnn.pad_sequence(chosen, batch_first=True)
         return padded + torch.rand_like(padded) * is_noisy, torch.ones(len(chosen), 1, 2)
 
-    model = nn.Sequential(Computed(lambda x: x.sum(1, keepdim=True)), nn.Linear(5, 2))
+    model = nn.Sequential(computed(lambda x: x.sum(1, keepdim=True)), nn.Linear(5, 2))
     report = check(model, nn.MSELoss(), samples, collate=collate)
     assert report.exact, str(report)
     assert [("random" in note) for note in report.notes] == [True] * is_noisy
@@ -162,7 +131,7 @@ def test_samples_are_collated_once_where_that_draws_numbers(is_noisy: bool) -> N
 
 def test_gradient_next_to_nothing_is_never_called_exact_without_a_word() -> None:
     """In a perfect fit loss and gradient are rounding of numbers that cancel inside of each row."""
-    student = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 2)).double()
+    student = Perceptron(5, 2, width=64).double()
     x = torch.randn(ROWS, 5, dtype=torch.float64)
     with torch.no_grad():
         y = torch.stack([student(row) for row in x])

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.check.rows import find_padding, is_close
-from anybatch.compare import choose_rows
-from anybatch.core import TensorBatch, TrimmedBatch
 
 
 def test_closeness_minds_infinities_and_huge_fill_values() -> None:
@@ -25,25 +23,6 @@ def test_closeness_minds_infinities_and_huge_fill_values() -> None:
 def but_for(rows: slice, leaf: Tensor, value: float) -> Tensor:
     leaf[rows] = value
     return leaf
-
-
-@pytest.mark.parametrize(
-    ("leaf", "rare"),
-    [
-        (but_for(slice(40, 43), torch.ones(300, 20), 0), range(40, 43)),  # a mask
-        (but_for(slice(40, 43), torch.randn(300, 20), math.nan), range(40, 43)),  # unknown targets
-        (but_for(slice(40, 43), torch.ones(300), 5), range(40, 43)),  # weights
-        (but_for(slice(40, 43), torch.ones(300, 3).long(), -100), range(40, 43)),
-        (torch.arange(300) // 200, range(200, 300)),
-        (but_for(slice(1234, 1235), torch.arange(3000) % 9, -100), range(1234, 1235)),  # of too many to see
-        (but_for(slice(1234, 1235), torch.arange(6000).view(3000, 2) % 5 * 2, 3), range(1234, 1235)),
-    ],
-)
-def test_few_rows_that_differ_are_chosen_wherever_they_stand(leaf: Tensor, rare: range) -> None:
-    batch = torch.randn(len(leaf), 20), leaf
-    assert set(rare) & set(choose_rows(TensorBatch(batch))(4))
-    ordered = TrimmedBatch(batch, [], [*range(len(leaf))][::-1])
-    assert set(rare) & set(ordered.callers(choose_rows(ordered)(4)))
 
 
 LENGTHS = torch.tensor([5, 3, 4, 1, 2, 5, 3, 2])

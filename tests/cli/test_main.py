@@ -92,19 +92,6 @@ def test_export_writes_weights_that_load(
     assert not (tmp_path / "c.safetensors").exists()
 
 
-def test_same_seed_same_figures_and_no_run_overwrites_another(
-    mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = []
-    for seed in (1, 1, 2):
-        arguments = ("--epochs", 2, "--seed", seed, "--out", tmp_path / "run", "--json")
-        _, printed, _ = run(capsys, "train", "lenet5", "--data", mnist, *FAST, *arguments)
-        told.append(json.loads(printed))
-    assert [Path(one["checkpoint"]).parent.name for one in told] == ["run", "run-2", "run-3"]
-    assert told[0]["loss"] == told[1]["loss"]
-    assert told[0]["loss"] != told[2]["loss"]
-
-
 STARTED = ["--epochs", "1", "--momentum", "0.5", "--validation", "0.2", "--warm-up", "3", "--clip-norm", "9"]
 
 

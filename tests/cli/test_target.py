@@ -154,16 +154,6 @@ def test_plan_is_a_table_and_one_json_object(here: str, capsys: pytest.CaptureFi
     assert Path("memory.svg").exists()
 
 
-def test_optimizer_of_the_target_or_the_one_named(here: str) -> None:
-    options = "--memory", "1MB"
-    own, told = planned(f"{here}:with_optimizer", *options)
-    adamw, taken = planned(f"{here}:net", *options)
-    sgd, _ = planned(f"{here}:net", *options, "--optimizer", "sgd")
-    assert own["peak"] == sgd["peak"] < adamw["peak"]
-    assert "note: the optimizer was taken to be adamw" in taken
-    assert "taken to be" not in told
-
-
 @pytest.mark.parametrize(
     ("recompute", "blocks"), [("all", 3), ("blocks.1", 1), ("blocks.[01]", 2), ("selective", 3)]
 )

@@ -1,4 +1,4 @@
-"""A comparison is made again when rows, modes or attributes come that it does not cover."""
+"""When a comparison is made again; what changes later is in the corpus."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core.errors import LossError
 from tests.zoo import Perceptron
-
-CHANGE = 5  # the update at which something changes, which is none of 2, 4, 8
 
 
 def rows(count: int = 40) -> tuple[Tensor, Tensor]:
@@ -49,154 +47,30 @@ def by_batch_loss(model: nn.Module, loss: Any, micro_batch: int = 5) -> Callable
 DOORS = (by_step, by_window, by_batch_loss)
 
 
-class Changing:
-    """A loss, a model and batches that are exact until `change`."""
+def pull(out: Tensor) -> Tensor:
+    return out.mean(0).square().sum()
+
+
+class Loud:
+    """A loss that prints how many rows it gets, counts its calls, and of which rows beyond 16 may meet."""
 
     def __init__(self) -> None:
-        self.model: nn.Module = Perceptron(4, 3)
-        self.loss: Any = self
-        self.share, self.is_mixed, self.calls = 0.0, False, 0
+        self.calls, self.is_mixed = 0, False
 
     def __call__(self, model: nn.Module, micro: Any) -> ab.Total:
+        print(len(micro[0]))
         self.calls += 1
         out = model(micro[0])
-        losses = F.cross_entropy(out, micro[1], reduction="sum") + len(out) * self.share * self.pull(out)
-        return ab.Total(losses, len(out))
-
-    def pull(self, out: Tensor) -> Tensor:
-        return out.mean(0).square().sum()
-
-    def batch(self, update: int) -> Any:
-        return rows()
-
-    def change(self) -> None:
-        self.share = 9.0
-
-
-class Flagged(Changing):
-    def pull(self, out: Tensor) -> Tensor:
-        return 9 * super().pull(out) if self.model.layers.training else out.sum() * 0  # pyright: ignore
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.share = 1.0
-
-        class Mixed(nn.Sequential):
-            pass
-
-        self.model = Perceptron(4, 3)
-        self.model.layers = Mixed(*self.model.layers).eval()
-
-    def change(self) -> None:
-        self.model.layers.train()
-
-
-class Ignoring(Changing):
-    """A mean over labels that count, with the weight of all."""
-
-    ignored = -100
-
-    def __call__(self, model: nn.Module, micro: Any) -> ab.Total:
-        losses = F.cross_entropy(model(micro[0]), micro[1], ignore_index=self.ignored)
-        return ab.Total(losses * len(micro[0]), len(micro[0]))
-
-    def batch(self, update: int) -> Any:
-        x, labels = rows()
-        labels[::3] = self.ignored if update >= CHANGE else labels[::3]
-        return x, labels
-
-    def change(self) -> None:
-        pass
-
-
-class Masked(Ignoring):
-    ignored = 0
-
-
-class Longer(Ignoring):
-    """Sequences that differ in length only later, with a mean over places."""
-
-    def __call__(self, model: nn.Module, micro: Any) -> ab.Total:
-        x = micro[0].sum(-1, keepdim=True) if micro[0].shape[1] > 4 else micro[0].sum(-1)
-        errors = model(x[..., :1].expand(len(x), 4)) if x.dim() == 2 else model(micro[0])
-        pull = errors.mean(0).square().sum() if x.dim() == 2 else 0
-        return ab.Total(errors.square().sum() + 9 * len(x) * pull, len(x))
-
-    def batch(self, update: int) -> Any:
-        return (torch.randn(40, 6 if update >= CHANGE else 4),)
-
-
-class More(Ignoring):
-    """A term that is there in batches of more rows."""
-
-    def __call__(self, model: nn.Module, micro: Any) -> ab.Total:
-        out = model(micro[0])
-        pull = 9 * self.pull(out) if micro[1].max() > 1e6 else 0
-        return ab.Total(out.square().sum() + len(out) * pull, len(out))
-
-    def batch(self, update: int) -> Any:
-        x, labels = rows(60 if update >= CHANGE else 40)
-        return x, labels + (update >= CHANGE) * 10**7
-
-
-SHARES = {"share": 0.0}
-
-
-def scoped(model: nn.Module, micro: Any) -> ab.Total:
-    out = model(micro[0])
-    return ab.Total(out.square().sum() + len(out) * SHARES["share"] * out.mean(0).square().sum(), len(out))
-
-
-class Scoped(Changing):
-    """A function that reads a table of its module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss, SHARES["share"] = scoped, 0.0
-
-    def change(self) -> None:
-        SHARES["share"] = 9.0
-
-
-CHANGES = {kind.__name__: kind for kind in (Changing, Flagged, Ignoring, Masked, Longer, More, Scoped)}
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_changes_later_is_refused_before_the_first_wrong_update(name: str, door: Any, seed: int) -> None:
-    torch.manual_seed(seed)
-    if name == "More" and door is by_window:
-        pytest.skip("an `add` is of as many rows as before")
-    case = CHANGES[name]()
-    update = door(case.model, case.loss)
-    for at in range(1, CHANGE):
-        assert update(case.batch(at)).checked
-    case.change()
-    with pytest.raises(LossError, match="for every split"):
-        update(case.batch(CHANGE))
-
-
-def test_a_coefficient_that_changes_is_compared_again() -> None:
-    case, factors = Changing(), {"pull": 0.0}
-
-    def terms(model: nn.Module, micro: Any) -> dict[str, ab.Total]:
-        out, count = model(micro[0]), len(micro[0])
-        return {"fit": ab.Total(out.square().sum(), count), "pull": ab.Total(count * case.pull(out), count)}
-
-    step = by_step(case.model, ab.Terms(terms, coefficients=factors))
-    with pytest.raises(LossError, match="'pull'"):
-        step(rows())
+        extra = max(0, len(out) - 16) * pull(out) if self.is_mixed else 0.0  # nothing in eight rows
+        return ab.Total(F.cross_entropy(out, micro[1], reduction="sum") + extra, len(out))
 
 
 def test_parts_that_become_smaller_are_compared_again() -> None:
-    class Pairs(Changing):
-        def __call__(self, model: nn.Module, micro: Any) -> ab.Total:
-            out = model(micro[0])
-            return ab.Total(out.square().sum() * (1 if len(out) > 1 else 0.5), len(out))
+    def pairs(model: nn.Module, micro: Any) -> ab.Total:
+        out = model(micro[0])
+        return ab.Total(out.square().sum() * (1 if len(out) > 1 else 0.5), len(out))
 
-    model = Perceptron(4, 3)
-    step: Any = by_step(model, Pairs())
+    step = by_step(Perceptron(4, 3), pairs)
     assert step(rows()).checked
     with pytest.raises(LossError, match=r"1\+1"):
         step(rows(41))
@@ -204,18 +78,13 @@ def test_parts_that_become_smaller_are_compared_again() -> None:
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_counter_makes_no_comparison_in_every_step(door: Any, capsys: Any) -> None:
-    class Loud(Changing):
-        def __call__(self, model: nn.Module, micro: Any) -> ab.Total:
-            print(len(micro[0]))
-            return super().__call__(model, micro)
-
-    case = Loud()
-    update, compared = door(case.model, case), []
+    loss = Loud()
+    update, compared = door(Perceptron(4, 3), loss), []
     for at in range(1, 17):
         update(rows())
         if len(capsys.readouterr().out.split()) > 8:
             compared.append(at)
-    assert case.calls == 16 * 8  # and the comparison put it back
+    assert loss.calls == 16 * 8  # and the comparison put it back
     # The first `add`s of a window show the counter already.
     assert compared == [1, 2, *[3] * (door is not by_window), 4, 8, 16]
 
@@ -240,63 +109,12 @@ def test_the_first_add_of_a_window_is_compared_with_the_second(sizes: Any, colla
         add_all(mean_as_sum)
 
 
-class Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, change: Any) -> Tensor:
-        ctx.change = change
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.change(gradients[0]), None
-
-
-NOT_LINEAR = {
-    "clamp": lambda g: g.clamp(-0.01, 0.01),
-    "sign": lambda g: g.sign() / 9,
-    "norm of rows": lambda g: g / g.norm(dim=1, keepdim=True),
-    "eight bits": lambda g: (g * 64).round() / 64,
-}
-LATE = {
-    "window": by_window,
-    "drop": lambda model, loss: ab.Step(
-        model,
-        loss,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        micro_batch=5,
-        options=ab.Options(non_finite="drop"),
-    ),
-}
-
-
-@pytest.mark.parametrize("door", LATE)
-@pytest.mark.parametrize("change", NOT_LINEAR)
-def test_a_backward_that_is_not_linear_is_refused_where_the_end_divides(change: str, door: str) -> None:
-    def made(change: Any) -> nn.Module:
-        model = Perceptron(4, 3)
-        model.register_forward_hook(lambda _, args, out: Backward.apply(out, change))
-        return model
-
-    batch, loss = rows(), nn.CrossEntropyLoss()
-    assert LATE[door](made(lambda g: 3 * g), loss)(batch).checked
-    with pytest.raises(LossError, match="not linear"):
-        LATE[door](made(NOT_LINEAR[change]), loss)(batch)
-    assert by_step(made(NOT_LINEAR["clamp"]), loss)(batch).checked  # it divides early, by the same
-
-
 @pytest.mark.parametrize("door", [by_step, by_batch_loss])
 def test_a_due_update_takes_one_forward_of_all_rows_and_refuses_before_it_is_made(
     door: Any, capsys: Any
 ) -> None:
-    class Later(Changing):
-        def __call__(self, model: nn.Module, micro: Any) -> ab.Total:
-            print(len(micro[0]))
-            found = super().__call__(model, micro)
-            extra = max(0, len(micro[0]) - 16) * self.pull(model(micro[0]))  # nothing in eight rows
-            return ab.Total(found.sum + extra, found.weight) if self.is_mixed else found
-
-    case = Later()
-    update = door(case.model, case)
+    loss, model = Loud(), Perceptron(4, 3)
+    update = door(model, loss)
     for _ in range(15):
         update(rows())
     capsys.readouterr()
@@ -306,9 +124,8 @@ def test_a_due_update_takes_one_forward_of_all_rows_and_refuses_before_it_is_mad
     assert printed.count("5") < 2 * 8  # the micro-batches run once
     for _ in range(15):
         update(rows())
-    case.is_mixed = True
-    before = [one.detach().clone() for one in case.model.parameters()]
-    capsys.readouterr()
+    loss.is_mixed = True
+    before = [one.detach().clone() for one in model.parameters()]
     with pytest.raises(LossError, match="same loss from 40 rows"):
         update(rows())
-    assert all(map(torch.equal, before, case.model.parameters()))
+    assert all(map(torch.equal, before, model.parameters()))

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch.compare import distance, limit_of
-from anybatch.compare.outcome import differ
-from tests.compare.test_look import ROWS, make, step_on
+from anybatch.compare import distance
+from tests.compare.test_look import step_on
 from tests.device import needs_cpu
+from tests.zoo import Made
 
 
 def outcome(gradient: float, loss: float = 1.0, **more: Any) -> Any:
@@ -37,13 +37,6 @@ def test_distance_is_relative_to_the_reference_or_to_a_larger_part() -> None:
     assert distance(outcome(1.0), outcome(math.nan, math.nan))[:2] == (math.inf, math.inf)
 
 
-@pytest.mark.parametrize(("share", "found"), [(0.5, None), (2.0, True), (1e5, False)])
-def test_differences_are_rounding_small_or_plain(share: float, found: bool | None) -> None:
-    apart = share * limit_of([torch.float32], 8)
-    for one in (differ(outcome(1.0), outcome(1.0 + apart)), differ(outcome(1.0), outcome(1.0, 1.0 + apart))):
-        assert (None if one is None else one.is_small) is found
-
-
 @needs_cpu
 def test_a_small_hidden_loss_is_told_with_its_parameter_and_size() -> None:
     """An auxiliary loss that reaches only the gate, in backward: under one per cent of the whole gradient."""
@@ -57,42 +50,12 @@ def test_a_small_hidden_loss_is_told_with_its_parameter_and_size() -> None:
         def backward(ctx: Any, *grads: Tensor) -> Any:
             return grads[0], torch.tensor(1e-3)
 
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        share = self.gate(x).softmax(1).mean(0)
+        return Hidden.apply(self.out(x), (share * share.detach()).sum())
 
-        def forward(self, x: Tensor) -> Tensor:
-            share = self.gate(x).softmax(1).mean(0)
-            return Hidden.apply(self.out(x), (share * share.detach()).sum())
-
-    model, batch = Gated(), (torch.randn(32, 4), torch.randint(3, (32,)))
+    batch = torch.randn(32, 4), torch.randint(3, (32,))
+    model = Made(forward, gate=nn.Linear(4, 4), out=nn.Linear(4, 3))
     with pytest.warns(UserWarning, match=r"differ by \S+, most in gate\.\w+ \(by 0\.\d+ of its own\) for 8"):
         _, report = step_on(model, nn.CrossEntropyLoss(), batch, 2)
     assert not report.checked
-
-
-@needs_cpu
-@pytest.mark.parametrize("kind", ["jagged", "sparse"])
-def test_samples_may_be_collated_to_nested_and_sparse_tensors(kind: str) -> None:
-    class Mean(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            rows = [x] if x.is_sparse else x.unbind()
-            found = [super(Mean, self).forward(row) for row in rows]
-            return found[0] if x.is_sparse else torch.stack([row.mean(0) for row in found])
-
-    def collate(samples: list[Any]) -> Any:
-        rows = [row for row, _ in samples]
-        inputs = torch.stack([row[0] for row in rows]).to_sparse()
-        if kind == "jagged":
-            inputs = torch.nested.nested_tensor(rows, layout=torch.jagged)
-        return inputs, torch.tensor([label for _, label in samples])
-
-    samples = [(torch.randn(2 + row % 3, 4), row % 3) for row in range(ROWS)]
-    weights = list[Tensor]()
-    for size in (4, None):
-        torch.manual_seed(0)
-        step = make(Mean(4, 3), nn.CrossEntropyLoss(), size, collate=collate)
-        assert step(samples).checked
-        weights.append(step.model.weight)
-    torch.testing.assert_close(*weights)

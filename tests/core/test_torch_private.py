@@ -1,7 +1,6 @@
 """Private names of torch: each agrees with the public way; so does the substitute where torch lacks it."""
 
 import importlib.util
-import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _python_dispatch
 
 from anybatch.core import torch_private as private
@@ -56,28 +54,9 @@ def gradients(backward: Callable[..., Any]) -> list[Tensor | None]:
     return [parameter.grad for parameter in [*model.parameters(), unused]]
 
 
-class Own(Tensor):
-    pass
-
-
-@pytest.mark.parametrize("case", ["plain", "subclass", "logged"])
-def test_backward_of_subclasses_and_with_a_log_is_the_public_one(
-    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    public: list[object] = []
-    monkeypatch.setattr(torch.autograd, "backward", lambda values, *_, **__: public.extend(values))
-    caplog.set_level(logging.DEBUG if case == "logged" else logging.WARNING, "torch.autograd.graph")
-    leaf = torch.ones(2, requires_grad=True)
-    value = leaf.sum().as_subclass(Own) if case == "subclass" else leaf.sum()
-    private.run_backward((value,), (torch.ones(()),))
-    assert len(public) == (0 if case == "plain" else 1)
-
-
 def test_backward_is_the_public_one(names: Any) -> None:
-    for found, expected in zip(
-        gradients(names.run_backward), gradients(torch.autograd.backward), strict=True
-    ):
-        assert found is expected or torch.equal(found, expected)
+    ours, public = gradients(names.run_backward), gradients(torch.autograd.backward)
+    assert all(a is b or torch.equal(a, b) for a, b in zip(ours, public, strict=True))
     leaf, one = torch.ones(2, requires_grad=True), torch.ones(())
     value = leaf.exp().sum()
     names.run_backward([value], [one], retain_graph=True)
@@ -105,18 +84,13 @@ def test_a_backward_under_way_is_known(is_kept: bool) -> None:
 # ---- dispatch modes and tensors
 
 
-class Seen(private.TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        calls.append((private.operator_of(func), [one.name for one in private.arguments_of(func)]))
-        return func(*args, **(kwargs or {}))
-
-
-calls: list[Any] = []
-
-
 def test_no_mode_sees_what_runs_without_modes(names: Any) -> None:
-    value, aten = torch.ones(2), torch.ops.aten
-    calls.clear()
+    class Seen(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append((private.operator_of(func), [one.name for one in private.arguments_of(func)]))
+            return func(*args, **(kwargs or {}))
+
+    value, aten, calls = torch.ones(2), torch.ops.aten, list[Any]()
     with Seen():
         value.neg()
         with names.disable_current_modes():
@@ -124,40 +98,4 @@ def test_no_mode_sees_what_runs_without_modes(names: Any) -> None:
     assert calls == [(aten.neg, ["self"])] + ([(aten.exp, ["self"])] if names is not private else [])
 
 
-def test_writes_and_holders_of_memory_are_known(names: Any) -> None:
-    value, other = torch.ones(4), torch.zeros(3)
-    (before,) = names.versions([value])
-    assert names.version(value.add_(1)) - before == 1
-    with torch.inference_mode():
-        assert names.version(torch.ones(2).add_(1)) == 0
-    assert names.storage_key(value) == names.storage_key(value[2:]) != names.storage_key(other)
-    assert (names.holders(value) > names.ALONE) is (names is not private)
-    view = value.view(2, 2)
-    assert names.holders(view) > names.ALONE
-    assert names.holders(value) > names.ALONE
-
-
 # ---- modules and optimizers
-
-
-def test_hooks_are_found_where_torch_keeps_them() -> None:
-    module, leaf = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
-    tables = {name for name in vars(module) if name.startswith("_forward")}
-    assert tables == set(private.HOOKS_OF_MODULES)
-    assert private.hooks_of_module(module) == [{}] * 5
-    module.register_forward_pre_hook(print, with_kwargs=True)
-    module.register_forward_hook(len, with_kwargs=True, always_call=True)
-    before, after, *flags = private.hooks_of_module(module)
-    assert [*before.values(), *after.values()] == [print, len]
-    assert all(flags)
-    leaf.register_hook(print)
-    leaf.register_post_accumulate_grad_hook(len)
-    assert [list(table.values()) for table in private.hooks_of_tensor(leaf)] == [[print], [len]]
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    optimizer.register_step_pre_hook(print)
-    optimizer.register_step_post_hook(len)
-    assert private.hooks_of_optimizer(optimizer) == [print, len]
-    handle = register_optimizer_step_post_hook(len)
-    assert private.hooks_of_optimizer(optimizer) == [print, len, len]
-    handle.remove()
-    assert {*private.STEP_HOOKS, *private.LOAD_HOOKS} <= {*vars(optimizer)}

@@ -2,7 +2,6 @@
 
 import math
 import re
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -24,12 +23,6 @@ def test_totals_add_up_and_scale_by_their_sums(make: Any) -> None:
     assert pair(a + b) == pair(b + a) == pair(sum([a, b], Total.zero())) == (5.0, 5.0)
     assert pair(a + Total.zero()) == pair(Total.zero() + a) == (6.0, 3.0)
     assert pair(0.5 * a) == pair(a * 0.5) == (3.0, 3.0)
-
-
-def test_mean_of_nothing_is_nan() -> None:
-    assert torch.equal(Total(torch.tensor(3.0), torch.tensor(2)).mean(), torch.tensor(1.5))
-    assert math.isnan(Total.zero().mean())
-    assert math.isnan(Total(torch.tensor(0.0), torch.tensor(0)).mean())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -73,13 +66,3 @@ def test_mean_may_be_cut_anywhere(first: list[Pair], second: list[Pair], third: 
     merge, none = MEAN.merge, MEAN.init()
     ways = merge(merge(a, b), c), merge(a, merge(b, c)), merge(c, merge(b, a)), merge(none, whole)
     assert {(way.sum, way.weight) for way in (*ways, merge(whole, none))} == {(whole.sum, whole.weight)}
-
-
-@given(ITEMS)
-def test_mean_divides_once(items: list[Pair]) -> None:
-    total, weight = (sum(column) for column in zip((0, 0), *items, strict=True))
-    mean = MEAN.run(items)
-    if weight == 0:
-        assert math.isnan(mean)
-    else:
-        assert mean == float(Fraction(total, weight))  # correctly rounded: one division

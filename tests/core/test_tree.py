@@ -1,20 +1,14 @@
 """Nests of every kind come apart into their tensors and back, with nothing of the caller's changed."""
 
 import dataclasses
-import re
-import types
-import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anybatch.core import tree
-from anybatch.core.errors import BatchError
 
 
 class Pair(NamedTuple):
@@ -104,69 +98,3 @@ def test_nests_come_apart_and_back(nest: Any, paths: list[str]) -> None:
     assert shape(built) == shape(nest)
     assert are(tree.flatten(built).leaves, changed)
     assert are(tree.flatten(nest).leaves, flat.leaves)  # the caller's own
-
-
-def test_a_mapping_that_cannot_be_copied_becomes_a_dict() -> None:
-    nest = types.MappingProxyType({"x": X, "y": Y})
-    built = tree.map_leaves(lambda leaf: leaf[:1], nest)
-    assert (type(built), built["y"].tolist(), nest["x"] is X) == (dict, [0], True)
-
-
-def test_a_module_is_no_container_though_it_is_a_dataclass() -> None:
-    @dataclasses.dataclass(eq=False)
-    class Module(nn.Module):
-        x: Tensor
-
-        def __post_init__(self) -> None:
-            super().__init__()
-
-    for value in (Module.__new__(Module), Module, X, 3, "word", None, {1}, Frozen):
-        assert tree.parts(value) is None
-
-
-def test_what_a_mapping_carries_besides_its_items_is_kept() -> None:
-    nest, _ = NESTS["UserDict"]
-    assert tree.map_leaves(torch.clone, nest).encodings == "kept"
-    attributed = tree.map_leaves(lambda leaf: leaf[:1], NESTS["attributed"][0])
-    assert attributed.x is attributed["x"]
-    assert attributed.x.shape == (1, 2)
-    default = tree.map_leaves(torch.clone, NESTS["defaultdict"][0])
-    assert default["new"] == []
-
-
-@pytest.mark.parametrize(
-    ("nest", "got"),
-    [
-        (3, "got a int at the top"),
-        (Frozen(X, ["a"]), "got a str at .y[0]"),
-        ((X, np.zeros(4)), "got a ndarray at [1]. Make it a tensor with torch.from_numpy"),
-        ({"x": {1, 2}}, "got a set at ['x']"),
-        (iter([X]), "got a list_iterator at the top"),
-    ],
-)
-def test_other_leaves_are_refused_by_place(nest: Any, got: str) -> None:
-    with pytest.raises(BatchError, match=re.escape(got)):
-        tree.flatten(nest)
-
-
-@pytest.mark.parametrize("make", [lambda x: (x, [x]), lambda x: Pair(x, {"x": x})], ids=["plain", "named"])
-def test_what_builds_a_plain_nest_holds_none_of_its_tensors(make: Callable[[Tensor], Any]) -> None:
-    """Outputs of many rows would stay with it."""
-    leaf = torch.ones(1)
-    build = tree.flatten(make(leaf)).build
-    gone = weakref.ref(leaf)
-    del leaf
-    assert gone() is None
-    assert shape(build(iter([X, Y]))) == shape(make(X))
-
-
-def test_tensors_of_containers_that_hold_one_another() -> None:
-    @dataclasses.dataclass(eq=False)
-    class Node:
-        value: Tensor
-        others: Any
-
-    one, other, last = Node(X, []), Node(Y, []), {"x": X}
-    one.others, other.others = [other, last, last], (one, 7)
-    last["again"] = last
-    assert [id(leaf) for leaf in tree.tensors_in(one)] == [id(X), id(Y), id(X)]

@@ -11,20 +11,15 @@ from torch import Tensor, nn
 from anybatch import Options, Step, Terms, Total
 from anybatch.core.errors import OutOfMemoryError
 from tests.options import flat
+from tests.zoo import Made
 
 X = torch.tensor([1.0, 2.0, 3.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 4.0])  # a cut of 3 has one that weighs 0
 
 
-class Scale(nn.Module):
-    """x -> w x, so that gradients can be written down; and a parameter that nothing uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(2.0))
-        self.unused = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w * x
+def scale() -> Any:
+    """Return x -> w x, so that gradients can be written down; and a parameter that nothing uses."""
+    parts = {"w": nn.Parameter(torch.tensor(2.0)), "unused": nn.Parameter(torch.tensor(1.0))}
+    return Made(lambda self, x: self.w * x, **parts)
 
 
 def terms(model: Any, x: Tensor) -> Mapping[str, Total]:
@@ -46,7 +41,7 @@ def weights(x: Tensor) -> Mapping[str, Tensor | int]:
 @pytest.mark.parametrize("weight", [None, weights], ids=["late", "promised"])
 @pytest.mark.parametrize("micro_batch", [1, 3, 4, 10])
 def test_each_term_is_divided_by_its_own_weight(micro_batch: int, weight: Any, options: Any) -> None:
-    model, seen = Scale(), list[Any]()
+    model, seen = scale(), list[Any]()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer.register_step_pre_hook(
         lambda *_: seen.extend(p.grad and p.grad.item() for p in model.parameters())
@@ -69,9 +64,8 @@ def test_memory_that_runs_out_again_while_buffers_are_compared_loses_nothing(
     """Comparing takes memory on a GPU; gradients that were there come back before anything that may fail."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
-    step = Step(
-        model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), options=Options(batch_norm="micro")
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(model, nn.MSELoss(), optimizer, options=Options(batch_norm="micro"))
     found = {p: torch.ones_like(p) for p in model.parameters()}
     for parameter, gradient in found.items():
         parameter.grad = gradient

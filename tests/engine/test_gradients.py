@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Step, Total
+from anybatch import Step
 from anybatch.engine import Apart
 from anybatch.engine.gradients import InPlace, finish
-from anybatch.testing import relative_error, tolerance
 from tests.options import flat
 
 Ways = InPlace | Apart
@@ -76,30 +75,6 @@ def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[
 
 
 # ---- what was accepted, and what is looked at
-
-
-class Conjugated(nn.Module):
-    """Its gradient carries torch's conjugate bit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(3, dtype=torch.cfloat))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.dot(self.weight.conj(), x.sum(0).cfloat()).real
-
-
-@pytest.mark.filterwarnings("ignore:Casting complex values")
-@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"micro_batch": 2, "non_finite": "drop"}])
-def test_conjugated_gradients(options: dict[str, Any]) -> None:
-    model, plain_model = Conjugated(), Conjugated()
-    loss = lambda model, rows: Total(model(rows), len(rows))  # noqa: E731
-    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), **flat(options, check=False))
-    step(torch.ones(8, 3))
-    (plain_model(torch.ones(8, 3)) / 8).backward()
-    torch.optim.SGD(plain_model.parameters(), lr=0.1).step()
-    assert relative_error(model.weight, plain_model.weight) <= tolerance(torch.float32, terms=8)
 
 
 # ---- sums have memory of their own, whoever else holds that of the first gradients

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, StepLR
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from anybatch import Options, Step, Total
-from anybatch.core.errors import NonFiniteLossError, OptimizerError, OutOfMemoryError
+from anybatch.core.errors import NonFiniteLossError, OutOfMemoryError
 from anybatch.engine import TornUpdateError, owned, step_optimizers
-from anybatch.engine.update import check_optimizers, check_schedulers
 
 
 def make_parameters() -> list[nn.Parameter]:
@@ -22,40 +21,6 @@ def make_parameters() -> list[nn.Parameter]:
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     return parameters
-
-
-@pytest.mark.parametrize("sequence", [list, tuple])
-def test_one_or_several_optimizers_that_share_nothing(sequence: Any) -> None:
-    a, b, c = make_parameters()
-    one, two = SGD([{"params": [a]}, {"params": [c]}], lr=1.0), SGD([b.requires_grad_(False)], lr=1.0)
-    assert check_optimizers(one, [a, b]) == (one,)  # c is somebody else's, but not alone
-    assert check_optimizers(sequence([one, two]), [a, b]) == (one, two)
-    assert [id(p) for p in owned([one, two])] == [id(p) for p in (a, c, b)]
-    with pytest.raises(OptimizerError, match="got 1 in optimizers 0 and 1"):
-        check_optimizers([two, SGD([a, b], lr=1.0)], [a, b])
-    with pytest.raises(OptimizerError, match="Each update would be made twice"):
-        check_optimizers([two, two], [a, b])
-    schedulers = ChainedScheduler([ConstantLR(one), StepLR(one, 2)]), StepLR(one, 2)
-    assert check_schedulers(schedulers[0], [one]) == schedulers[:1]
-    assert check_schedulers(sequence(schedulers), [one]) == schedulers
-    for given in (None, "cosine", [math.cos]):
-        with pytest.raises(OptimizerError, match=r"^Expected a scheduler that steps once per update, got "):
-            check_schedulers(given, [one])
-
-
-@pytest.mark.parametrize("foreach", [None, True, False])
-def test_common_operations_are_set_for_the_update_only(foreach: bool | None) -> None:
-    parameters = make_parameters()
-    optimizer = SGD([{"params": parameters[:1], "foreach": True}, {"params": parameters[1:]}], lr=1.0)
-    fused = Adam([nn.Parameter(torch.zeros(2))], fused=True)
-    seen: list[Any] = []
-    for one in (optimizer, fused):
-        one.register_step_pre_hook(
-            lambda it, *_: seen.append([group["foreach"] for group in it.param_groups])
-        )
-    step_optimizers({}, [optimizer, fused], foreach)
-    assert seen == [[True, None] if foreach is None else [foreach] * 2, [None]]
-    assert [group["foreach"] for group in optimizer.param_groups] == [True, None]
 
 
 class Partial(SGD):
@@ -113,12 +78,10 @@ def test_nobody_knows_what_somebody_else_has_written(when: str, request: pytest.
     if when == "instance":
         own = optimizer.step
         optimizer.step = lambda closure=None: calls.append(when) or own(closure)  # type: ignore[func-returns-value, method-assign]
-    try:
-        with pytest.raises(TornUpdateError, match="It is unknown what has been updated"):
-            step_optimizers({}, [optimizer])
-    finally:
-        if hook is not None:
-            hook.remove()
+    with pytest.raises(TornUpdateError, match="It is unknown what has been updated"):
+        step_optimizers({}, [optimizer])
+    if hook is not None:
+        hook.remove()
     assert calls == [when] * (when in ("pre", "every pre", "instance"))
 
 
@@ -145,24 +108,22 @@ def test_inside_of_a_callers_autocast_no_step_goes_on_with_old_weights(
 ) -> None:
     """Torch casts a weight once, and knows no better before the outermost autocast is over."""
 
-    def losses(outer: bool) -> list[float]:
+    def autocast() -> Any:
+        return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+    def losses(around: Any) -> list[float]:
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
-        step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), precision=precision)
+        step = Step(model, nn.MSELoss(), SGD(model.parameters(), lr=0.01), precision=precision)
         rows, found = (torch.ones(8, 4), torch.ones(8, 1)), list[float]()
         for _ in range(4):
-            with nullcontext() if outer else torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                if not windowed:
-                    found.append(step(rows).loss)
-                    continue
-                with step.window() as window:
-                    window.add(rows)
-                    found.append(window.close().loss)
+            with around(), step.window() if windowed else nullcontext(step) as door:
+                found.append((door.add(rows) or door.close() if windowed else door(rows)).loss)
         return found
 
-    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-        inside = losses(outer=True)
-    assert inside == losses(outer=False)
+    with autocast():
+        inside = losses(nullcontext)
+    assert inside == losses(autocast)
     assert len(set(inside)) == 4
 
 

@@ -1,8 +1,9 @@
 """Whole-batch losses: their first pass in float16, and what cannot be exact in two passes is refused."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from anybatch.testing import GradientRecorder, relative_error, tolerance
 from tests.device import needs_sparse
 from tests.losses.whole_losses import encoder, labelled, ranked, sup_con, take
 from tests.snapshots import same_as_before
+from tests.zoo import Made
 
 BOUND = tolerance(torch.float16, 8)
 
@@ -45,18 +47,10 @@ def test_a_first_pass_keeps_gradients_that_float16_would_lose(
 @pytest.mark.parametrize("precision", ["fp16-mixed", "float32"])
 def test_a_first_pass_takes_gradients_of_any_kind(precision: str, dtype: torch.dtype) -> None:
     """Expanded ones, as of a sum; wider ones; complex ones."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.arange(1.0, 4.0).to(dtype) * (1 + 2j if dtype.is_complex else 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight
-
     found: list[Tensor] = []
     for micro_batch in (None, 2):
-        model = Scaled()
+        weight = torch.arange(1.0, 4.0).to(dtype) * (1 + 2j if dtype.is_complex else 1)
+        model = Made(lambda self, x: x * self.weight, weight=nn.Parameter(weight))
         recorder = GradientRecorder(model)
         loss = WholeBatch(lambda outputs: outputs.abs().sum() + outputs.real.sum())
         Step(model, loss, recorder, micro_batch=micro_batch, precision=precision)((torch.ones(4, 3),))
@@ -82,17 +76,10 @@ def test_a_first_pass_takes_sparse_gradients_of_the_loss() -> None:
 
 
 def test_an_exception_of_the_callers_own_comes_through_as_it_is() -> None:
-    @dataclass(frozen=True)
-    class Frozen(Exception):  # noqa: N818
-        why: str
-
-    def fail(outputs: Tensor) -> Tensor:
-        raise Frozen("no")
-
-    model = nn.Linear(3, 4)
-    step = Step(model, WholeBatch(fail), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2)
-    with pytest.raises(Frozen):
-        step((torch.ones(4, 3),))
+    error = make_dataclass("Frozen", ["why"], bases=(Exception,), frozen=True)("no")
+    model, loss = nn.Linear(3, 4), WholeBatch(Mock(side_effect=error))
+    with pytest.raises(type(error)):
+        Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2)((torch.ones(4, 3),))
 
 
 # ---- what is refused
@@ -107,17 +94,9 @@ def double() -> Iterator[None]:
 
 @pytest.mark.usefixtures("double")
 def test_a_second_pass_that_differs_is_refused() -> None:
-    class Own(nn.Module):
-        """Draws from a generator that nobody can put back."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.generator = torch.Generator().manual_seed(0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * torch.rand(x.shape, generator=self.generator)
-
-    model = nn.Sequential(encoder(), Own())
+    """It draws from a generator that nobody can put back."""
+    draw = torch.Generator().manual_seed(0)
+    model = nn.Sequential(encoder(), Made(lambda _, x: x * torch.rand(x.shape, generator=draw)))
     step = Step(model, WholeBatch(sup_con), torch.optim.SGD(model.parameters(), lr=1.0), micro_batch=4)
     batch = labelled(23)
     with pytest.raises(LossError, match="repeat the first"), same_as_before(step):

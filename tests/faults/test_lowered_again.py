@@ -5,6 +5,7 @@ import gc
 import threading
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from anybatch import Options, Precision, Step, Total
 from anybatch.core.errors import PlanError
 from anybatch.precision.apply import lower
 from anybatch.precision.policy import find_precision
+from tests.zoo import Made
 
 BF16, FP16 = find_precision("bf16-true"), find_precision("fp16-true")
 NORMS = Precision(store="bfloat16", keep_float32=("LayerNorm",))
@@ -68,11 +70,7 @@ def lowered() -> tuple[nn.Sequential, nn.Module]:
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_after_an_error_every_model_casts_again(error: type[BaseException]) -> None:
     model, other = lowered()
-
-    def fail(*_: Any) -> None:
-        raise error
-
-    handle = model[0][1].register_forward_hook(fail)
+    handle = model[0][1].register_forward_hook(Mock(side_effect=error))
     with pytest.raises(error):
         model(X)
     handle.remove()
@@ -96,18 +94,10 @@ def test_only_the_outermost_casts_and_threads_do_not_meet() -> None:
 
 def test_another_model_may_be_asked_in_between() -> None:
     """A teacher, which is no part of it and is stored in another dtype."""
-
-    class Student(nn.Module):
-        def __init__(self, teacher: nn.Module) -> None:
-            super().__init__()
-            self.others, self.linear, self.head = [teacher], nn.Linear(4, 4), nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.others[0](self.linear(x)))
-
     teacher = nn.Linear(4, 2)
     lower(teacher, FP16, [])
-    student = Student(teacher)
+    layers = {"linear": nn.Linear(4, 4), "head": nn.Linear(2, 2)}
+    student = Made(lambda self, x: self.head(self.others[0](self.linear(x))), others=[teacher], **layers)
     lower(student, BF16, [])
     assert student(X).dtype == torch.float32
 
@@ -119,9 +109,9 @@ def test_lowered_models_may_be_compiled(is_whole: bool) -> None:
     if not is_whole:
         lower(model[0], NORMS, [])
     expected = copy.deepcopy(model)
-    lower(expected, NORMS, [])
     compiled: Any = model if is_whole else torch.compile(model, backend="eager", fullgraph=True)
-    lower(compiled, NORMS, [])
+    for one in (expected, compiled):
+        lower(one, NORMS, [])
     if is_whole:
         model.compile(backend="eager", fullgraph=True)
     with torch.no_grad():
@@ -152,16 +142,13 @@ def test_what_stays_in_float32_may_change_and_gets_its_digits_back(first: Precis
 # ---- one backup for all
 
 
-def slope(model: nn.Module, micro: Any) -> Total:
-    return Total(model(micro[0]).sum(), len(micro[0]))
-
-
 @pytest.mark.parametrize("way", ["alternating", "made anew", "of a copy"])
 def test_a_second_step_begins_where_the_first_one_stands(way: str) -> None:
     """100 updates of 1e-4 on a weight of 1: each by itself is lost in float16."""
     model, one = nn.Linear(1, 1, bias=False), torch.ones(1, 1)
     nn.init.ones_(model.weight)
     optimizer = SGD(model.parameters(), lr=1e-4, fused=True)
+    slope = lambda model, micro: Total(model(micro[0]).sum(), len(micro[0]))  # noqa: E731
     step, other = (make_step(model, "fp16-true", optimizer, slope) for _ in range(2))
     if way == "of a copy":
         step = copy.deepcopy(step)
@@ -217,20 +204,14 @@ def dtypes(of: Any) -> set[torch.dtype]:
     return {value.dtype for value in values if isinstance(value, Tensor)}
 
 
-def used(kind: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """After one update of a plain loop in bfloat16."""
-    model = make_model().bfloat16()
-    optimizer = kind(model.parameters(), lr=0.01)
-    model(X.bfloat16()).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
-
-
 @pytest.mark.parametrize("precision", [BF16, FP16, NORMS], ids=str)
 @pytest.mark.parametrize("kind", [partial(SGD, momentum=0.9), torch.optim.Adam, torch.optim.Adagrad])
 def test_an_optimizer_with_short_state_goes_on_in_float32(kind: Any, precision: Precision) -> None:
-    model, optimizer = used(kind)
+    model = make_model().bfloat16()
+    optimizer = kind(model.parameters(), lr=0.01)
+    model(X.bfloat16()).sum().backward()
+    optimizer.step()  # of a plain loop
+    optimizer.zero_grad()
     assert make_step(model, precision, optimizer)((X, Y)).updated
     assert dtypes(optimizer) == {torch.float32}
 

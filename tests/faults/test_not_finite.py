@@ -86,12 +86,8 @@ class Noisy(nn.Linear):
     only_gradient = False
 
     def forward(self, x: Tensor) -> Tensor:
-        is_good = torch.rand(()) > 1 / 3
-        return (
-            (super().forward(x) * is_good).abs().sqrt()
-            if self.only_gradient
-            else super().forward(x) / is_good
-        )
+        out, is_good = super().forward(x), torch.rand(()) > 1 / 3
+        return (out * is_good).abs().sqrt() if self.only_gradient else out / is_good
 
 
 def noisy_loss(outputs: Tensor, target: Tensor) -> Tensor:
@@ -105,15 +101,9 @@ def test_bad_luck_does_not_come_again_for_ever(way: str, policy: str) -> None:
     loss: Any = {"whole-batch loss": WholeBatch(noisy_loss), "second pass": WholeBatch(nn.MSELoss())}.get(way)
     model = (nn.Linear if way == "whole-batch loss" else Noisy)(2, 1)
     model.only_gradient = way == "second pass"
-    optimizer, size = torch.optim.SGD(model.parameters(), lr=1e-3), None if way == "uncut" else 4
-    policy = "skip" if loss else policy
-    step = Step(
-        model,
-        loss or nn.MSELoss(),
-        optimizer,
-        micro_batch=size,
-        options=Options(non_finite=policy, check=False),
-    )
+    options = Options(non_finite="skip" if loss else policy, check=False)
+    size, sgd = None if way == "uncut" else 4, torch.optim.SGD(model.parameters(), lr=1e-3)
+    step = Step(model, loss or nn.MSELoss(), sgd, micro_batch=size, options=options)
     batch, act = (torch.ones(8, 2), torch.ones(8, 1)), windowed if way == "window" else type(step).__call__
     assert 5 < sum(act(step, batch).updated for _ in range(40)) < 40
 
@@ -172,7 +162,6 @@ def test_the_error_names_eight_micro_batches_and_counts_the_others() -> None:
     model = nn.Linear(2, 1)
     step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=1)
     rows = torch.full((12, 2), torch.nan), torch.zeros(12, 1)
-    with pytest.raises(
-        NonFiniteLossError, match=r"micro-batches \[0, 1, 2, 3, 4, 5, 6, 7\] and 4 more of 12 "
-    ):
+    said = r"micro-batches \[0, 1, 2, 3, 4, 5, 6, 7\] and 4 more of 12 "
+    with pytest.raises(NonFiniteLossError, match=said):
         step(rows)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from anybatch import Precision, Step, Terms, Total
 from anybatch.core.errors import NonFiniteLossError
@@ -117,15 +117,6 @@ def test_a_scale_that_gave_way_is_put_back_with_all_else(way: str) -> None:
 # ---- sums that overflow though nothing in them does
 
 
-class Slope(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.slope = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.slope
-
-
 SHORT: dict[str, Any] = {"precision": Precision(compute="float16", accumulate="float16", loss_scale=1.0)}
 
 
@@ -136,7 +127,8 @@ SHORT: dict[str, Any] = {"precision": Precision(compute="float16", accumulate="f
 )
 def test_a_sum_that_overflows_makes_no_update(value: float, options: dict[str, Any], way: str) -> None:
     """Four gradients that float32 can hold, or float16."""
-    model = Slope()
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
     step = Step(model, nn.SoftMarginLoss(reduction="sum"), sgd(model), micro_batch=1, **flat(options))
     batch = torch.full((4, 1), value), -torch.ones(4, 1)
     is_skipped = options.get("non_finite") == "skip"

@@ -13,38 +13,33 @@ from anybatch import Step
 from anybatch.testing import relative_error, tolerance
 from tests.faults.faulty import take
 from tests.options import flat
+from tests.zoo import Made
 
 
-class Frozen(nn.Module):
+def make(*, is_tied: bool = False, **options: Any) -> Step:
     """Trained layers that are only reached through checkpoints, as adapters over frozen weights are.
 
     Where it is tied all layers are one.
     """
 
-    def __init__(self, *, is_tied: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(20, 8).requires_grad_(False)
-        self.layers = nn.ModuleList([nn.Linear(8, 8)] * 3 if is_tied else [nn.Linear(8, 8) for _ in range(3)])
-        self.head = nn.Linear(8, 4)
-        self.fault = SimpleNamespace(replays=0, at=-1)  # no snapshot of modules puts it back
-
-    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def run(layer: nn.Module, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():  # in backward
-            self.fault.replays += 1
-            if self.fault.replays - 1 == self.fault.at:
+            fault.replays += 1
+            if fault.replays - 1 == fault.at:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
         return torch.tanh(layer(x))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self: Any, ids: Tensor) -> Tensor:
         hidden = self.table(ids).mean(1).requires_grad_()
         for layer in self.layers:
-            hidden = checkpoint(self.run, layer, hidden, use_reentrant=True)
+            hidden = checkpoint(run, layer, hidden, use_reentrant=True)
         return self.head(hidden)
 
-
-def make(*, is_tied: bool = False, **options: Any) -> Step:
-    model = Frozen(is_tied=is_tied)
+    torch.manual_seed(0)
+    fault = SimpleNamespace(replays=0, at=-1)  # no snapshot of modules puts it back
+    table, layers = nn.Embedding(20, 8).requires_grad_(False), [nn.Linear(8, 8) for _ in range(3)]
+    layers = nn.ModuleList(layers[:1] * 3 if is_tied else layers)
+    model = Made(forward, table=table, layers=layers, head=nn.Linear(8, 4), fault=fault)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     return Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=4, **flat(options))
 

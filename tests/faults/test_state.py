@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import anybatch as ab
-from anybatch.core.errors import NonFiniteLossError, WindowError
+from anybatch.core.errors import NonFiniteLossError, OutOfMemoryError, WindowError
 from anybatch.state.snapshot import EVERY, FIRST
 from anybatch.testing import relative_error
 from tests.faults import faulty
@@ -80,33 +80,36 @@ def test_a_step_that_fails_or_is_skipped_gives_gradients_back(bad: str, micro_ba
 @pytest.mark.parametrize("way", ["step", "uncut", "window"])
 def test_parameters_that_a_step_does_not_train_keep_their_gradients(way: str) -> None:
     """They take part in the forward and require a gradient, or are frozen."""
-    model = Net("dropout")
+    model, size = Net("dropout"), None if way == "uncut" else SIZE
     model.inner.bias.requires_grad_(False)
     trained = [model.enter.weight, model.enter.bias]
-    size = None if way == "uncut" else SIZE
-    step = ab.Step(
-        model, nn.CrossEntropyLoss(), SGD(trained, 0.1), micro_batch=size, options=ab.Options(check=False)
-    )
+    sgd, options = SGD(trained, 0.1), ab.Options(check=False)
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, micro_batch=size, options=options)
     found = give_gradients(model)
     for parameter in (*trained, model.large):
         parameter.grad = None
     others = {name: found[name] for name in found if not name.startswith(("enter", "large"))}
     values = {name: gradient.clone() for name, gradient in others.items()}
-
-    def are_kept() -> bool:
-        return all(model.get_parameter(name).grad is others[name] for name in others)
-
     if way == "window":
         with step.window() as window:
             for micro in parts(make_batch()):
                 window.add(micro)
-                assert are_kept()
-            assert window.close().updated
+                assert all(model.get_parameter(name).grad is others[name] for name in others)
     else:
         assert step(make_batch()).updated
-    assert are_kept()
+    assert all(model.get_parameter(name).grad is others[name] for name in others)
     assert_same(values, others)
     assert [parameter.grad for parameter in (*trained, model.large)] == [None] * 3
+
+
+def test_gradients_found_come_back_unclipped_where_the_update_fails() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    model.extra = nn.Parameter(torch.ones(3))
+    model.extra.grad = torch.full((3,), 5.0)
+    step = ab.Step(model, nn.MSELoss(), torch.optim.Adam(model.parameters()), micro_batch=2, clip_norm=0.01)
+    with pytest.raises(RuntimeError, match="sparse"):
+        step((torch.tensor([0, 1, 2, 3]), torch.ones(4, 1)))
+    assert model.extra.grad.tolist() == [5.0, 5.0, 5.0]
 
 
 # ---- gradients and windows
@@ -136,32 +139,21 @@ def test_a_gradient_that_a_window_finds_is_refused_by_name(kind: str, added: int
 # ---- attributes and buffers that a forward changes
 
 
-class Cached(Net):
-    """A table that grows with what it has seen and the length beside it, as in dynamic rotary embeddings.
-
-    And tensors that are attributes: one changed in place, one in a list, one that is deleted.
-    """
-
-    def __init__(self, kind: str) -> None:
-        super().__init__("plain")
-        self.is_table_only = kind == "table"
-        self.average, self.first = torch.zeros(()), torch.ones(())
-        self.history: list[Any] = [0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count(x)
-        if not self.is_table_only:
-            self.history.append(x.detach().sum())
-            if hasattr(self, "first"):
-                del self.first
-            self.average += x.detach().mean()
-        return super().forward(x)
+def caching(model: Any, args: tuple[Tensor]) -> None:
+    """Change tensors that are attributes: one in place, one in a list, one that is deleted."""
+    model.history.append(args[0].detach().sum())
+    vars(model).pop("first", None)
+    model.average += args[0].detach().mean()
 
 
 @pytest.mark.parametrize("warm", [0, 5])
 @pytest.mark.parametrize("way", ["step", "window"])
 def test_attributes_come_back_or_the_error_names_them(way: str, warm: int) -> None:
-    step = build("all", model=Cached, warm=warm)
+    step = build("counting")
+    step.model.history, step.model.average = [0], torch.zeros(())
+    step.model.register_forward_pre_hook(caching)
+    for index in range(warm):
+        step(make_batch(index))
     step.model.first = torch.ones(())
     step.model.fault.arm("end", int(way == "step"), ValueError("no"))
     act = step if way == "step" else step.window().add
@@ -177,7 +169,7 @@ def test_attributes_come_back_or_the_error_names_them(way: str, warm: int) -> No
 def test_attributes_move_once_for_each_micro_batch(way: str, fault: str, warm: int) -> None:
     """However often one comes again, and whether there is a look before the first cut or a pass before."""
     options = VARIANTS["whole batch"] if way == "passes" else {"check": way == "step"}
-    step = build("table", model=Cached, warm=warm, **options)
+    step = build("counting", warm=warm, **options)
     step.model.fault.arm(fault, 2, NO_MEMORY)
     report = take(step, way, make_batch())
     assert report.redone == (fault != "none")
@@ -189,7 +181,7 @@ def test_attributes_move_once_for_each_micro_batch(way: str, fault: str, warm: i
 @pytest.mark.parametrize("policy", ["raise", "drop", "skip"])
 @pytest.mark.parametrize("way", ["step", "window"])
 def test_a_table_that_grows_does_not_keep_a_bad_row_coming_for_ever(way: str, policy: str) -> None:
-    step = build("table", model=Cached, non_finite=policy)
+    step = build("counting", non_finite=policy)
     x, y = make_batch()
     x[9, 0] = math.nan
     if policy == "drop":
@@ -201,33 +193,47 @@ def test_a_table_that_grows_does_not_keep_a_bad_row_coming_for_ever(way: str, po
         assert not take(step, way, (x, y)).updated
 
 
-class Restless(Net):
-    """Buffers are put in the place of others, added and removed; one cannot be written to."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind)
-        for name, value in (("empty", None), ("removed", torch.ones(2)), ("fixed", torch.ones(1).expand(9))):
-            self.register_buffer(name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.table = self.table + 1
-        self.empty = torch.ones(3)
-        self.register_buffer("added", torch.ones(1))
-        if "removed" in self._buffers:
-            del self.removed
-        return super().forward(x) * math.nan
+def restless(model: Any, _: Any) -> None:
+    """Put buffers in the place of others, add and remove some; one cannot be written to."""
+    model.table = model.table + 1
+    model.empty = torch.ones(3)
+    model.register_buffer("added", torch.ones(1))
+    model._buffers.pop("removed", None)
 
 
 def test_buffers_that_a_forward_puts_in_place_adds_or_removes_come_back() -> None:
-    step = build(model=Restless)
+    step = build()
+    for name, value in (("empty", None), ("removed", torch.ones(2)), ("fixed", torch.ones(1).expand(9))):
+        step.model.register_buffer(name, value)
+    step.model.register_forward_pre_hook(restless)
     table = step.model.table
     with same_as_before(step):
-        with pytest.raises(NonFiniteLossError):
+        step.model.fault.arm("end", 1, ValueError("no"))
+        with pytest.raises(ValueError, match="no"):
             step(make_batch())
         window = step.window()
         window.add(make_batch())
         window.discard()
     assert step.model.table is table
+
+
+def test_a_cache_that_is_renewed_before_each_step_comes_back() -> None:
+    step = build("counting")
+    for number in range(6):
+        step.model.log = []
+        step.model.fault.arm("forward", 1, NO_MEMORY, number == 5)
+        report = step(make_batch())
+    assert report.redone == 1
+    assert step.model.log == [*report.cut]
+
+
+def test_a_tensor_in_a_dict_that_a_forward_writes_to_is_named() -> None:
+    step = build()
+    step.model.store = {"count": torch.zeros(1)}
+    step.model.register_forward_pre_hook(lambda model, _: model.store["count"].add_(1) and None)
+    step.model.fault.arm("forward", 1, NO_MEMORY)
+    with pytest.raises(OutOfMemoryError, match="store"):
+        step(make_batch())
 
 
 # ---- random streams

@@ -1,5 +1,6 @@
 """Windows used out of order, interrupted, or left open: nothing is lost that need not be."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -91,3 +92,22 @@ def test_sums_of_a_window_cannot_be_cleared(variant: str) -> None:
                 if one is step:
                     step.optimizers[0].zero_grad()
     assert_same(snapshot(twin), snapshot(step))
+
+
+def test_unfreezing_between_two_adds_is_refused() -> None:
+    step = build()
+    step.model.enter.requires_grad_(False)
+    window = step.window()
+    window.add(make_batch())
+    step.model.enter.requires_grad_(True)
+    refused([lambda: window.add(make_batch())], "same 5 parameters")
+    window.discard()
+
+
+def test_a_window_lets_the_rows_of_an_add_go() -> None:
+    window, (rows, y) = build().window(), make_batch()  # a comparison would keep them until the end
+    window.add((rows, y))
+    alive = weakref.ref(rows)
+    del rows
+    assert alive() is None
+    window.discard()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import anybatch as ab
 from anybatch.parallel.wrappers import is_sharded
-from tests.homes.tasks import LOSSES, MICRO_BATCH, OURS, ROWS, UPDATES, Net, Run, as_rank, data, dies_at
+from tests.homes.tasks import LOSSES, MICRO_BATCH, OURS, ROWS, UPDATES, Run, as_rank, data, dies_at, net
 from tests.parallel.pairs import error_of, make, rows, share, tokens
 
 
@@ -25,16 +25,20 @@ def accelerator(**options: Any) -> Accelerator:
     return Accelerator(cpu=True, **options)
 
 
+def parts_of(model: Any) -> tuple[Any, Any, Any]:
+    """A model, its optimizer and its scheduler, as `Accelerator.prepare` takes them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
+
+
 class Loop:
     """A training; the losses are the host's own unless it is cut."""
 
     def __init__(
         self, task: str, host: Accelerator, *, is_cut: bool, most: int = ROWS, width: int = 16, **options: Any
     ) -> None:
-        self.host, self.plain = host, Net(width, most).double()
-        optimizer = torch.optim.AdamW(self.plain.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
-        self.model, self.optimizer, self.scheduler = host.prepare(self.plain, optimizer, scheduler)
+        self.host, self.plain = host, net(width, most).double()
+        self.model, self.optimizer, self.scheduler = host.prepare(*parts_of(self.plain))
         self.loss: Callable[[Any], Tensor] = lambda batch: LOSSES[task](self.model, batch)
         if is_cut:
             self.loss = ab.BatchLoss(self.model, OURS[task], **{"micro_batch": MICRO_BATCH} | options)
@@ -57,9 +61,8 @@ class Loop:
         return found._replace(report=getattr(self.loss, "report", None))
 
 
-def batches(task: str, rows: int = ROWS, count: int = UPDATES, *, given: Any = None) -> list[list[Tensor]]:
-    parts = [part.split(rows) for part in given or data(task, count)]
-    return [[*batch] for batch in zip(*parts, strict=True)]
+def batches(task: str, rows: int = ROWS, *, given: Any = None) -> list[list[Tensor]]:
+    return [[*batch] for batch in zip(*[part.split(rows) for part in given or data(task)], strict=True)]
 
 
 def train(
@@ -91,11 +94,9 @@ def shards_on_rank(rank: int, size: int, accumulate: int) -> list[float]:
     accelerate keeps FSDP2 for accelerators, so the kind of its state is set here. The rest is accelerate's.
     """
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Linear"],
-        cpu_ram_efficient_loading=False,
-    )
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Linear"], cpu_ram_efficient_loading=False,
+    )  # fmt: skip
     errors: list[float] = []
     with as_rank(rank, size), mock.patch.object(AcceleratorState, "is_fsdp2", True):
         host = accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=accumulate)

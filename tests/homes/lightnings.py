@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from anybatch.homes.lightning import WholeBatchCallback
-from tests.homes.tasks import LOSSES, MICRO_BATCH, ROWS, UPDATES, Net, Run, data, dies_at
+from tests.homes.tasks import LOSSES, MICRO_BATCH, ROWS, UPDATES, Run, data, dies_at, net
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -27,7 +27,7 @@ class Module(pl.LightningModule):
 
     def __init__(self, task: str, most: int = ROWS, width: int = 16) -> None:
         super().__init__()
-        self.task, self.net = task, Net(width, most)
+        self.task, self.net = task, net(width, most)
         self.gradients: list[dict[str, Tensor]] = []
         self.rates: list[float] = []
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
+from tests import zoo
 
 ROWS, MICRO_BATCH, MOST = 24, 7, 4  # in a model with `most`, more than MOST rows run out of memory
 UPDATES = 20
@@ -30,19 +31,9 @@ class Run(NamedTuple):
     report: ab.StepReport | None  # of the last update, where it was cut
 
 
-class Net(nn.Module):
-    """A small network along the last axis; with `most`, more rows than that run out of memory."""
-
-    def __init__(self, width: int = 16, most: int = ROWS) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.most = most
-        self.layers = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) > self.most:
-            raise torch.OutOfMemoryError("injected")
-        return self.layers(x)
+def net(width: int = 16, most: int = ROWS) -> Any:
+    torch.manual_seed(0)
+    return zoo.Limited(most, zoo.Perceptron(6, 4, width=width))
 
 
 def tokens(model: Callable[..., Tensor], batch: Any) -> Tensor:
@@ -55,25 +46,25 @@ def weighted(model: Callable[..., Tensor], batch: Any) -> Tensor:
     return (losses * batch[2]).sum() / batch[2].sum()
 
 
-def contrastive(model: Callable[..., Tensor], batch: Any) -> Tensor:
-    return info_nce(model(batch[0]), model(batch[1]))
-
-
 def info_nce(left: Tensor, right: Tensor) -> Tensor:
     scores = F.normalize(left, dim=-1) @ F.normalize(right, dim=-1).T * 5
     return F.cross_entropy(scores, torch.arange(len(left)))
 
 
-LOSSES = {"tokens": tokens, "weighted": weighted, "contrastive": contrastive}
+def two_views(model: Callable[..., Tensor], micro: Any) -> tuple[Tensor, Tensor]:
+    return model(micro[0]), model(micro[1])
+
+
+LOSSES = {
+    "tokens": tokens,
+    "weighted": weighted,
+    "contrastive": lambda model, batch: info_nce(*two_views(model, batch)),
+}
 
 
 def summed(model: nn.Module, micro: Any) -> ab.Total:
     losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")
     return ab.Total((losses * micro[2]).sum(), micro[2].sum())
-
-
-def two_views(model: nn.Module, micro: Any) -> tuple[Tensor, Tensor]:
-    return model(micro[0]), model(micro[1])
 
 
 OURS = {

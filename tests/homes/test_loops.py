@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anybatch.testing import relative_error, tolerance
-from tests.homes.tasks import HOSTS, LOSSES, MOST, ROWS, UPDATES, Net, data, on_rank, was_killed
+from tests.homes.tasks import HOSTS, LOSSES, MOST, ROWS, UPDATES, data, net, on_rank, was_killed
 from tests.parallel.spawned import spawned
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # advice of the hosts
@@ -74,10 +74,10 @@ def test_ranks_are_one_batch_and_reduced_once(name: str) -> None:
         for task in LOSSES:
             found = ranks.run(on_rank, name, task, True, seconds=240.0)
             alone = ranks.run(on_rank, name, task, False)
-            net = Net(most=2 * ROWS).double()
-            loss = LOSSES[task](net, [part[: 2 * ROWS] for part in data(task, batches=6)])
+            model = net(most=2 * ROWS).double()
+            loss = LOSSES[task](model, [part[: 2 * ROWS] for part in data(task, batches=6)])
             loss.backward()
-            expected = [p.grad for p in net.parameters()]
+            expected = [p.grad for p in model.parameters()]
             for one in found:
                 assert relative_error([*one.gradients[0].values()], expected) <= EXACT
                 assert relative_error(one.losses[0], loss.item()) <= EXACT

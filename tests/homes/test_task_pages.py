@@ -11,19 +11,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector as vector
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("host_leaves_nothing_behind")]
-pl = pytest.importorskip("lightning.pytorch")
+pytest.importorskip("lightning.pytorch")
 transformers = pytest.importorskip("transformers")
 
 import anybatch as ab  # noqa: E402
 from anybatch.core import LossError  # noqa: E402
 from anybatch.homes import WholeBatchTrainer  # noqa: E402
-from anybatch.homes.lightning import WholeBatchCallback  # noqa: E402
-from tests.homes.lightnings import QUIET  # noqa: E402
-from tests.homes.test_transformers import (  # noqa: E402
-    IN_FLOAT32,
-    host_leaves_nothing_behind as host_leaves_nothing_behind,
-)
+from tests.homes.updates import in_lightning, in_trainer  # noqa: E402
 
+IN_FLOAT32 = 2e-6
 DOCS = Path(__file__).parents[2] / "docs"
 EXACT = 1e-10
 MEANS = ("distillation", "diffusion", "packing", "mixup")  # their loss is one of means over rows
@@ -46,64 +42,24 @@ def off(names: dict[str, Any], after: nn.Module) -> float:
     return float((vector(net.parameters()) - vector(after.parameters()) - whole).norm() / whole.norm())
 
 
-class Module(pl.LightningModule):
-    def __init__(self, names: dict[str, Any]) -> None:
-        super().__init__()
-        self.net, self.usual = copy.deepcopy(names["net"]), names["usual"]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.usual(self.net, batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
-
-
 @pytest.mark.parametrize("page", [*MEANS, *MEETING, *TOTALS])
 def test_in_lightning(page: str) -> None:
     names = program(page)
-    module, rows = Module(names), [names["batch"]]
+    net, loader = copy.deepcopy(names["net"]), torch.utils.data.DataLoader([names["batch"]], batch_size=None)
     given = (lambda found, micro: names["loss"](found.net, micro)) if page in TOTALS else None
-    home = WholeBatchCallback(micro_batch=3, rows_meet=page in MEETING, loss=given)
-    trainer = pl.Trainer(
-        callbacks=[home], precision="64-true", max_epochs=1, logger=False, enable_checkpointing=False, **QUIET
-    )
-    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=None))
-    assert home.report.micro_batches > 1
-    assert off(names, module.net) < EXACT
+    options = {"micro_batch": 3, "rows_meet": page in MEETING, "loss": given}
+    assert in_lightning(net, names["usual"], loader, **options).micro_batches > 1
+    assert off(names, net) < EXACT
 
 
 @pytest.mark.parametrize("page", [*MEANS, *MEETING, *TOTALS])
-def test_in_transformers_trainer(page: str, tmp_path: Path) -> None:
+def test_in_transformers_trainer(page: str) -> None:
     names = program(page)
     net, batch = copy.deepcopy(names["net"]), names["batch"]
-    count = len(next(iter(batch.values())))
-    rows = [{name: column[row] for name, column in batch.items()} for row in range(count)]
-
-    class Trainer(WholeBatchTrainer, transformers.Trainer):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-            return names["usual"](model, inputs)
-
-    arguments = transformers.TrainingArguments(
-        str(tmp_path),
-        per_device_train_batch_size=count,
-        max_steps=1,
-        max_grad_norm=0.0,
-        remove_unused_columns=False,
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-        report_to=[],
-    )
-    sgd = torch.optim.SGD(net.parameters(), lr=1.0)
-    Trainer(
-        net,
-        arguments,
-        train_dataset=rows,
-        data_collator=torch.utils.data.default_collate,
-        optimizers=(sgd, torch.optim.lr_scheduler.ConstantLR(sgd, factor=1.0)),
-        micro_batch=3,
-        loss=None if page in MEANS else names["step"].loss,
-    ).train()
+    rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    loss, collate = None if page in MEANS else names["step"].loss, torch.utils.data.default_collate
+    usual: Any = {"compute_loss": names["usual"], "micro_batch": 3, "loss": loss}
+    in_trainer(net, rows, collate, WholeBatchTrainer, **usual)
     assert off(names, net) < EXACT
 
 

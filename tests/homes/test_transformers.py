@@ -1,13 +1,13 @@
 """WholeBatchTrainer: the Trainer's run with the whole batch at once, whatever the cut and the setting."""
 
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
@@ -40,26 +40,11 @@ LOGGED = 1e-6  # the Trainer adds losses up in float32
 IN_FLOAT32 = 2e-6  # TRL computes its loss in float32
 CAUSAL, MASKED, OWN = BY_NAME["causal LM"], BY_NAME["masked LM"], BY_NAME["own weighted loss"]
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::UserWarning:transformers", "ignore::UserWarning:torch", "ignore::FutureWarning"
-)
-
-
-@pytest.fixture(autouse=True)
-def host_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Undo what the Trainer writes to the environment, and the state that accelerate keeps."""
-    import huggingface_hub
-    from accelerate.state import AcceleratorState
-
-    transformers.logging.set_verbosity_error()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_TELEMETRY", True)
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    before = dict(os.environ)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
+IGNORED = ("ignore::UserWarning:transformers", "ignore::UserWarning:torch", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings(*IGNORED),
+    pytest.mark.usefixtures("host_leaves_nothing_behind"),
+]
 
 
 def installed(task: Task) -> float:
@@ -68,12 +53,17 @@ def installed(task: Task) -> float:
     return LIMIT if task.needs == "transformers" else IN_FLOAT32
 
 
-def with_host(host: type, of: Task = OWN) -> Task:
-    return Task("test", of.model, of.labels, lambda: host)
+def with_host(base: type = transformers.Trainer, **own: Any) -> Task:
+    """Return a task with a host that has these methods and attributes."""
+    return Task("test", OWN.model, OWN.labels, lambda: type("Host", (base,), own))
+
+
+def columns(rows: Any, **more: Any) -> dict[str, Any]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} | more
 
 
 def divided(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    loss = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return loss / num_items_in_batch
 
 
@@ -158,27 +148,20 @@ def test_resume_after_a_kill_is_the_unbroken_run(name: str, mode: Any, tmp_path:
         assert of == "whole" or all(torch.equal(one, right[name]) for name, one in weights(run).items())
 
 
-class Narrow(Weighted):
-    """A host on a device on which four rows fit; it divides by its accumulation steps."""
-
-    seen: list[int]
-    loss_is_scaled_for_ga = False
-
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self.seen.append(len(inputs["labels"]))
-        if self.seen[-1] > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
 @pytest.mark.parametrize("mode", ["home", "both"])
 def test_out_of_memory_loses_no_update(mode: Any) -> None:
-    Narrow.seen = []
-    whole, home = (
-        train(OWN, "whole", updates=5),
-        train(with_host(Narrow), mode, updates=5, parts=2, micro_batch=None),
-    )
-    assert max(Narrow.seen) > 4
+    """Four rows fit; the host divides by its accumulation steps."""
+    seen: list[int] = []
+
+    def narrow(self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(len(inputs["labels"]))
+        if seen[-1] > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Weighted.compute_loss(self, model, inputs)
+
+    task = with_host(Weighted, compute_loss=narrow, loss_is_scaled_for_ga=False)
+    whole, home = train(OWN, "whole", updates=5), train(task, mode, updates=5, parts=2, micro_batch=None)
+    assert max(seen) > 4
     assert home.trainer.state.global_step == 5
     assert error(whole.gradients[-1], home.gradients[-1]) <= LIMIT
 
@@ -218,30 +201,6 @@ def test_sixteen_bits_of_the_host(mode: Any, host: type) -> None:
     whole, home = [train(task, mode, bf16=host is not Half).gradients for mode in ("whole", mode)]
     assert 0 < error(right, home[0]) <= 2 * error(right, whole[0])
     assert len(home) == 2
-
-
-@pytest.mark.parametrize("mode", ["home", "both"])
-def test_compute_loss_gets_names_of_its_rows_and_has_an_entry_per_micro_batch(mode: Any) -> None:
-    def named(rows: Any) -> dict[str, Any]:
-        tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        return {**tensors, "names": [str(row["input_ids"]) for row in rows], "kind": "train"}
-
-    class Counted(Weighted):
-        rows: list[int]
-
-        def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            self.rows.append(len(inputs["labels"]))
-            assert inputs.pop("names") == [*map(str, inputs["input_ids"])]
-            assert inputs.pop("kind") == "train"
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    own = {"data_collator": named}
-    run = trainer_of(with_host(Counted), mode, own=own, remove_unused_columns=False, micro_batch=3)
-    run.trainer.rows = []
-    with quiet():
-        run.trainer.train()
-    assert run.trainer.rows == [3] * 8
-    assert error(train(OWN, "whole").gradients[-1], run.gradients[-1]) <= LIMIT
 
 
 def on_rank(rank: int, size: int, name: str, mode: Any) -> tuple[dict[str, Tensor], list[float]]:
@@ -289,7 +248,7 @@ def half_divided(self: Any, model: nn.Module, inputs: Any, num_items_in_batch: A
     ],
 )
 def test_losses_that_cannot_be_cut_are_refused(method: str, own: Any, said: str) -> None:
-    run = trainer_of(with_host(type("Own", (transformers.Trainer,), {method: own})), "home")
+    run = trainer_of(with_host(**{method: own}), "home")
     with pytest.raises((LossError, PlanError), match=said), quiet():
         run.trainer.train()
     assert "compute_loss" not in vars(run.trainer)
@@ -326,32 +285,6 @@ def test_ready_trainer_is_transformers_own_with_the_mixin() -> None:
     assert Trainer.__mro__[1] is WholeBatchTrainer
 
 
-def detector() -> Any:
-    pytest.importorskip("scipy")  # matches boxes
-    torch.manual_seed(0)
-    sizes = {"image_size": [32, 32], "patch_size": 16, "num_detection_tokens": 4, "num_labels": 3}
-    width = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return transformers.YolosForObjectDetection(transformers.YolosConfig(**sizes, **width, **quiet))
-
-
-def test_a_detector_with_labels_in_a_list_is_trained_uncut_to_the_bit_and_its_cut_is_refused() -> None:
-    draw = torch.Generator().manual_seed(1)
-    labels = [
-        {"class_labels": torch.arange(count) % 3, "boxes": torch.rand(count, 4, generator=draw) * 0.4 + 0.2}
-        for count in (2, 1, 3, 1)
-    ]
-    batch = {"pixel_values": torch.randn(4, 3, 32, 32, generator=draw), "labels": labels}
-    plain, ours = detector(), detector()
-    plain(**batch).loss.backward()
-    ab.BatchLoss(ours, ab.ModelLoss())(batch).backward()
-    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        assert one.grad is None or other.grad is None or torch.equal(one.grad, other.grad)
-    with pytest.raises(LossError, match="a sum that is divided afterwards"):  # by the number of boxes
-        ab.BatchLoss(ours, ab.ModelLoss(), micro_batch=2)(batch)
-
-
 def flat_rows(rows: Any) -> dict[str, Any]:
     """Return documents as one flat sequence, with what kernels for such sequences get."""
     ids = [row["input_ids"][row["attention_mask"].bool()] for row in rows]
@@ -372,46 +305,34 @@ def test_documents_of_a_flat_sequence_are_rows() -> None:
         assert run.logged("loss") == pytest.approx(whole.logged("loss"), rel=LOGGED)
 
 
-class RewardTrainer(transformers.Trainer):
-    """A host whose batch has the rejected rows after the chosen ones, as TRL's."""
-
-    __module__ = "trl.trainer.reward_trainer"
-
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        margin, scale = inputs.pop("margin"), inputs.pop("scale")
-        inputs.pop("labels")
-        chosen, rejected = model(**inputs).logits[:, 0].chunk(2)
-        return -nn.functional.logsigmoid(scale * (chosen - rejected - margin)).mean()
-
-
-def pairs_of(rows: Any) -> dict[str, Any]:
-    tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    return {**tensors, "margin": torch.linspace(0, 1, len(rows) // 2).double(), "scale": torch.tensor(2.0)}
-
-
 def test_pairs_stay_together() -> None:
-    own = {"data_collator": pairs_of}
-    more = {"remove_unused_columns": False, "own": own}
-    task = with_host(RewardTrainer)
+    """The batch has the rejected rows after the chosen ones, as TRL's."""
+
+    def pairs_of(rows: Any) -> dict[str, Any]:
+        margin = torch.linspace(0, 1, len(rows) // 2).double()
+        return columns(rows, margin=margin, scale=torch.tensor(2.0))
+
+    def reward(self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        margin, scale, _ = (inputs.pop(name) for name in ("margin", "scale", "labels"))
+        chosen, rejected = model(**inputs).logits[:, 0].chunk(2)
+        return -F.logsigmoid(scale * (chosen - rejected - margin)).mean()
+
+    named = type("RewardTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.reward_trainer"})
+    more: dict[str, Any] = {"remove_unused_columns": False, "own": {"data_collator": pairs_of}}
+    task = with_host(named, compute_loss=reward)
     whole, home = train(task, "whole", **more), train(task, "home", micro_batch=2, **more)
     assert error(whole.gradients[1], home.gradients[1]) <= LIMIT
 
 
-class Meeting(transformers.Trainer):
-    """A host whose loss subtracts a mean over all rows, in a sigmoid, as KTO's; it counts its calls."""
+def test_loss_whose_rows_meet_is_cut_where_that_is_said() -> None:
+    """It subtracts a mean over all rows, in a sigmoid, as KTO's; the host counts."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._total_train_tokens = 0
-
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def meeting(self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         self._total_train_tokens = self._total_train_tokens + len(inputs["labels"])
         values = model(**inputs).logits[:, 0]
         return torch.sigmoid(3 * (values - values.mean().detach())).nanmean()
 
-
-def test_loss_whose_rows_meet_is_cut_where_that_is_said() -> None:
-    task = with_host(Meeting)
+    task = with_host(compute_loss=meeting, _total_train_tokens=0)
     whole, home = train(task, "whole"), train(task, "home", own={"rows_meet": True})
     assert error(whole.gradients[1], home.gradients[1]) <= LIMIT
     assert home.trainer._total_train_tokens == 2 * ROWS  # not those of each micro-batch
@@ -420,26 +341,16 @@ def test_loss_whose_rows_meet_is_cut_where_that_is_said() -> None:
     assert any("rows_meet=True" in note for note in caught.value.__notes__)
 
 
-class Graphs(Weighted):
-    """A host whose batch has what no row has."""
-
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        assert inputs.pop("edges").shape == (2, 5)
-        assert inputs.pop("graph").nodes == 3
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
-class Graph:
-    nodes = 3
-
-
-def with_edges(rows: Any) -> dict[str, Any]:
-    tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    return {**tensors, "edges": torch.zeros(2, 5), "graph": Graph()}
-
-
 def test_an_uncut_batch_passes_whatever_it_is_made_of() -> None:
-    task, more = with_host(Graphs), {"remove_unused_columns": False, "own": {"data_collator": with_edges}}
+    graph = SimpleNamespace(nodes=3)  # no row has it
+
+    def on_graphs(self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert inputs.pop("edges").shape == (2, 5)
+        assert inputs.pop("graph") is graph
+        return Weighted.compute_loss(self, model, inputs)
+
+    own = {"data_collator": lambda rows: columns(rows, edges=torch.zeros(2, 5), graph=graph)}
+    task, more = with_host(compute_loss=on_graphs), {"remove_unused_columns": False, "own": own}
     whole, uncut = train(task, "whole", **more), train(task, "home", micro_batch=None, **more)
     assert error(whole.gradients[1], uncut.gradients[1]) == 0.0
     with pytest.raises(BatchError) as caught:

@@ -17,7 +17,6 @@ import transformers  # noqa: E402
 from datasets import Dataset  # noqa: E402
 
 from benchmarks.homes_transformers import SMALL, quiet  # noqa: E402
-from tests.homes.test_transformers import host_leaves_nothing_behind as host_leaves_nothing_behind  # noqa: E402
 
 LOGGED = 1e-4
 LIMIT = 1e-6  # the trainers compute log-probabilities in float32
@@ -43,7 +42,11 @@ RUNS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "GRPO, mean of sequences": ("GRPO", {**GRPO, "loss_type": "grpo"}, False),
     "GRPO, mean of tokens": ("GRPO", {**GRPO, "loss_type": "bnpo"}, True),
 }
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("host_leaves_nothing_behind"),
+]
 
 
 def tokenizer() -> Any:

@@ -119,20 +119,6 @@ def test_lists_of_samples_padded_micro_batch_by_micro_batch(name: str, limit: fl
 # ---- router losses
 
 
-def test_router_loss_without_mask() -> None:
-    batch = {name: value for name, value in MIXTRAL.batch.items() if name != "attention_mask"}
-    assert_exact(MIXTRAL.build(), batch, 3)
-
-
-def test_router_loss_has_its_value_and_its_share() -> None:
-    model = MIXTRAL.build()
-    own = model(**MIXTRAL.batch)
-    report, _ = cut(model, dict(MIXTRAL.batch), 2)
-    assert report.weights["router"] == 1
-    coefficient = model.config.router_aux_loss_coef
-    assert relative_error(report.terms["router"], coefficient * own.aux_loss.item()) <= FLOAT32
-
-
 def test_window_and_late_router_loss_are_refused_by_name() -> None:
     model = MIXTRAL.build()
     window = ab.Step(model, ModelLoss(), GradientRecorder(model)).window()
@@ -158,28 +144,6 @@ def test_outside_a_block_the_modeling_file_does_what_it_did_even_after_a_failure
     assert modeling_mixtral.load_balancing_loss_func is function  # replaced once
     assert torch.equal(plain_router_loss(), before)
     assert (first, second) == ([], [])
-
-
-def test_a_mean_of_other_losses_beside_a_router_loss() -> None:
-    """Which of all means are terms, the first pass must see as the second does."""
-
-    class Several(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = MIXTRAL.build()
-            self.score = nn.Linear(WORDS, 3).double()
-
-        def forward(self, classes: Tensor, **text: Tensor) -> Any:
-            output = self.body(**text)
-            size = nn.functional.mse_loss(output.logits.mean(1), torch.zeros_like(output.logits[:, 0]))
-            two = torch.stack([size, output.logits.square().mean()]).mean()
-            output.loss += two + nn.functional.cross_entropy(self.score(output.logits[:, 0]), classes)
-            return output
-
-    torch.manual_seed(0)
-    batch = {**MIXTRAL.batch, "classes": torch.tensor([0, 1, 2, -100, 1, 1, 0, 2])}
-    for micro_batch in (1, 3):
-        assert_exact(Several(), batch, micro_batch)
 
 
 def test_switch_transformers_are_refused_by_name() -> None:

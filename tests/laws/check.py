@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -40,11 +41,7 @@ def windowed(problem: Problem, sizes: Sequence[int], **options: Any) -> Taken:
 
 def collated(problem: Problem, micro_batch: int, **options: Any) -> Taken:
     """One step on a list of samples, collated micro-batch by micro-batch."""
-    recorder = GradientRecorder(problem.model, problem.loss)
-    step = Step(
-        problem.model, problem.loss, recorder, micro_batch=micro_batch, collate=stack, **flat(options)
-    )
-    return step(samples(problem.batch)), recorder.gradients
+    return cut(replace(problem, batch=samples(problem.batch)), micro_batch, collate=stack, **options)
 
 
 def parts(batch: Any, sizes: Sequence[int]) -> list[Any]:

@@ -21,17 +21,8 @@ from anybatch.memory import Meter
 from anybatch.planner.trace import trace
 from anybatch.testing import relative_error, tolerance
 from tests import budgets
-from tests.faults.faulty import (
-    NO_MEMORY,
-    ROWS,
-    SIZE,
-    VARIANTS,
-    assert_as_unfaulted,
-    build,
-    make_batch,
-    take,
-    weights,
-)
+from tests.faults import faulty
+from tests.faults.faulty import NO_MEMORY, VARIANTS, take, weights
 from tests.faults.scarce import scarce_in_passes
 from tests.laws.cases import Case
 from tests.laws.check import check, collated, cut, reference, windowed
@@ -65,9 +56,8 @@ def run(law: Law, *, seed: int, examples: int, is_shrunk: bool = True) -> None:
     """Try the law on so many cases; one that breaks it is made smaller."""
     phases = [hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if is_shrunk else [])]
     tried = hypothesis.given(**law.cases)(law.check)
-    tried = hypothesis.settings(
-        max_examples=examples, phases=phases, database=None, deadline=None, print_blob=False
-    )(tried)
+    quiet: dict[str, Any] = {"database": None, "deadline": None, "print_blob": False}
+    tried = hypothesis.settings(max_examples=examples, phases=phases, **quiet)(tried)
     gc.freeze()  # where memory runs out a step collects garbage: what is there now need not be walked again
     try:
         hypothesis.seed(seed)(tried)()
@@ -124,7 +114,7 @@ PLANTED = st.one_of(
     planted(["forward", "mid", "end"], 12, NO_MEMORY, NO_MEMORY, NO_MEMORY, NO, KeyboardInterrupt()),
     planted(["mid", "end"], 12, math.inf),
     planted(["MicroBatchDone"], 6, NO),
-    planted(["row"], ROWS - 1, math.nan),
+    planted(["row"], faulty.ROWS - 1, math.nan),
     *[planted(["allocation"], 400, NO_MEMORY)] * 2,
 )
 PRECISIONS = ["float32", "float32", "bf16-mixed", "bf16-true", "fp16-mixed", "fp16-true"]
@@ -148,8 +138,8 @@ def a_fault_changes_no_update(
     options |= VARIANTS[variant] | {"precision": precision}
     if kind == "frozen BatchNorm":
         options["batch_norm"] = "frozen"
-    step, twin = (build(kind, warm=warm, momentum=0.5, lr=2.0**-6, **options) for _ in range(2))
-    fault, batch = step.model.fault, make_batch()
+    step, twin = (faulty.build(kind, warm=warm, momentum=0.5, lr=2.0**-6, **options) for _ in range(2))
+    fault, batch = step.model.fault, faulty.make_batch()
     fault.planted = [(*one, 1) for one in faults]
     for one in faults:
         if one.place == "row":
@@ -168,16 +158,16 @@ def a_fault_changes_no_update(
         if not report.updated:
             assert not set(changes(before, snapshot(step))) - DRAWN - {"scale"}
         elif report.dropped:
-            assert sum(report.cut) == report.rows == ROWS
+            assert sum(report.cut) == report.rows == faulty.ROWS
             assert all(one.isfinite().all() for one in weights(step).values())
         else:
             is_exact = not precision.startswith("fp16") and not (way == "window" and report.redone)
             dtype = {"fl": torch.float32, "bf": torch.bfloat16, "fp": torch.float16}[precision[:2]]
-            bound = 0.0 if is_exact else tolerance(dtype, ROWS)
-            assert_as_unfaulted(step, report, twin, batch, way=way, bound=bound)
+            bound = 0.0 if is_exact else tolerance(dtype, faulty.ROWS)
+            faulty.assert_as_unfaulted(step, report, twin, batch, way=way, bound=bound)
     assert step.open_window is None
-    fault.planted, step.micro_batch = [], SIZE
-    assert take(step, "step", make_batch(11)).rows == ROWS  # and it goes on
+    fault.planted, step.micro_batch = [], faulty.SIZE
+    assert take(step, "step", faulty.make_batch(11)).rows == faulty.ROWS  # and it goes on
 
 
 # ---- saved and resumed is not interrupted

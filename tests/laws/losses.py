@@ -19,48 +19,24 @@ LENGTH = 4
 # ---- what is trained
 
 
-class Twins(nn.Module):
-    """One network for several inputs, as ranking and triplet losses need it."""
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.net = Perceptron(FEATURES, outputs)
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.net(x).squeeze(-1) for x in inputs)
+def twins(outputs: int) -> Callable[[], nn.Module]:
+    return lambda: zoo.twins(outputs, features=FEATURES)
 
 
-class Gaussian(nn.Module):
-    """Mean and variance of each output."""
-
-    def __init__(self, means: int, variances: int) -> None:
-        super().__init__()
-        self.mean, self.spread = Perceptron(FEATURES, means), Perceptron(FEATURES, variances)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.mean(x), self.spread(x).exp()
+def gaussian(means: int, variances: int) -> Callable[[], nn.Module]:
+    return lambda: zoo.gaussian(means, variances, features=FEATURES)
 
 
-class TimeFirst(nn.Module):
-    """(rows, time, features) to log-probabilities (time, rows, classes), as CTC reads them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Perceptron(FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x).log_softmax(-1).transpose(0, 1)
+def time_first() -> nn.Module:
+    """Return (rows, time, features) to log-probabilities (time, rows, classes), as CTC reads them."""
+    net = Perceptron(FEATURES, CLASSES)
+    return zoo.Made(lambda self, x: self.net(x).log_softmax(-1).transpose(0, 1), net=net)
 
 
-class WithHead(nn.Module):
-    """Hidden states and the weight of the layer that makes scores of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.head = Perceptron(FEATURES, 4), nn.Linear(4, CLASSES, bias=False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.net(x), self.head.weight
+def with_head() -> nn.Module:
+    """Return a model of hidden states and the weight of the layer that makes scores of them."""
+    head = nn.Linear(4, CLASSES, bias=False)
+    return zoo.Made(lambda self, x: (self.net(x), self.head.weight), net=Perceptron(FEATURES, 4), head=head)
 
 
 def perceptron(outputs: int, *then: nn.Module) -> Callable[[], nn.Module]:
@@ -173,7 +149,7 @@ def linear_classifications() -> Iterator[Case]:
     yield from cases_of("linear", own, hidden, INDICES, **sizes, **SMOOTH, **IGNORED)
     yield from cases_of("linear-soft", own, hidden, SHARES, **sizes, **SMOOTH)
     yield from cases_of("linear-pieces", own, hidden, INDICES, **sizes, **pieces)
-    yield from cases_of("linear-given", (F.linear_cross_entropy,), WithHead, INDICES, **SMOOTH, **IGNORED)
+    yield from cases_of("linear-given", (F.linear_cross_entropy,), with_head, INDICES, **SMOOTH, **IGNORED)
 
 
 def regressions() -> Iterator[Case]:
@@ -189,9 +165,9 @@ def regressions() -> Iterator[Case]:
     yield from cases_of("smooth_l1", (nn.SmoothL1Loss, F.smooth_l1_loss), score, NUMBERS, beta=(None, 0.3))
     yield from cases_of("huber", (nn.HuberLoss, F.huber_loss), score, NUMBERS, delta=(None, 0.3))
     yield from cases_of("poisson", poisson, rate, COUNTS, **log_input, **FULL)
-    yield from cases_of("gaussian", gauss, lambda: Gaussian(CLASSES, CLASSES), NUMBERS, **FULL)
-    yield from cases_of("gaussian-one-variance", gauss, lambda: Gaussian(CLASSES, 1), NUMBERS, **FULL)
-    yield from cases_of("gaussian-many-targets", gauss, lambda: Gaussian(1, 1), NUMBERS, **FULL)
+    yield from cases_of("gaussian", gauss, gaussian(CLASSES, CLASSES), NUMBERS, **FULL)
+    yield from cases_of("gaussian-one-variance", gauss, gaussian(CLASSES, 1), NUMBERS, **FULL)
+    yield from cases_of("gaussian-many-targets", gauss, gaussian(1, 1), NUMBERS, **FULL)
 
 
 def divergences() -> Iterator[Case]:
@@ -199,7 +175,7 @@ def divergences() -> Iterator[Case]:
     reductions, log_target = (*REDUCTIONS, "batchmean"), {"log_target": (None, True)}
     likely, infinite = perceptron(CLASSES, nn.LogSoftmax(1)), {"zero_infinity": (None, True)}
     yield from cases_of("kl_div", kl, likely, log_probabilities, reductions=reductions, **log_target)
-    yield from cases_of("ctc", ctc, TimeFirst, sequences, **infinite, blank=(None, 2))
+    yield from cases_of("ctc", ctc, time_first, sequences, **infinite, blank=(None, 2))
 
 
 def margins() -> Iterator[Case]:
@@ -212,21 +188,21 @@ def margins() -> Iterator[Case]:
     many_soft = nn.MultiLabelSoftMarginLoss, F.multilabel_soft_margin_loss
     yield from cases_of("soft_margin", soft, score, SIGNS)
     yield from cases_of("hinge", hinge, score, SIGNS, **MARGIN)
-    yield from cases_of("margin_ranking", ranking, lambda: Twins(1), pairs, **MARGIN)
-    yield from cases_of("cosine", cosine, lambda: Twins(4), pairs, **MARGIN)
+    yield from cases_of("margin_ranking", ranking, twins(1), pairs, **MARGIN)
+    yield from cases_of("cosine", cosine, twins(4), pairs, **MARGIN)
     yield from cases_of("multi_margin", multi, score, ONE_CLASS, p=(None, 2), **CLASS_WEIGHT, **MARGIN)
     yield from cases_of("multilabel_margin", many, score, labels)
     yield from cases_of("multilabel_soft_margin", many_soft, score, ZERO_OR_ONE, weight=ANY_WEIGHT)
 
 
 def distances() -> Iterator[Case]:
-    plain, twins = (nn.TripletMarginLoss, F.triplet_margin_loss), lambda: Twins(4)
+    plain, net = (nn.TripletMarginLoss, F.triplet_margin_loss), twins(4)
     free = nn.TripletMarginWithDistanceLoss, F.triplet_margin_with_distance_loss
     own = {"distance_function": (None, manhattan)}
-    yield from cases_of("triplet", plain, twins, triplets, p=(None, 1), **NEAR)
-    yield from cases_of("triplet-many", plain, twins, many_negatives, **NEAR)
-    yield from cases_of("triplet_distance", free, twins, triplets, **own, **NEAR)
-    yield from cases_of("triplet_distance-many", free, twins, many_negatives, **own, **NEAR)
+    yield from cases_of("triplet", plain, net, triplets, p=(None, 1), **NEAR)
+    yield from cases_of("triplet-many", plain, net, many_negatives, **NEAR)
+    yield from cases_of("triplet_distance", free, net, triplets, **own, **NEAR)
+    yield from cases_of("triplet_distance-many", free, net, many_negatives, **own, **NEAR)
 
 
 KINDS = classifications, linear_classifications, regressions, divergences, margins, distances

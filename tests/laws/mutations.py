@@ -107,9 +107,7 @@ def batchmean_as_mean(patch: Patch) -> None:
     for name in ("evaluate", "_weigh"):
         right = getattr(SummedLoss, name)
         patch.setattr(
-            SummedLoss,
-            name,
-            lambda self, *args, right=right: right(replace(self, is_batchmean=False), *args),
+            SummedLoss, name, lambda self, *args, right=right: right(replace(self, is_batchmean=False), *args)
         )
 
 

@@ -87,13 +87,8 @@ def outcome(seed: int) -> tuple[str, str, str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for one, rows, check in ((model, micro_batch, True), (twin, None, False)):
-            step = ab.Step(
-                one,
-                planted(fault, size),
-                torch.optim.SGD(one.parameters(), lr=1.0),
-                micro_batch=rows,
-                **flat(options if check else {}, check=check),
-            )
+            given = flat(options if check else {}, check=check, micro_batch=rows)
+            step = ab.Step(one, planted(fault, size), torch.optim.SGD(one.parameters(), lr=1.0), **given)
             try:
                 step(batch)
             except LossError:

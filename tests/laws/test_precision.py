@@ -15,6 +15,7 @@ from tests.laws.cases import Case, Problem
 from tests.laws.check import ADVICE, check, cut, reference, windowed
 from tests.laws.losses import CASES
 from tests.laws.totals import TOTALS
+from tests.zoo import Made
 
 pytestmark = pytest.mark.filterwarnings(ADVICE)
 
@@ -58,21 +59,11 @@ def test_half(case: Case, dtype: torch.dtype) -> None:
     assert_exact(case, dtype)
 
 
-class Slope(nn.Module):
-    """Its gradient is a mean of its inputs, so each micro-batch adds a number that the test chooses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slope = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.slope
-
-
 def slope(addends: Tensor, *, dtype: torch.dtype) -> Problem:
     """At slope 0, soft_margin_loss(slope x, -1) has the gradient x / 2: addends come out as they went in."""
+    model = Made(lambda self, x: x * self.slope, slope=nn.Parameter(torch.zeros((), dtype=dtype)))
     batch = 2 * addends.to(dtype), -torch.ones(len(addends), dtype=dtype)
-    return Problem(model=Slope().to(dtype), loss=nn.SoftMarginLoss(), batch=batch, rows=len(addends))
+    return Problem(model=model, loss=nn.SoftMarginLoss(), batch=batch, rows=len(addends))
 
 
 # In float16 each is divided by 1,024 and still a normal number.
@@ -153,12 +144,10 @@ def test_sums_of_losses_outgrow_float16(loss: nn.Module, dtype: torch.dtype) -> 
     rows, places = 4, 8192
     model = nn.Sequential(nn.Linear(1, 2 * places), nn.Unflatten(1, (2, places))).to(dtype)
     with torch.no_grad():
-        model[0].weight.fill_(16.0)
+        model[0].weight.fill_(16.0)[:places].zero_()
         model[0].bias[:places].zero_()
-        model[0].weight[:places].zero_()
-    target: Tensor = torch.zeros(rows, places, dtype=torch.long)
-    if not isinstance(loss, nn.CrossEntropyLoss):
-        target = torch.zeros(rows, 2, places, dtype=dtype)
+    is_class = isinstance(loss, nn.CrossEntropyLoss)
+    target = torch.zeros(rows, *[2] * (not is_class), places, dtype=torch.long if is_class else dtype)
     problem = Problem(model=model, loss=loss, batch=(torch.ones(rows, 1, dtype=dtype), target), rows=rows)
     report, _ = cut(problem, 1)
     assert relative_error(report.loss, reference(problem).loss) <= tolerance(dtype, rows * places)

@@ -11,20 +11,9 @@ from anybatch import Additive, PerRow, Terms, Total
 from tests.laws.cases import Case
 from tests.laws.check import stack
 from tests.laws.draw import CLASSES, FEATURES, Draw
-from tests.zoo import Perceptron
+from tests.zoo import two_heads
 
 COEFFICIENTS = {"size": 0.01, "spread": -0.3, "right": 0.0}
-
-
-class TwoHeads(nn.Module):
-    """Scores of classes for each place of a row, and one number for the row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.classes, self.value = Perceptron(FEATURES, CLASSES), Perceptron(FEATURES, 1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.classes(x), self.value(x).mean((1, 2))
 
 
 def batch(draw: Draw) -> Any:
@@ -59,13 +48,8 @@ def weigh_tokens(whole: Any) -> Tensor:
 def weigh_named(whole: Any) -> Mapping[str, Any]:
     labels = _together(whole)["labels"]
     valid, rows = (labels != -100).sum(), len(labels)
-    return {
-        "tokens": valid,
-        "size": rows,
-        "spread": labels.numel(),
-        "fit": float(rows),
-        "right": valid.item(),
-    }
+    fixed = {"size": rows, "spread": labels.numel(), "fit": float(rows)}
+    return {"tokens": valid, **fixed, "right": valid.item()}
 
 
 def often_nothing(model: nn.Module, micro: Any) -> Mapping[str, Total]:
@@ -99,24 +83,17 @@ def _together(whole: Any) -> Any:
 
 def _case(name: str, forms: Mapping[str, Any]) -> Case:
     made = {form: lambda loss=loss: loss for form, loss in forms.items()}
-    return Case(name=name, forms=made, options={}, model=TwoHeads, batch=batch)
+    model = lambda: two_heads(CLASSES, features=FEATURES)  # noqa: E731
+    return Case(name=name, forms=made, options={}, model=model, batch=batch)
 
 
 # "weighed" says the weights of the batch beforehand and divides early, the others divide late.
+NAMED = {"terms": Terms(named, COEFFICIENTS), "weighed": Terms(named, COEFFICIENTS, weigh_named)}
+OFTEN = {"function": often_nothing, "weighed": Terms(often_nothing, weight=often_nothing_weigh)}
 TOTALS = [
     _case("total", {"function": tokens, "weighed": Terms(tokens, weight=weigh_tokens)}),
-    _case(
-        "named",
-        {
-            "terms": Terms(named, COEFFICIENTS),
-            "weighed": Terms(named, COEFFICIENTS, weigh_named),
-            "function": named,
-        },
-    ),
-    _case(
-        "often-nothing",
-        {"function": often_nothing, "weighed": Terms(often_nothing, weight=often_nothing_weigh)},
-    ),
+    _case("named", {**NAMED, "function": named}),
+    _case("often-nothing", OFTEN),
     replace(
         _case("wrapped", {"per row": PerRow(masked), "additive": Additive(sixteenth)}),
         batch=lambda draw: {name: value for name, value in batch(draw).items() if name != "value"},

@@ -1,6 +1,7 @@
 """Small models that compute their own loss, in the ways people write them."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +26,13 @@ class Own(nn.Module):
     def __init__(self, loss: Callable[..., Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.scores = Perceptron(2, CLASSES).double()
-        self.loss = loss
+        self.scores, self.loss = Perceptron(2, CLASSES).double(), loss
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         return self.loss(self.scores(x), labels)
+
+
+again = partial(checkpoint, use_reentrant=False)
 
 
 def whole_of(model: nn.Module, batch: Any) -> tuple[float, dict[str, Tensor]]:
@@ -61,18 +64,6 @@ def in_place(scores: Tensor, labels: Tensor) -> Tensor:
 
 def stacked(scores: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([tokens(scores, labels), size(scores), tokens(-scores, labels)]).mean()
-
-
-def selected(scores: Tensor, labels: Tensor) -> Tensor:
-    valid = labels >= 0
-    losses = F.cross_entropy(scores[valid], labels[valid], reduction="none")
-    return losses.mean() if valid.any() else size(scores)
-
-
-def checkpointed(scores: Tensor, labels: Tensor) -> Tensor:
-    """A mean in a part of the body that runs again in the backward, where nobody watches."""
-    body = checkpoint(lambda x: x.sin() + 0 * x.mean(), scores, use_reentrant=False)
-    return tokens(body, labels)
 
 
 def summed(scores: Tensor, labels: Tensor) -> Tensor:
@@ -111,10 +102,9 @@ EXACT: dict[str, Callable[..., Any]] = {
     "stack": stacked,
     "masked mean": lambda s, y: (s.square().sum(-1) * (y >= 0)).mean(),
     "a mean in the body": lambda s, y: tokens(s - s.detach().mean() * 0, y),
-    "checkpointed": checkpointed,
-    "in a checkpoint, even without a valid target": lambda s, y: checkpoint(
-        tokens, s, y, use_reentrant=False
-    ),
+    # A mean in a part of the body that runs again in the backward, where nobody watches.
+    "checkpointed": lambda s, y: tokens(again(lambda x: x.sin() + 0 * x.mean(), s), y),
+    "in a checkpoint, even without a valid target": lambda s, y: again(tokens, s, y),
     "or nothing": or_nothing,
     "sum": summed,
     "sum and mean": sum_and_mean,
@@ -155,15 +145,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "mean loss of folded rows": (lambda s, y: error(s.mean(0)), MET),
     "sum of folded rows": (lambda s, y: s.mean(0).square().sum(), UNLIKE),
     "balance": (lambda s, y: tokens(s, y) + s.softmax(-1).mean((0, 1)).square().mean(), MET),
-    "loop over rows": (
-        lambda s, y: torch.stack([*map(F.cross_entropy, s, y.clamp(min=0))]).mean(),
-        LOOP,
-    ),
+    "loop over rows": (lambda s, y: torch.stack([*map(F.cross_entropy, s, y.clamp(min=0))]).mean(), LOOP),
     "loop over rows, added": (lambda s, y: sum(map(error, s)), LOOP),
     "weights of the rows at hand": (
-        lambda s, y: tokens(
-            s, y, weight=torch.bincount(y.clamp(min=0).flatten(), minlength=CLASSES).double()
-        ),
+        lambda s, y: tokens(s, y, weight=y.clamp(min=0).flatten().bincount(minlength=CLASSES).double()),
         "settings of cross_entropy in Own to be the same .* weight = ",
     ),
     "positive weight of the rows at hand": (
@@ -187,17 +172,15 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-class Layer(nn.Module):
+class Layer(Own):
     """A linear layer and a loss of it, its input and the labels, in which parameters stand beside rows."""
 
-    def __init__(self, loss: Callable[..., Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(2, CLASSES).double()
-        self.loss = loss
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        super().__init__(loss)
+        self.scores = nn.Linear(2, CLASSES).double()
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(self.layer.weight, self.layer(x), x, labels)
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return self.loss(self.scores.weight, self.scores(x), x, labels)
 
 
 #: Losses with parameters in them that are exact: what looks like rows that meet is none.

@@ -8,9 +8,8 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from tests.laws.losses import CASES as TORCH
 from tests.losses.own_losses import BATCH, EXACT, WITH_PARAMETERS, Layer, Own, whole_of
 from tests.losses.whole_losses import CASES, Towers, clip, images_and_texts
 from tests.options import flat
-from tests.zoo import Perceptron
+from tests.zoo import Made, Perceptron
 
 LIMIT = 1e-12  # relative, float64
 X = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -41,14 +40,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 
 @pytest.fixture(autouse=True)
 def double() -> Iterator[None]:
-    """Every law is stated in float64."""
+    """State every law in float64."""
     torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
     yield
     torch.set_default_dtype(torch.float32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class Variant(NamedTuple):
     """A loss, a model for it and a batch; `meets` where rows meet in the loss, which no window can have."""
 
     loss: Any
@@ -57,15 +56,15 @@ class Variant:
     meets: bool = False
 
 
-class Inside(nn.Module):
-    def __init__(self, problem: Problem) -> None:
-        super().__init__()
-        self.model, self.loss = problem.model, problem.loss
+def inside(problem: Problem) -> nn.Module:
+    """Return a model that computes torch's loss itself."""
 
-    def forward(self, *batch: Any, **named: Any) -> Tensor:
-        kind = summed_loss(self.loss).kind
+    def forward(self: Any, *batch: Any, **named: Any) -> Tensor:
+        kind = summed_loss(problem.loss).kind
         inputs, targets = split_batch(named or batch, has_target=kind.has_target)
-        return self.loss(*kind.arrange(call_model(self.model, inputs), targets))
+        return problem.loss(*kind.arrange(call_model(self.model, inputs), targets))
+
+    return Made(forward, model=problem.model)
 
 
 def variants() -> Iterator[tuple[str, Variant]]:
@@ -74,32 +73,27 @@ def variants() -> Iterator[tuple[str, Variant]]:
     most = {re.split(r"-\w+=", case.name)[0]: case for case in means if "linear" not in case.name}
     for case in (*most.values(), *[case for case in TORCH if case.name == "cross_entropy-reduction=sum"]):
         make = partial(case.problem, [*case.forms][-1], 7)
-        model = lambda make=make: Inside(make())  # noqa: E731
-        yield f"inside {case.name}", Variant(loss=ModelLoss(), model=model, batch=make().batch)
+        yield f"inside {case.name}", Variant(ModelLoss(), lambda make=make: inside(make()), make().batch)
     blocks = lambda model, micro: linear_cross_entropy(  # noqa: E731
         model(micro[0]), next(model.parameters()), micro[1].where(micro[1] > 0, -100), rows=2
     )
-    tied = Variant(loss=blocks, model=lambda: Perceptron(3, 3).double(), batch=(X, CLASS))
-    yield "blocks of a tied layer", tied
-    for name, loss in EXACT.items():
-        yield f"own {name}", Variant(loss=ModelLoss(), model=lambda loss=loss: Own(loss), batch=BATCH)
-    for name, loss in WITH_PARAMETERS.items():
-        yield f"own {name}", Variant(loss=ModelLoss(), model=lambda loss=loss: Layer(loss), batch=BATCH)
+    yield "blocks of a tied layer", Variant(blocks, lambda: Perceptron(3, 3).double(), (X, CLASS))
+    for kind, losses in ((Own, EXACT), (Layer, WITH_PARAMETERS)):
+        for name, loss in losses.items():
+            yield f"own {name}", Variant(ModelLoss(), partial(kind, loss), BATCH)
     for name, case in CASES.items():
-        model, batch = lambda case=case: case.model(0.0).double(), case.batch(11)
-        batch = tree.map_leaves(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch)
-        yield f"whole {name}", Variant(loss=WholeBatch(case.function), model=model, batch=batch, meets=True)
+        model, batch = lambda case=case: case.model(0.0).double(), in_double(case.batch(11))
+        yield f"whole {name}", Variant(WholeBatch(case.function), model, batch, meets=True)
         for rows in (1, 5, 11) if case.by_rows else ():
             loss = WholeBatch(case.by_rows, loss_rows=rows)
-            yield f"whole {name} by {rows}", Variant(loss=loss, model=model, batch=batch, meets=True)
-
+            yield f"whole {name} by {rows}", Variant(loss, model, batch, meets=True)
     named = WholeBatch(clip, outputs=lambda model, micro: model(micro["a"], micro["b"]))
-    batch = dict(zip("ab", images_and_texts(11), strict=True))
-    batch = {name: leaf.double() for name, leaf in batch.items()}
-    yield (
-        "whole clip of outputs",
-        Variant(loss=named, model=lambda: Towers().double(), batch=batch, meets=True),
-    )
+    batch = in_double(dict(zip("ab", images_and_texts(11), strict=True)))
+    yield "whole clip of outputs", Variant(named, lambda: Towers().double(), batch, meets=True)
+
+
+def in_double(batch: Any) -> Any:
+    return tree.map_leaves(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch)
 
 
 VARIANTS = dict(variants())

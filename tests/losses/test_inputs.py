@@ -3,12 +3,7 @@
 from collections import UserDict, namedtuple
 from typing import Any
 
-import pytest
-import torch
-from torch import nn
-
-from anybatch.core.errors import LossError
-from anybatch.losses.inputs import TARGET_KEYS, call_model, split_batch
+from anybatch.losses.inputs import TARGET_KEYS, split_batch
 
 Pair = namedtuple("Pair", "image label")
 
@@ -43,29 +38,3 @@ def test_a_batch_is_read() -> None:
         assert split_batch(micro) == (inputs, targets)
     for micro, inputs in WHOLE:
         assert split_batch(micro, has_target=False) == (inputs, ())
-
-
-class Echo(nn.Module):
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        return inputs + tuple(named.values()) if named or len(inputs) > 1 else inputs[0]
-
-
-A, B = torch.zeros(1), torch.ones(1)
-
-
-def test_a_model_is_called() -> None:
-    calls = [
-        (A, (A,)),
-        ((A, B), (A, B)),
-        ([A, B], (A, B)),
-        ({"b": B}, (B,)),
-        (((A, None),), (A,)),
-        (([A],), (A,)),
-    ]
-    for inputs, outputs in calls:
-        assert call_model(Echo(), inputs) == outputs
-
-
-def test_other_outputs_are_refused() -> None:
-    with pytest.raises(LossError, match=r"got dict.*ab.ModelLoss\(\).*\(model, micro\)"):
-        call_model(Echo(), ({"logits": A},))

@@ -61,41 +61,7 @@ def test_blocks_are_exact(settings: dict[str, Any], rows: int | None) -> None:
     assert all(relative_error(a, b) <= LIMIT for a, b in zip(found, expected, strict=True))
 
 
-def test_rows_and_axes_may_lie_anyhow_and_there_may_be_none() -> None:
-    hidden, weight, bias = values = layer()
-    found = hidden.reshape(7, 2, WIDTH).transpose(0, 1)
-    assert not found.is_contiguous()
-    other = weight.T.contiguous().T
-    total = linear_cross_entropy(found, other, IGNORED.reshape(7, 2).T, bias=bias, rows=3)
-    whole = head(values, IGNORED)
-    assert relative_error(total.sum, whole) <= LIMIT
-    assert relative_error(gradients(values, total.sum), gradients(values, whole)) <= LIMIT
-    single = linear_cross_entropy(hidden[3], weight, IGNORED[3])
-    assert relative_error(single.sum, F.cross_entropy(F.linear(hidden[3], weight), IGNORED[3])) <= LIMIT
-    pair = [hidden, weight]
-    total, whole = linear_cross_entropy(*pair, IGNORED, rows=4), head(pair, IGNORED)  # without bias
-    assert relative_error(gradients(pair, total.sum), gradients(pair, whole)) <= LIMIT
-    empty = linear_cross_entropy(hidden[:0], weight, IGNORED[:0])
-    assert (empty.sum.item(), empty.weight.item()) == (0, 0)
-    assert [value.abs().sum().item() for value in gradients(pair, empty.sum)] == [0, 0]
-
-
-def test_what_is_ignored_may_be_infinite() -> None:
-    hidden, weight, bias = layer()
-    bias = torch.where(torch.arange(WORDS) == 0, -torch.inf, bias)  # no one says word 0
-    target = IGNORED.where(IGNORED != 0, -100)
-    with torch.no_grad():
-        hidden[target < 0] = torch.nan  # as attention of padding that sees nothing
-        total = linear_cross_entropy(hidden, weight, target, bias=bias, rows=4)
-        assert relative_error(total.sum, head([hidden, weight, bias], target)) <= LIMIT
-
-
 # ---- products and passes
-
-
-def in_place(into: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], **_: object) -> int:
-    """Operations of `into.addmm_(a, b)`, which torch's counter does not know."""
-    return 2 * a[0] * a[1] * b[1]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +77,9 @@ def in_place(into: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], **_:
 @pytest.mark.parametrize("gradient", [True, False])
 def test_no_product_is_made_that_nobody_needs(needs: Any, expected: float, gradient: bool) -> None:
     values = [value.requires_grad_(need) for value, need in zip(layer(), needs, strict=True)]
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place})
+    # Torch's counter does not know `into.addmm_(a, b)`.
+    count = lambda into, a, b, **_: 2 * a[0] * a[1] * b[1]  # noqa: E731
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: count})
     with counter, torch.set_grad_enabled(gradient):
         total = blocks(values, IGNORED, rows=4)
         assert total.sum.requires_grad == (gradient and any(needs))
@@ -120,15 +88,6 @@ def test_no_product_is_made_that_nobody_needs(needs: Any, expected: float, gradi
     assert [value.grad is not None for value in values] == [gradient and need for need in needs]
     products = counter.get_total_flops() / (2 * TOKENS * WIDTH * WORDS)
     assert products == (expected if gradient else 1)
-
-
-def test_backward_may_be_repeated() -> None:
-    values = layer()
-    total = blocks(values, IGNORED, rows=4)
-    expected = gradients(values, head(values, IGNORED))
-    for factor in (1.0, 3.0, 1.0):
-        found = torch.autograd.grad(factor * total.sum, values, retain_graph=True)
-        assert relative_error(found, [factor * value for value in expected]) <= LIMIT
 
 
 def test_a_gradient_of_the_gradient_is_refused() -> None:

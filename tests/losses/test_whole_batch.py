@@ -1,3 +1,8 @@
+"""Losses in which rows meet: two passes that are one, and what they need to know of model and batch.
+
+That they are exact is in `test_contract`; float16, and more that is refused, in `faults/test_first_pass`.
+"""
+
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,13 +13,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
-from anybatch import Step, Total, Trainer
+from anybatch import Step, Total
 from anybatch.core import tree
 from anybatch.core.errors import LossError
 from anybatch.losses.cotangents import Seen, joined
 from anybatch.losses.whole_batch import WholeBatch
 from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
-from tests import device
 from tests.losses.test_contract import double as double
 from tests.losses.whole_losses import CASES, Towers, clip, encoder, labelled, sup_con, take
 
@@ -49,32 +53,13 @@ def test_dropout_draws_the_masks_of_one_pass(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), after)  # as after one pass
 
 
-def test_a_loss_may_draw_and_its_draws_stay() -> None:
-    """Its stream goes on after the first pass, and the next step's after that."""
-
-    def noisy(outputs: Tensor, labels: Tensor) -> Tensor:
-        return (outputs * torch.rand_like(outputs)).square().sum()
-
-    model, batch = encoder(0.2), labelled(ROWS)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        outputs = torch.cat([model(rows) for rows in batch[0].split(MICRO_BATCH)])
-        expected, after = noisy(outputs, batch[1]), torch.get_rng_state()
-    torch.manual_seed(1)
-    report, _ = take(model, WholeBatch(noisy), batch, MICRO_BATCH)
-    assert relative_error(report.loss, expected) <= LIMIT
-    assert torch.equal(torch.get_rng_state(), after)
-
-
 def test_buffers_are_updated_once_per_micro_batch() -> None:
-    model = nn.Sequential(encoder(), nn.BatchNorm1d(4))
-    batch = labelled(ROWS)
+    model, twin = (nn.Sequential(encoder(), nn.BatchNorm1d(4)) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    batch, loss = labelled(ROWS), CASES["prototypes"].function
     with torch.no_grad():
-        twin = nn.Sequential(encoder(), nn.BatchNorm1d(4))
-        twin.load_state_dict(model.state_dict())
         for rows in batch[0].split(MICRO_BATCH):
             twin(rows)
-    loss = CASES["prototypes"].function
     before = loss.calls.clone()
     take(model, WholeBatch(loss), batch, MICRO_BATCH, batch_norm="micro")
     for name, buffer in twin.named_buffers():
@@ -83,52 +68,28 @@ def test_buffers_are_updated_once_per_micro_batch() -> None:
 
 
 def test_samples_are_collated_in_both_passes() -> None:
-    model, batch = encoder(), labelled(ROWS)
-    samples = list(zip(*batch, strict=True))
+    model, (x, y) = encoder(), labelled(ROWS)
+    samples = list(zip(x, y, strict=True))
 
     def collate(rows: list[Any]) -> Any:
-        inputs, labels = zip(*rows, strict=True)
-        noise = torch.randn(len(rows), 5) * 0.01  # an augmentation: it must be the same in both passes
-        return torch.stack(inputs) + noise, torch.stack(labels)
+        inputs, labels = default_collate(rows)
+        return inputs + torch.randn(inputs.shape) * 0.01, labels  # an augmentation: the same in both passes
 
     torch.manual_seed(2)
     noisy = torch.cat([collate(samples[i : i + MICRO_BATCH])[0] for i in range(0, ROWS, MICRO_BATCH)])
-    expected = reference_step(model, WholeBatch(sup_con), (noisy, batch[1]))
+    expected = reference_step(model, WholeBatch(sup_con), (noisy, y))
     torch.manual_seed(2)
     _, gradients = take(model, WholeBatch(sup_con), samples, MICRO_BATCH, collate=collate, check=False)
     assert relative_error(gradients, expected.gradients) <= LIMIT
 
 
-def test_autocast_gives_every_weight_its_gradient() -> None:
-    """Weights cast in the pass without graph must not be used again in the other."""
-    torch.set_default_dtype(torch.float32)
-    model, batch = encoder(), labelled(ROWS)
-    with torch.autocast(device.KIND, dtype=torch.bfloat16):
-        _, uncut = take(model, WholeBatch(sup_con), batch, None)
-        _, cut = take(model, WholeBatch(sup_con), batch, MICRO_BATCH)
-    assert cut.keys() == uncut.keys() == dict(model.named_parameters()).keys()
-    assert relative_error(cut, uncut) <= tolerance(torch.bfloat16, 6)
-
-
-def test_no_weight_means_no_update() -> None:
+@pytest.mark.parametrize("micro_batch", [None, MICRO_BATCH])
+def test_no_weight_means_no_update(micro_batch: int | None) -> None:
     """All rows have one label, so there is no triplet."""
-    model, case = encoder(), CASES["triplets"]
-    batch = torch.randn(ROWS, 5), torch.zeros(ROWS, dtype=torch.int64)
-    for micro_batch in (None, MICRO_BATCH):
-        for loss in (WholeBatch(case.function), WholeBatch(case.by_rows, loss_rows=5)):
-            report, gradients = take(model, loss, batch, micro_batch)
-            assert (report.updated, gradients) == (False, {})
-
-
-def test_a_trainer_validates_on_whole_batches() -> None:
-    """The loss of each batch, weighted by its rows: not of each micro-batch."""
-    model, batch = encoder(), labelled(ROWS)
-    step = Step(model, WholeBatch(sup_con), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=3)
-    trainer = Trainer(step, batch, batch_size=12, progress=False)
-    with torch.no_grad():
-        values = [sup_con(model(x), y) for x, y in zip(*[leaf.split(12) for leaf in batch], strict=True)]
-    expected = (12 * values[0] + 11 * values[1]) / ROWS
-    assert relative_error(trainer.evaluate(batch)["loss"], expected) <= LIMIT
+    case, batch = CASES["triplets"], (torch.randn(ROWS, 5), torch.zeros(ROWS, dtype=torch.int64))
+    for loss in (WholeBatch(case.function), WholeBatch(case.by_rows, loss_rows=5)):
+        report, gradients = take(encoder(), loss, batch, micro_batch)
+        assert (report.updated, gradients) == (False, {})
 
 
 @pytest.mark.parametrize("loss_rows", [None, 5])
@@ -154,24 +115,6 @@ def test_parameters_are_found_wherever_the_function_holds_them(loss_rows: int | 
 # ---- what the model is given, and what the function sees
 
 
-class MaybeTwo(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = encoder()
-
-    def forward(self, one: Tensor, other: Tensor | None = None) -> Any:
-        return self.body(one) if other is None else (self.body(one), self.body(other))
-
-
-def test_a_last_part_that_may_go_either_way_is_refused() -> None:
-    batch = CASES["barlow twins"].batch(9)
-    loss = WholeBatch(CASES["barlow twins"].function)
-    for micro_batch in (None, 4):
-        with pytest.raises(LossError, match="Name the parts"):
-            take(MaybeTwo(), loss, tuple(batch.values()), micro_batch)
-        assert take(MaybeTwo(), loss, batch, micro_batch)[0].updated
-
-
 def test_wrappers_are_looked_through() -> None:
     wrapped: Any = nn.Module()
     wrapped.module = Towers()
@@ -180,15 +123,14 @@ def test_wrappers_are_looked_through() -> None:
 
 
 def test_targets_follow_the_outputs() -> None:
-    seen = []
+    seen: list[list[int]] = []
 
     def loss(outputs: Tensor, *others: Any) -> Tensor:
         seen.append([len(outputs), *[len(tree.flatten(one).leaves[0]) for one in others]])
         return outputs.square().sum()
 
     x, y = labelled(9)
-    without = x, (x,), {"input": x}
-    for batch in (*without, (x, y), {"input": x, "target": {"a": y, "b": None}}):
+    for batch in (x, (x,), {"input": x}, (x, y), {"input": x, "target": {"a": y, "b": None}}):
         assert take(encoder(), WholeBatch(loss), batch, 4)[0].updated
     assert seen == [[9]] * 3 + [[9, 9]] * 2
 

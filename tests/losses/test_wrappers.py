@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterator
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -12,39 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Additive, BatchLoss, ModelLoss, Options, PerRow, Step, Terms, Trainer, check, plan
+from anybatch import Additive, BatchLoss, ModelLoss, PerRow, Step, Terms, Total, Trainer, check, plan
 from anybatch.check import named_parameters
 from anybatch.core import tree
 from anybatch.core.errors import LossError
 from anybatch.testing import GradientRecorder, reference_step, relative_error
+from tests import zoo
+from tests.losses.test_contract import double as double
 from tests.snapshots import same_as_before
-from tests.zoo import Perceptron
 
 ROWS, TIME, CLASSES = 11, 6, 4
 LIMIT = 1e-12  # relative, float64
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-class VAE(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.decode = nn.Linear(8, 6), nn.Linear(3, 8)
-
-    def forward(self, x: Tensor, eps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mu, logvar = self.encode(x).chunk(2, 1)
-        return self.decode(mu + eps * (0.5 * logvar).exp()).sigmoid(), mu, logvar
-
-
-class Speech(Perceptron):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).log_softmax(-1).transpose(0, 1)  # (time, rows, classes)
 
 
 def beta_vae(model: nn.Module, micro: Any) -> Any:
@@ -102,28 +79,58 @@ def distilled(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, T
     return 4 * losses.sum(-1), mask
 
 
+def likelihood(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+
+def dpo(model: nn.Module, micro: Any) -> Tensor:
+    chosen, rejected = micro["chosen"], micro["rejected"]
+    return -F.logsigmoid((likelihood(model, chosen) - likelihood(model, rejected)).sum(1)).mean()
+
+
+def grpo(model: nn.Module, micro: Any) -> Tensor:
+    """Advantages are in the batch; the mean is over the tokens that count."""
+    ids, old, gain, mask = micro
+    ratio = (likelihood(model, ids) - old).exp()
+    return -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain)[mask].mean()
+
+
+def r1(model: nn.Module, micro: Any) -> Tensor:
+    """A penalty of the slope, differentiated by the sum of the rows."""
+    x = micro[0].clone().requires_grad_()
+    score = model(x)[:, 0]
+    (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+    return F.softplus(-score).mean() + 5 * slope.square().sum(1).mean()
+
+
 def case(name: str) -> tuple[Any, nn.Module, Any]:
-    x, places, net = torch.rand(ROWS, 8), torch.randn(ROWS, TIME, 3), Perceptron(3, CLASSES)
+    x, places, net = torch.rand(ROWS, 8), torch.randn(ROWS, TIME, 3), zoo.Perceptron(3, CLASSES)
     labels = torch.randint(CLASSES, (ROWS, TIME)).where(torch.rand(ROWS, TIME) < 0.6, -100)
     labels[0] = -100
     valid, maps = labels != -100, (torch.rand(ROWS, TIME, CLASSES) < 0.3).double()
     spoken = torch.randint(1, CLASSES, (ROWS, 3)), torch.full((ROWS,), TIME), torch.randint(2, 4, (ROWS,))
+    spoken_of = zoo.Made(lambda self, x: self.net(x).log_softmax(-1).transpose(0, 1), net=net)  # time first
+    texts, words = torch.randint(9, (2, ROWS, TIME)), nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    policy = (texts[0], torch.randn(ROWS, TIME - 1) / 9 - 2, torch.randn(ROWS, 1), valid[:, 1:])
     return {
-        "beta-vae": (ModelLoss(call=beta_vae), VAE(), (x, torch.randn(ROWS, 3))),
+        "beta-vae": (ModelLoss(call=beta_vae), zoo.vae(8), (x, torch.randn(ROWS, 3))),
         "focal": (ModelLoss(call=focal), net, {"image": places, "mask": maps}),
         "dice": (PerRow(dice), net, (places, maps)),
         "smoothed": (Additive(partial(smoothed, tokens=int(valid.sum()))), net, (places, labels)),
-        "pairwise": (PerRow(pairwise), Perceptron(3, 1), (places, torch.randint(3, (ROWS, TIME)))),
+        "pairwise": (PerRow(pairwise), zoo.Perceptron(3, 1), (places, torch.randint(3, (ROWS, TIME)))),
         "masked": (PerRow(masked_regression), net, (places, maps.where(maps > 0, math.nan))),
         "quantile": (ModelLoss(call=quantile), net, (places[:, 0], x[:, 0])),
-        "ctc": (PerRow(nn.CTCLoss(reduction="none")), Speech(3, CLASSES), (places, spoken)),
+        "ctc": (PerRow(nn.CTCLoss(reduction="none")), spoken_of, (places, spoken)),
         "triplet": (ModelLoss(call=triplet), net, places.unbind(1)[:3]),
         "distilled": (PerRow(distilled), net, (places, (torch.randn(ROWS, TIME, CLASSES), valid))),
         "learned": (PerRow(nn.Bilinear(CLASSES, CLASSES, 1)), net, (places, maps)),
+        "dpo": (ModelLoss(call=dpo), words, dict(zip(("chosen", "rejected"), texts, strict=True))),
+        "grpo": (ModelLoss(call=grpo), words, policy),
+        "r1": (ModelLoss(call=r1), net, (places[:, 0],)),
     }[name]
 
 
-NAMES = "beta-vae focal dice smoothed pairwise masked quantile ctc triplet distilled learned"
+NAMES = "beta-vae focal dice smoothed pairwise masked quantile ctc triplet distilled learned dpo grpo r1"
 
 
 def plain(loss: Any, model: nn.Module, batch: Any) -> Tensor:
@@ -192,6 +199,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
         ModelLoss(call=lambda m, b: m(b[0])),
         "ab.ModelLoss(call=...), got a tensor of shape (5, 4)",
     ),
+    "a number": (ModelLoss(call=lambda m, b: 1.0), "in ab.ModelLoss(call=...), got float"),
+    "a total": (ModelLoss(call=lambda m, b: Total(1, 1)), "in ab.ModelLoss(call=...), got Total"),
+    "no graph": (
+        ModelLoss(call=lambda m, b: m(b[0]).detach().mean()),
+        "in ab.ModelLoss(call=...), got a tensor of shape (), torch.float64",
+    ),
     "a mean that adds up": (Additive(mean), "from mean for every split, .*ab.Additive got a mean"),
     "values that add up": (Additive(lambda m, b: m(b[0])), "real scalar .* got a tensor of shape (3, 4)"),
     "a bare mean": (mean, "shape (), torch.float64. Wrap it: ab.PerRow.*ab.ModelLoss(call=fn).*ab.Additive"),
@@ -202,21 +215,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_wrong_uses_are_refused_and_nothing_is_left(name: str) -> None:
     (loss, message), model = REFUSED[name], nn.Linear(3, CLASSES)
     x, optimizer = torch.randn(ROWS, 3), torch.optim.SGD(model.parameters(), lr=0.1)
-    step, pattern = (
-        Step(model, loss, optimizer, micro_batch=3),
-        ".*".join(map(re.escape, message.split(".*"))),
-    )
+    step = Step(model, loss, optimizer, micro_batch=3)
+    pattern = ".*".join(map(re.escape, message.split(".*")))
     with same_as_before(step), pytest.raises(LossError, match=pattern):
         step((x, x.argmax(1)))
     for make in (PerRow, Additive, lambda one: ModelLoss(call=one)):
         with pytest.raises(LossError, match=r"Expected a function .* got int"):
             make(3)
-
-
-def test_without_the_look_additive_is_the_users_word_and_check_names_a_mean() -> None:
-    model, x = nn.Linear(3, CLASSES), torch.randn(ROWS, 3)
-    step = Step(model, Additive(mean), GradientRecorder(model), micro_batch=3, options=Options(check=False))
-    means = [mean(model, (rows, rows.argmax(1))).item() for rows in x.split(3)]
-    assert relative_error(step((x, x.argmax(1))).loss, math.fsum(means)) <= LIMIT
-    (finding,) = check(model, Additive(mean), (x, x.argmax(1))).findings
-    assert finding.kind == "denominator"

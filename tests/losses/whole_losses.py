@@ -1,8 +1,7 @@
 """Losses in which rows meet, written the slow and obvious way, with models and rows to try them on."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,36 +9,36 @@ from torch import Tensor, nn
 
 from anybatch import Step, Total
 from anybatch.testing import GradientRecorder
+from tests import zoo
 from tests.options import flat
 
-FEATURES, WIDTH = 5, 6
+FEATURES = 5
 
 
-class Towers(nn.Module):
-    """Two encoders and a learned temperature, as in CLIP (Radford et al. 2021)."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.image, self.text = encoder(dropout), encoder(dropout)
-        self.log_scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return F.normalize(self.image(image)), F.normalize(self.text(text)), self.log_scale.exp()
+def encoder(dropout: float = 0.0, outputs: int = 4) -> nn.Module:
+    return zoo.dropout(FEATURES, outputs, p=dropout, width=6)
 
 
 class Views(nn.Module):
+    """One encoder for both columns; the signature of a forward says that the second is no target."""
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.encoder = encoder(dropout)
+        self.one = self.other = encoder(dropout)
 
-    def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        return self.encoder(one), self.encoder(other)
+    def forward(self, one: Tensor, other: Tensor) -> Any:
+        return self.one(one), self.other(other)
 
 
-def encoder(dropout: float = 0.0, outputs: int = 4) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Dropout(dropout), nn.Linear(WIDTH, outputs)
-    )
+class Towers(Views):
+    """Two encoders and a learned temperature, as in CLIP (Radford et al. 2021)."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.other, self.log_scale = encoder(dropout), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, one: Tensor, other: Tensor) -> Any:
+        return *map(F.normalize, super().forward(one, other)), self.log_scale.exp()
 
 
 def clip(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
@@ -93,16 +92,15 @@ class Prototypes(nn.Module):
 
     def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
         self.calls += 1
-        centred = outputs - outputs.mean(0)
-        return F.cross_entropy(centred @ self.places.T, labels)
-
-
-def pairs(rows: int) -> Any:
-    return {"one": torch.randn(rows, FEATURES), "other": torch.randn(rows, FEATURES)}
+        return F.cross_entropy((outputs - outputs.mean(0)) @ self.places.T, labels)
 
 
 def images_and_texts(rows: int) -> Any:
     return torch.randn(rows, FEATURES), torch.randn(rows, FEATURES)
+
+
+def pairs(rows: int) -> Any:
+    return dict(zip(("one", "other"), images_and_texts(rows), strict=True))
 
 
 def labelled(rows: int) -> Any:
@@ -113,8 +111,7 @@ def ranked(rows: int) -> Any:
     return {"input": torch.randn(rows, FEATURES), "target": torch.randint(4, (rows,))}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(NamedTuple):
     function: Any
     model: Callable[[float], nn.Module]
     batch: Callable[[int], Any]
@@ -122,12 +119,12 @@ class Case:
 
 
 CASES = {
-    "clip": Case(function=clip, model=Towers, batch=images_and_texts, by_rows=clip_by_rows),
-    "triplets": Case(function=triplets, model=encoder, batch=labelled, by_rows=triplets),
-    "sup-con": Case(function=sup_con, model=encoder, batch=labelled),
-    "barlow twins": Case(function=barlow_twins, model=Views, batch=pairs),
-    "rank": Case(function=rank, model=lambda dropout: encoder(dropout, 1), batch=ranked),
-    "prototypes": Case(function=Prototypes().double(), model=encoder, batch=labelled),
+    "clip": Case(clip, Towers, images_and_texts, clip_by_rows),
+    "triplets": Case(triplets, encoder, labelled, triplets),
+    "sup-con": Case(sup_con, encoder, labelled),
+    "barlow twins": Case(barlow_twins, Views, pairs),
+    "rank": Case(rank, lambda dropout: encoder(dropout, 1), ranked),
+    "prototypes": Case(Prototypes().double(), encoder, labelled),
 }
 
 

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.utils.checkpoint import checkpoint
 
-from anybatch import Options, Step
+from anybatch import Step
 from anybatch.memory.ledger import OWNERS
 from anybatch.memory.meter import Meter
 
@@ -105,72 +104,6 @@ def test_every_byte_has_its_owner() -> None:
     assert backward["activations"] >= 16 * 8 * 4  # what Tanh keeps
     assert backward["workspace"] > 0
     assert meter.ledger().peak == meter.peak
-
-
-def test_sums_of_ours_are_gradients() -> None:
-    model = mlp()
-    step = Step(
-        model,
-        nn.CrossEntropyLoss(),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        micro_batch=4,
-        options=Options(accumulate=torch.float64),
-    )
-    batch = torch.randn(12, 4), torch.randint(2, (12,))
-    with Meter(model, step.optimizers, batch_leaves=batch) as meter:
-        step(batch)
-    size = sum(p.nbytes for p in model.parameters())
-    assert max(one.bytes[OWNERS.index("gradients")] for one in meter.ledger().moments) >= 2 * size
-
-
-def test_first_state_is_the_optimizers_from_its_birth() -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with Meter(model, [optimizer]) as meter:
-        model(torch.randn(2, 4)).sum().backward()
-        optimizer.step()
-    assert owned(meter, "start")["optimizer state"] == 0
-    assert owned(meter, "update")["optimizer state"] == sum(p.nbytes for p in model.parameters())
-
-
-def test_phases_micro_batches_and_modules() -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=2, options=Options(check=False))
-    batch = torch.randn(4, 4), torch.randint(2, (4,))
-    with Meter(model, [optimizer], batch_leaves=batch) as meter:
-        step(batch)
-    marks = meter.recording.marks
-    order = [(one.phase, one.micro_batch) for one in marks]
-    assert [pair for pair, before in zip(order, [None, *order], strict=False) if pair != before] == [
-        ("start", -1),
-        *[(phase, index) for index in (0, 1) for phase in ("forward", "loss", "backward")],
-        ("update", 1),
-    ]
-    first = [one.module for one in marks if one.phase == "forward" and one.micro_batch == 0]
-    assert [name for name in first if name] == ["0", "1", "2"]
-    first = [one.module for one in marks if one.phase == "backward" and one.micro_batch == 0]
-    assert [name for name in first if name] == ["2", "1", "0"]
-    assert marks[-1].operations > marks[1].operations
-    # Two products in forward and three in backward, as the input wants no gradient; twice 2 rows.
-    assert marks[-1].flops == 2 * 2 * 2 * (2 * 4 * 8 + 3 * 8 * 2)
-
-
-def test_a_forward_inside_of_backward_is_recompute() -> None:
-    class Again(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    model = Again()
-    with Meter(model) as meter:
-        model(torch.randn(8, 4)).square().sum().backward()
-    phases = meter.ledger().phases()
-    assert "recompute" in phases
-    assert phases["recompute"].bytes[OWNERS.index("activations")] >= 8 * 8 * 4
 
 
 def hooks() -> tuple[int, ...]:

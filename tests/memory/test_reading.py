@@ -7,10 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
-from anybatch.core import torch_private as private
-from anybatch.memory import MemoryReading, reading
+from anybatch.memory import MemoryReading
 
 MIB = 2**20
 LIMIT = 0.01  # relative
@@ -37,17 +35,6 @@ def test_known_pattern_and_memory_from_before() -> None:
     assert (found.events, found.is_exact, found.end()) == (8, True, None)  # two of them are the mark's
 
 
-def test_workspace_of_a_kernel_and_nodes_of_the_graph() -> None:
-    layer, rows = nn.Conv3d(8, 8, 3, bias=False), torch.randn(1, 8, 18, 18, 18)
-    output = 8 * 16**3 * 4
-    with torch.no_grad():
-        assert read(lambda: layer(rows))[0] > 20 * output  # the columns: 27 values for each of the output
-    leaf, kept = torch.ones((), requires_grad=True), []
-    with private.disable_current_modes():
-        peak, _ = read(lambda: kept.extend(leaf + 1 for _ in range(1000)))
-    assert 4 * 1000 + 100 * 1000 < peak < 2000 * 1000  # the numbers themselves are a hundredth of it
-
-
 def test_no_reading_beside_a_profiler_or_another_reading() -> None:
     found: list[object] = []
     first = MemoryReading.begin(["cpu"])
@@ -71,16 +58,6 @@ def test_no_reading_beside_a_profiler_or_another_reading() -> None:
     assert lost.end() is None
     assert any(event.name == "aten::add" for event in profiler.events())
     assert MemoryReading.begin(["cuda"]) is None or torch.cuda.is_initialized()
-
-
-def test_without_events_nothing_is_read_and_without_malloc_s_count_a_quarter_is_added(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(reading, "_mallinfo", lambda: None)
-    peak, found = read(known_pattern)
-    assert (peak, found.is_exact) == (10 * MIB, False)
-    monkeypatch.setattr(reading, "_has_events", lambda: False)
-    assert MemoryReading.begin(["cpu"]) is None
 
 
 QUIET = """

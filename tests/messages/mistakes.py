@@ -101,8 +101,7 @@ LOSSES: Mistakes = {
     "a mean": (OWN.format("F.cross_entropy(model(micro[0]), micro[1])"), "shape ()", "micro[1]", "ab.Total("),
     "a mean of a dict": (
         "Step(loss=lambda model, micro: model(micro['a']).mean())({'a': x, 'y': y})",
-        "model(micro['a']), micro['y'], reduction",
-    ),
+        "model(micro['a']), micro['y'], reduction"),
     "a float": (OWN.format(f"{SUM}.item()"), "got float", "ab.Total("),
     "a tuple": (OWN.format(f"({SUM}, 4)"), "got tuple", "ab.Total("),
     "nothing": (OWN.format("None"), "got NoneType", "ab.Total("),
@@ -141,14 +140,11 @@ LOSSES: Mistakes = {
     "detached": (OWN.format(f"ab.Total({SUM}.detach(), 4)"), "['loss'] without gradient", ".detach()"),
     "not summed": (OWN.format("ab.Total(model(micro[0]), 4)"), "shape (4, 2)", ".sum()"),
     "a mean taken already": (
-        OWN.format("ab.Total(F.cross_entropy(model(micro[0]), micro[1]), 1)"),
-        "8 rows as 8",
-        "ab.check(model, loss, batch)",
-    ),
+        OWN.format("ab.Total(F.cross_entropy(model(micro[0]), micro[1]), 1)"), "8 rows as 8",
+        "ab.check(model, loss, batch)"),
     "pairs of rows": (
         OWN.format("ab.Total((model(micro[0]) @ model(micro[0]).T).logsumexp(0).sum(), len(micro[0]))"),
-        "ab.WholeBatch",
-    ),
+        "ab.WholeBatch"),
     "the other arguments": (OWN.replace("model, micro", "output, target").format("output - target"),
         "loss(model, micro), not as loss(outputs, targets)"),
     **{f"the other arguments, {name}": (
@@ -172,43 +168,29 @@ LOSSES: Mistakes = {
     "reduction='none'": ("Step(loss=nn.MSELoss(reduction='none'))", "got 'none'", "'mean', 'sum'"),
     "a loss with its own forward": (
         "class Focal(nn.CrossEntropyLoss):\n    forward = lambda self, a, b: (a * b[:, None]).sum()\n"
-        "Step(loss=Focal())",
-        "got Focal",
-        "ab.Terms",
-    ),
+        "Step(loss=Focal())", "got Focal", "ab.Terms"),
     "a layer": ("Step(loss=nn.Identity())", "got Identity", "ab.Total("),
     "negative weights": ("Step(loss=nn.CrossEntropyLoss(-torch.ones(2)))", "-1.0", "at least 0"),
     "model and loss swapped": ("ab.Step(loss, model, sgd)", "CrossEntropyLoss and Linear", "Swap them"),
     "transformers and a loss of torch": (
         "m, batch = bert(); ab.Step(m, loss, torch.optim.SGD(m.parameters()), micro_batch=4)(batch)",
-        "got SequenceClassifierOutput",
-        "ab.ModelLoss()",
-    ),
+        "got SequenceClassifierOutput", "ab.ModelLoss()"),
     "transformers without labels": (
         "m, batch = bert(); del batch['labels']\n"
         "ab.Step(m, ab.ModelLoss(), torch.optim.SGD(m.parameters()), micro_batch=4)(batch)",
-        "got None in a SequenceClassifierOutput",
-        "Put the labels into the batch",
-    ),
+        "got None in a SequenceClassifierOutput", "Put the labels into the batch"),
     "transformers and a tuple": (
         "m, batch = bert()\n"
         "ab.Step(m, ab.ModelLoss(), torch.optim.SGD(m.parameters()), micro_batch=4)((*batch.values(),))",
-        "BertForSequenceClassification with [(4, 5) int64,",
-        "by name",
-    ),
+        "BertForSequenceClassification with [(4, 5) int64,", "by name"),
     "return_loss=True of CLIP": (
         "m, batch = clip(); ab.Step(m, ab.ModelLoss(), torch.optim.SGD(m.parameters()))(batch)",
-        "bool at ['return_loss']",
-        "Pass a setting to the model",
-        "ab.WholeBatch",
-    ),
+        "bool at ['return_loss']", "Pass a setting to the model", "ab.WholeBatch"),
     "ModelLoss and a plain model": ("Step(loss=ab.ModelLoss())({'input': x})", "(5, 2)", "another loss"),
     "no_grad": ("with torch.no_grad(): step((x, y))", "['loss'] without gradient", "torch.no_grad()"),
     "a second backward": (
-        "value = ab.BatchLoss(model, loss)((x, y)); value.backward(); value.backward()",
-        "got another",
-        "Call batch_loss(batch) again",
-    ),
+        "value = ab.BatchLoss(model, loss)((x, y)); value.backward(); value.backward()", "got another",
+        "Call batch_loss(batch) again"),
     "create_graph": ("ab.BatchLoss(model, loss)((x, y)).backward(create_graph=True)", "create_graph=True"),
 }  # fmt: skip
 

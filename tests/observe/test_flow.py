@@ -18,7 +18,7 @@ from anybatch.observe.flow_picture import draw
 from tests.device import needs_sparse
 from tests.options import flat
 from tests.snapshots import same, same_as_before
-from tests.step.test_dry_run import Busy
+from tests.step.test_dry_run import busy
 
 EXACT = 1e-12
 FIGURES = ("mean", "largest", "norm", "zeros", "ratio")
@@ -156,7 +156,7 @@ def test_one_call_shows_the_whole_gradient_and_touches_nothing(
 ) -> None:
     pytest.importorskip("matplotlib")
     inputs, targets = rows_of(6, torch.float32)
-    model, batch = Busy(), (inputs, targets[:, :1])
+    model, batch = busy(), (inputs, targets[:, :1])
     step, untouched = make_step(model), [part.clone() for part in batch]
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -165,7 +165,7 @@ def test_one_call_shows_the_whole_gradient_and_touches_nothing(
             model, nn.MSELoss(), batch, path=tmp_path / "a.png", **flat(options, batch_norm="micro")
         )
     assert same(untouched, [*batch])
-    assert (flow.layers, flow.ratio, flow.update) == (("linear", "norm", "out"), (None,) * 3, 0)
+    assert (flow.layers, flow.ratio, flow.update) == (("body.0", "body.1", "body.4"), (None,) * 3, 0)
     assert (tmp_path / "a.png").stat().st_size > 1000
     plain, exact = make_net(), rows_of(6)
     whole = plain_figures(plain, exact, lambda: None)

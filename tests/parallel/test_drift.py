@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
 from anybatch.core.errors import PlanError
@@ -93,13 +91,3 @@ def test_the_same_rows_on_all_ranks_are_warned_of(rank: int, size: int) -> None:
     step = Pair(shifted(), "torch", "sgd", check=False).step
     with pytest.warns(UserWarning, match="made of copies"):
         assert [step(rows(0, index)).updated for index in range(4)]
-
-
-@on_ranks(4)
-def test_the_group_of_a_wrapper_is_used(rank: int, size: int) -> None:
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    first, model = rank // 2 * 2, shifted()
-    wrapped = DistributedDataParallel(shifted(), process_group=halves[rank // 2])
-    pair = Pair(model, "torch", "sgd", parts=wrapped, micro_batch=2)
-    x, y = (torch.cat(alike) for alike in zip(rows(first, 0), rows(first + 1, 0), strict=True))
-    pair.update((x, y), [5, 5], rank - first)

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -28,7 +27,6 @@ from tests.parallel import drawn, faults
 from tests.parallel.drawn import WAYS, sending
 from tests.parallel.pairs import NO_MEMORY, Pair, digest, told, whole
 from tests.parallel.spawned import Ranks, on_ranks, spawned
-from tests.zoo import towers
 
 FLOAT64 = tolerance(torch.float64, 4)
 
@@ -168,18 +166,6 @@ def test_code_of_the_caller_in_the_last_backward_meets_no_bucket_under_way(
         found.add(digest([*model.parameters()]))
     assert len(found) == 1
     return found
-
-
-@on_ranks(2)
-def test_whole_batch_losses_have_budgets_on_ranks(rank: int, size: int) -> None:
-    def contrast(one: Tensor, other: Tensor, scale: Tensor) -> Tensor:
-        return F.cross_entropy(scale * one @ other.T, torch.arange(len(one)))
-
-    torch.manual_seed(0)
-    model, rows = towers(width=64).double(), tuple(torch.randn(2, 80, 6).double())
-    loss = ab.WholeBatch(contrast, outputs=lambda model, micro: model(*micro))
-    pair = Pair(model, lambda: loss, "sgd", memory="300KB")
-    assert pair.update(rows, [40, 40], rank).micro_batches > 1
 
 
 @on_ranks(2)

@@ -186,19 +186,6 @@ def test_workers_join_leave_and_get_slow() -> None:
     assert counts[4]["back-ups"] > counts[2]["back-ups"]
 
 
-def test_what_happens_in_each_step_adds_up() -> None:
-    """Mutation: a step tells what earlier ones did as well."""
-    server = served(cluster=Inline(1, EndAt("Worker", "fold", "after", 10)))
-    step = step_of(network(), server)
-    told = [step(batch(number)).counts for number in range(3)]
-    server.stop()
-    assert [one["pushes"] for one in told] == [16] * 3
-    assert sum(one.get("workers replaced", 0) for one in told) == server.counts["workers replaced"] == 1
-    assert server.counts["pushes"] == 48
-    elements = sum(p.numel() for p in step.model.parameters())
-    assert server.counts["bytes pushed"] == sum(one["bytes pushed"] for one in told) == 24 * 8 * elements
-
-
 def test_more_workers_than_rows_wait() -> None:
     assert step_of(network(), served(1, 6))(batch(rows=2)).rows == 2
 

@@ -16,7 +16,6 @@ from anybatch.parallel import ParameterServer, fingerprint
 from anybatch.parallel.on_ray import RayCluster
 from anybatch.parallel.server import ServerShard
 from anybatch.parallel.worker import Worker
-from anybatch.step.remote import Remote
 from anybatch.testing import tolerance
 from tests.laws.check import stack
 from tests.parallel.inline import Inline
@@ -123,15 +122,6 @@ def test_what_is_served_is_what_one_process_does(name: str) -> None:
     assert cluster.calls.count(("Worker", "__init__")) <= 4  # nothing was started again
 
 
-def test_modes_of_modules_reach_workers() -> None:
-    model = network(0.5).eval()
-    step = step_of(model, served(), lr=0.0)
-    first = step(batch(0)).loss
-    assert first == pytest.approx(step_of(model, lr=0.0)(batch(0)).loss)
-    model.train()
-    assert step(batch(0)).loss != pytest.approx(first)
-
-
 def test_two_networks_that_train_each_other() -> None:
     """A GAN: each step has a server of its own, and reads parameters that the other updates."""
 
@@ -221,49 +211,6 @@ def test_the_state_of_the_optimizer_is_where_the_next_update_is_made() -> None:
         assert_close(moved(strategies), moved(["local"]), CLOSE)
 
 
-class Reader:
-    """Reads rows by their number, but not on the driver: what is sent to a worker is a copy."""
-
-    def __init__(self, rows: Any, *, is_driver: bool = True) -> None:
-        self.rows, self.is_driver = rows, is_driver
-
-    def __deepcopy__(self, memo: Any) -> "Reader":
-        return Reader(self.rows, is_driver=False)
-
-    def __call__(self, numbers: list[int]) -> Any:
-        assert not self.is_driver, "rows are read on the driver"
-        assert all(isinstance(one, int) for one in numbers)
-        return tuple(column[numbers] for column in self.rows)
-
-
-@pytest.mark.parametrize(
-    "options", [{"micro_batch": 4}, {"memory": "2GiB"}, {"micro_batch": 4, "recompute": ["0"]}], ids=str
-)
-def test_collate_is_called_on_workers_alone(options: dict[str, Any]) -> None:
-    def parameters(rows: Any, **more: Any) -> list[Tensor]:
-        step = step_of(network(), served(2, 2), **options, **more)
-        for _ in range(3):
-            assert step(rows).rows == ROWS
-        return [*step.model.parameters()]
-
-    assert_close(parameters([*range(ROWS)], collate=Reader(batch())), parameters(batch()), CLOSE)
-
-
-def test_a_trainer_sends_what_the_data_gives_for_a_row() -> None:
-    """Numbers, read on workers; samples of a data set are read here. Validation is here, too."""
-
-    def trained(data: Any, collate: Any, validation: Any = None) -> list[Tensor]:
-        step = step_of(network(), served(2, 2), micro_batch=4, collate=collate)
-        ab.Trainer(step, data, validation, batch_size=10, progress=False).fit(epochs=2)
-        return [*step.model.parameters()]
-
-    rows = batch()
-    found = trained(range(ROWS), Reader(rows))
-    assert all(map(torch.equal, found, trained(torch.utils.data.TensorDataset(*rows), stack)))
-    with pytest.raises(AssertionError, match="rows are read on the driver"):
-        trained(range(ROWS), Reader(rows), range(5))
-
-
 SEEN: list[set[str]] = []
 
 
@@ -311,16 +258,6 @@ def test_each_worker_asks_ray_for_a_gpu_and_is_refused_where_there_is_none() -> 
     cluster.kill(first)
     cluster.start(Worker)
     cluster.start(ServerShard)
-
-
-def test_workers_compute_in_the_default_dtype_of_the_driver() -> None:
-    made = Remote.of(step_of(network()))
-    torch.set_default_dtype(torch.float64)
-    try:
-        made("local")
-        assert torch.get_default_dtype() is torch.float32
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 # ---- errors, and what is refused

@@ -12,12 +12,11 @@ from anybatch import Step
 from anybatch.core import PlanError, SampleBatch
 from anybatch.planner import Budget, length_of
 from tests.budgets import Net, changed_by, make, metered, rows_of, sgd
+from tests.zoo import Made
 
 ROWS = 6
-PLAIN, TIGHT = (
-    1_500_000,
-    1_050_000,
-)  # bytes for which a few rows of 1,000 numbers fit, and none without recompute
+# Bytes for which a few rows of 1,000 numbers fit, and none without recompute.
+PLAIN, TIGHT = 1_500_000, 1_050_000
 
 
 def lengths(length: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -89,13 +88,9 @@ def test_kinds_of_rows_settings_and_trained_parameters_have_ladders_of_their_own
 # ---- no budget
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 4)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.words(ids).mean(1))
+def sparse_words() -> nn.Module:
+    words = nn.Embedding(50, 8, sparse=True)
+    return Made(lambda self, ids: self.head(self.words(ids).mean(1)), words=words, head=nn.Linear(8, 4))
 
 
 def sparse_adam(parameters: Any) -> Any:
@@ -112,7 +107,7 @@ def test_sparse_gradients_are_refused(optimizer: Any) -> None:
             run(words)
 
     words = torch.arange(ROWS * 3).reshape(ROWS, 3), torch.zeros(ROWS, dtype=torch.long)
-    step = make(Words, optimizer, memory=10**6)
+    step = make(sparse_words, optimizer, memory=10**6)
     for run in (step, step.foresee):
         assert changed_by(step, lambda run=run: refused(run)) == []
     free = make(lambda: step.model, optimizer)

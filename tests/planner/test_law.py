@@ -32,22 +32,8 @@ def test_sizes_that_were_not_read_follow_from_those_that_were(form: str) -> None
         assert true < law.bound(size) < 1.25 * true
 
 
-def test_one_odd_reading_does_not_bend_the_law() -> None:
-    law = law_of([(m, n) for m in (2, 3, 5, 8) for n in (20, 40)], lambda m, n: 1_000.0 * m * n)
-    law.add((6, 30), 1.5 * 180_000)
-    assert law((16, 40)) == pytest.approx(640_000, rel=10 * LIMIT)
-
-
 def test_a_single_row_with_kernels_of_its_own_is_kept_apart() -> None:
     law = law_of([(1, 10), (2, 10), (4, 10)], lambda m, n: 900 if m == 1 else 150 * m)
     assert law((1, 10)) == 900
     assert law((1, 20)) == 1_800
     assert law((8, 10)) == pytest.approx(1_200)
-
-
-def test_the_bound_grows_with_the_distance_from_what_was_read() -> None:
-    law = law_of([(2, 10), (4, 10)], lambda m, n: 100.0 * m)
-    margins = [law.bound((m, 10)) / law((m, 10)) for m in (4, 6, 8, 16, 32)]
-    assert margins == sorted(margins)
-    assert margins[0] == pytest.approx(1.01)
-    assert margins[-1] > 1.1

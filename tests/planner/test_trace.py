@@ -1,9 +1,7 @@
 """Traces: the bytes of a step without memory."""
 
-import math
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -11,43 +9,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import Optimizer
 
 from anybatch import ModelLoss, Options, Step, Terms, Total, WholeBatch, plan
 from anybatch.core import Callbacks
-from anybatch.core.batch import SampleBatch, TensorBatch
+from anybatch.core.batch import TensorBatch
 from anybatch.core.errors import TraceError
-from anybatch.engine.plan import Plan
-from anybatch.memory.device import find_device
 from anybatch.memory.meter import Meter
 from anybatch.planner.trace import Trace, trace
 from benchmarks.zoo import ZOO
 from tests.options import flat
 from tests.snapshots import changes, make_batch, make_step, snapshot
 from tests.train.runs import listening
+from tests.zoo import Made, words
 
 ROWS = 12
 
 
-class Words(nn.Module):
-    def __init__(self, inner: nn.Module, width: int) -> None:
-        super().__init__()
-        self.embed, self.inner, self.head = nn.Embedding(50, 16), inner, nn.Linear(width, 50, bias=False)
-        if width == 16:
-            self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.inner(self.embed(x))
-        return self.head(out[0] if isinstance(out, tuple) else out.tanh()).transpose(1, 2)
-
-
 def tied() -> nn.Module:
-    return Words(nn.LayerNorm(16), 16)
+    return words(nn.LayerNorm(16), width=16, count=50, tied=True)
 
 
 def recurrent() -> nn.Module:
-    return Words(nn.LSTM(16, 24, 2, batch_first=True), 24)
+    body = nn.LSTM(16, 16, 2, batch_first=True)
+    return words(Made(lambda self, x: self.body(x)[0], body=body), width=16, count=50)
 
 
 def mlp() -> nn.Module:
@@ -55,9 +40,8 @@ def mlp() -> nn.Module:
 
 
 def conv() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(288, 10)
-    )
+    head = (nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(288, 10))
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), *head)
 
 
 def vectors() -> Any:
@@ -80,10 +64,8 @@ def shifted() -> Any:
 def terms(model: nn.Module, micro: Any) -> dict[str, Total]:
     outputs = model(micro[0])
     losses = F.cross_entropy(outputs, micro[1], reduction="none")
-    return {
-        "fit": Total(losses.sum(), (micro[1] >= 0).sum()),
-        "size": Total(outputs.square().sum(), outputs.numel()),
-    }
+    fit = Total(losses.sum(), (micro[1] >= 0).sum())
+    return {"fit": fit, "size": Total(outputs.square().sum(), outputs.numel())}
 
 
 def contrast(outputs: Tensor, target: Tensor) -> Tensor:
@@ -191,25 +173,6 @@ def test_peak_to_the_byte_of_models_with_their_own_loss(
     assert 0 <= predicted.peak - meter.peak <= (16 * ROWS if is_read else 8)
 
 
-def test_samples_are_collated_micro_batch_by_micro_batch() -> None:
-    def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
-
-    model = mlp()
-    step = Step(
-        model, nn.CrossEntropyLoss(), OPTIMIZERS["sgd"](model.parameters()), micro_batch=5, collate=collate
-    )
-    samples = list(zip(*vectors(), strict=True))
-    predicted = trace(step.plan(ROWS), step.task(), SampleBatch(samples, collate))
-    step(samples)
-    step(samples)  # the first and the second are compared with all rows at once
-    given = [tensor for sample in samples for tensor in sample]
-    with Meter(model, step.optimizers, batch_leaves=given) as meter:
-        step(samples)
-    kept = sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in given}.values())
-    assert predicted.peak == meter.peak - kept  # samples lie on the host, wherever the step runs
-
-
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 3}, {"loss": twice, "micro_batch": 3}])
 def test_nothing_is_changed(options: dict[str, Any]) -> None:
     step = make_step(**options)
@@ -221,81 +184,27 @@ def test_nothing_is_changed(options: dict[str, Any]) -> None:
     assert not heard
 
 
-class Picks(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + x[x > 0].sum()
+def picks(_: Any, x: Tensor) -> Tensor:
+    return x + x[x > 0].sum()
 
 
-class Lengths(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + x[:, : int(x.long().max().clamp(1, 2))].sum()
+def lengths(_: Any, x: Tensor) -> Tensor:
+    return x + x[:, : int(x.long().max().clamp(1, 2))].sum()
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"),
+    ("forward", "named"),
     [
-        (Picks, r"aten\.(nonzero|index)\.\w+ in 1"),
-        (Lengths, r"in 1 \(Lengths\); its shapes depend on values"),
+        (picks, r"aten\.(nonzero|index)\.\w+ in 1"),
+        (lengths, r"in 1 \(Made\); its shapes depend on values"),
     ],
 )
-def test_what_cannot_be_traced_is_named(kind: type[nn.Module], named: str) -> None:
-    step = make_step(model=nn.Sequential(nn.Linear(3, 4), kind()), micro_batch=4)
+def test_what_cannot_be_traced_is_named(forward: Any, named: str) -> None:
+    step = make_step(model=nn.Sequential(nn.Linear(3, 4), Made(forward)), micro_batch=4)
     before, batch = snapshot(step), TensorBatch(make_batch())
     with pytest.raises(TraceError, match=named):
         trace(step.plan(8), step.task(), batch)
     assert not changes(before, snapshot(step))
-
-
-def test_a_device_that_is_not_there_rounds_sizes_up() -> None:
-    model = mlp()
-    step = Step(model, nn.CrossEntropyLoss(), OPTIMIZERS["adamw"](model.parameters()))
-    batch, plan = TensorBatch(vectors()), Plan(rows=ROWS, micro_batch=ROWS)
-    here, there = (
-        trace(plan, step.task(), batch),
-        trace(plan, step.task(), batch, device=find_device("cuda:a100")),
-    )
-    assert there.ledger.device == "cuda"
-    assert all(not size % 512 for moment in there.ledger.moments for size in moment.bytes)
-    assert there.peak > here.peak
-    assert step.optimizers[0].param_groups[0]["foreach"] is None
-
-
-def test_many_micro_batches_cost_as_much_as_a_few() -> None:
-    model = mlp()
-    step = Step(model, nn.MSELoss(), OPTIMIZERS["sgd"](model.parameters()))
-    head = TensorBatch((torch.zeros(1, 16), torch.zeros(1, 10)))
-    many = trace(Plan(rows=100_000, micro_batch=10), step.task(), head)
-    assert many.marks[-1].micro_batch == 9_999
-    few = trace(Plan(rows=30, micro_batch=10), step.task(), head)
-    given = 100_000 * 26 * 4, 30 * 26 * 4
-    assert many.peak - given[0] == few.peak - given[1]  # nothing is left of each
-    assert math.isclose(many.marks[-1].flops, few.marks[-1].flops * 10_000 / 3)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("micro_batch", [None, 4])
-def test_modules_that_only_the_loss_reaches_are_as_before(frozen: bool, micro_batch: int | None) -> None:
-    judge = nn.Sequential(spectral_norm(nn.Linear(10, 6)), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
-    judge.requires_grad_(not frozen)
-    before = {name: value.clone() for name, value in judge.state_dict().items()}
-
-    def loss(model: nn.Module, micro: Any) -> Total:
-        return Total(F.softplus(-judge(model(micro[0]))).sum(), len(micro[0]))
-
-    model = mlp()
-    step = Step(
-        model,
-        loss,
-        OPTIMIZERS["adamw"](model.parameters()),
-        options=Options(check=False),
-        micro_batch=micro_batch,
-    )
-    trace(step.plan(ROWS), step.task(), TensorBatch(vectors()))
-    assert all(torch.equal(value, before[name]) for name, value in judge.state_dict().items())
-    assert all(parameter.grad is None for parameter in judge.parameters())
-    optimizer = step.optimizers[0]
-    predicted, meter = compare(model, loss, optimizer, vectors(), micro_batch=micro_batch)
-    assert predicted.peak == meter.peak
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"adagrad"}))  # its state is there from the start
@@ -312,29 +221,7 @@ def test_parameters_without_gradient_have_no_state(name: str) -> None:
     assert [one.peak for one in found] == [meter.peak, meter.peak]
 
 
-def test_an_optimizer_that_begins_small_is_traced_as_it_is_later() -> None:
-    """RAdam takes more memory from its sixth step on."""
-    model = nn.Linear(64, 64)
-    step = Step(model, nn.MSELoss(), torch.optim.RAdam(model.parameters()))
-    batch = torch.zeros(2, 64), torch.zeros(2, 64)
-    predicted = trace(step.plan(2), step.task(), TensorBatch(batch)).peak
-    for _ in range(7):
-        with Meter(model, step.optimizers, batch_leaves=batch) as meter:
-            step(batch)
-    assert predicted == meter.peak
-
-
 # ---- feed
-
-
-def test_threads_trace_one_after_another() -> None:
-    def peak(_: int) -> int:
-        layers = [nn.Linear(16, 16) for _ in range(8)]
-        step = Step(model := nn.Sequential(*layers), nn.MSELoss(), torch.optim.Adam(model.parameters()))
-        return trace(step.plan(8), step.task(), TensorBatch((torch.zeros(8, 16), torch.zeros(8, 16)))).peak
-
-    with ThreadPoolExecutor(4) as threads:
-        assert len(set(threads.map(peak, range(12)))) == 1
 
 
 def layers(dropout: float, device: str) -> nn.Module:
@@ -363,48 +250,14 @@ def test_attention_with_dropout_keeps_no_scores_on_a_card() -> None:
     assert planned(layers(0.1, "cpu"), "cpu") > 1.5 * dropped
 
 
-@pytest.mark.parametrize("of", ["TransformerEncoderLayer", "BERT"])
-def test_attention_with_dropout_takes_what_it_takes_without(of: str) -> None:
-    transformers = pytest.importorskip("transformers")
+def heads_of(size: int = 16, heads: int = 4, shared: int = 4, mask: bool = False) -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q = self.layer(x).unflatten(-1, (heads, size)).transpose(1, 2)
+        given = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool) if mask else None
+        keys = q[:, :shared]
+        return F.scaled_dot_product_attention(q, keys, keys, given, enable_gqa=shared < 4)
 
-    def model(p: float) -> nn.Module:
-        if of == "BERT":
-            sizes: Any = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_dropout_prob": 0.0}
-            sizes |= {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64}
-            config = transformers.BertConfig(**sizes, attention_probs_dropout_prob=p)
-            return transformers.BertModel(config, add_pooling_layer=False)
-        made: Any = layers(0.0, "cpu")
-        for one in made[0].layers:
-            one.self_attn.dropout = p
-        return made
-
-    def peak(p: float, device: str) -> int:
-        given = torch.zeros(2, 128, dtype=torch.long) if of == "BERT" else torch.zeros(2, 128, 32)
-
-        def loss(called: nn.Module, micro: Any) -> Total:
-            out: Any = called(micro[0])
-            return Total((out[0] if of == "BERT" else out).square().sum(), len(micro[0]))
-
-        torch.manual_seed(0)
-        built = model(p)
-        optimizer = torch.optim.AdamW(built.parameters())
-        return plan(built, loss, optimizer, (given, given), rows=16, device=device).peak
-
-    assert peak(0.0, "cuda:a100") <= peak(0.1, "cuda:a100") <= 1.01 * peak(0.0, "cuda:a100")
-    assert peak(0.1, "cpu") > 1.5 * peak(0.0, "cpu")  # the CPU's fused kernel takes no dropout
-
-
-class Heads(nn.Module):
-    def __init__(self, size: int, heads: int = 4, shared: int = 4, mask: bool = False) -> None:
-        super().__init__()
-        self.shape, self.shared, self.mask = (heads, size), shared, mask
-        self.layer = nn.Linear(heads * size, heads * size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.layer(x).unflatten(-1, self.shape).transpose(1, 2)
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool) if self.mask else None
-        keys = q[:, : self.shared]
-        return F.scaled_dot_product_attention(q, keys, keys, mask, enable_gqa=self.shared < 4)
+    return Made(forward, layer=nn.Linear(heads * size, heads * size))
 
 
 FLASH, EFFICIENT = r"fused \(flash\) on ", r"fused \(memory-efficient\) on "
@@ -429,13 +282,11 @@ FLASH, EFFICIENT = r"fused \(flash\) on ", r"fused \(memory-efficient\) on "
 def test_a_plan_names_the_kernel_of_attention_that_it_counts(
     card: str, precision: Any, heads: dict[str, Any], kernel: str
 ) -> None:
-    settings: Any = {"size": 16} | heads
-    model = Heads(**settings)
-    x = torch.zeros(2, 256, model.layer.in_features)
-    aim = torch.zeros(2, 4, 256, model.shape[1])
+    model, size = heads_of(**heads), heads.get("size", 16)
+    x, aim = torch.zeros(2, 256, 4 * size), torch.zeros(2, 4, 256, size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     report = plan(model, nn.MSELoss(), optimizer, (x, aim), device=f"cuda:{card}", precision=precision)
     (note,) = report.notes
     assert re.match(f"attention: {kernel}", note)
     scores, kept = 2 * 4 * 256 * 256 * 4, report.ledger.at_peak["activations"]
-    assert (kept > scores) is note.startswith("attention: unfused") or model.shape[1] > 100
+    assert (kept > scores) is note.startswith("attention: unfused") or size > 100

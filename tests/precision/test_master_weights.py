@@ -2,32 +2,30 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anybatch import Options, Step, Total
 from tests import device
 from tests.options import flat
-from tests.snapshots import changes, snapshot
+from tests.snapshots import changes
+from tests.train.runs import raising
+from tests.zoo import Made
 
 SHORT = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}
 # Whole numbers of eighths, so that 16 bits hold them and every sum of them.
 X = torch.arange(-12, 12).reshape(8, 3) / 8
 
 
-class Line(nn.Module):
-    """Its gradient does not depend on its weights, so it is the same in every dtype."""
-
-    def __init__(self, width: int = 2) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(3, width), nn.Linear(3, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(x) + self.second(x)
+def line() -> Any:
+    """Return a model whose gradient does not depend on its weights, so it is the same in every dtype."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2, bias=False)
+    return Made(lambda self, x: self.first(x) + self.second(x), first=first, second=second)
 
 
 def mean(model: nn.Module, micro: Any) -> Total:
@@ -36,23 +34,24 @@ def mean(model: nn.Module, micro: Any) -> Total:
 
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+SGD, ADAM = partial(torch.optim.SGD, lr=1e-4, momentum=0.9), partial(torch.optim.Adam, lr=1e-4)
 OPTIMIZERS: dict[str, Make] = {
-    "SGD": lambda ps: torch.optim.SGD(ps, lr=1e-4, momentum=0.9),
-    "SGD foreach": lambda ps: torch.optim.SGD(ps, lr=1e-4, momentum=0.9, foreach=True),
-    "SGD fused": lambda ps: torch.optim.SGD(ps, lr=1e-4, momentum=0.9, fused=True),
-    "Adam": lambda ps: torch.optim.Adam(ps, lr=1e-4),
-    "Adam foreach": lambda ps: torch.optim.Adam(ps, lr=1e-4, foreach=True),
-    "Adam fused": lambda ps: torch.optim.Adam(ps, lr=1e-4, fused=True),
-    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=1e-4, weight_decay=0.1, fused=True),
-    "Adagrad fused": lambda ps: torch.optim.Adagrad(ps, lr=1e-4, fused=True),
-    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-4, momentum=0.5, centered=True),
+    "SGD": SGD,
+    "SGD foreach": partial(SGD, foreach=True),
+    "SGD fused": partial(SGD, fused=True),
+    "Adam": ADAM,
+    "Adam foreach": partial(ADAM, foreach=True),
+    "Adam fused": partial(ADAM, fused=True),
+    "AdamW fused": partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=True),
+    "Adagrad fused": partial(torch.optim.Adagrad, lr=1e-4, fused=True),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-4, momentum=0.5, centered=True),
 }
 
 
 def steps(
     optimizer: Make = OPTIMIZERS["SGD"], precision: str = "fp16-true", of: Any = nn.Module.parameters
 ) -> tuple[Step, Step]:
-    models = [(one, Line()) for one in (precision, "float32")]
+    models = [(one, line()) for one in (precision, "float32")]
     options: Any = {"micro_batch": 4, "check": False}
     short, full = (Step(m, mean, optimizer(of(m)), precision=one, **flat(options)) for one, m in models)
     return short, full
@@ -90,18 +89,10 @@ def test_updates_are_those_of_float32(name: str, precision: str) -> None:
 
 def test_a_thousand_small_updates_arrive() -> None:
     """1,000 updates of 1e-4 on weights of 1: without a backup all of them vanish."""
-    model = nn.Linear(4, 1, bias=False)
-    nn.init.ones_(model.weight)
-    plain = copy.deepcopy(model).half()
-    step = Step(
-        model,
-        mean,
-        torch.optim.SGD(model.parameters(), lr=1e-4),
-        precision="fp16-true",
-        options=Options(check=False),
-    )
-    theirs = torch.optim.SGD(plain.parameters(), lr=1e-4)
-    x = torch.ones(2, 4)
+    nn.init.ones_((model := nn.Linear(4, 1, bias=False)).weight)
+    plain, x = copy.deepcopy(model).half(), torch.ones(2, 4)
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=1e-4) for one in (model, plain))
+    step = Step(model, mean, ours, precision="fp16-true", options=Options(check=False))
     for _ in range(1000):
         step((x,))
         plain(x.half()).mean().backward()
@@ -116,44 +107,9 @@ def tied(model: Any) -> Any:
     return model.parameters()
 
 
-def test_tied_weights_have_one_backup() -> None:
-    short, full = steps(of=tied)
-    update(short, full, times=3)
-    assert short.model.first.weight is short.model.second.weight
-    assert len(short.masters.tensors) == 2
-    assert_follows(short, full)
-
-
-def test_frozen_weights_stay_and_may_be_freed_later() -> None:
-    short, full = steps()
-    for step in (short, full):
-        step.model.second.requires_grad_(False)
-    before = short.model.second.weight.clone()
-    update(short, full)
-    assert torch.equal(short.model.second.weight, before)
-    for step in (short, full):
-        step.model.second.requires_grad_(True)
-    update(short, full)
-    assert not torch.equal(short.masters.of(short.model.second.weight), before.float())
-    assert_follows(short, full)
-
-
-def test_weights_given_to_the_optimizer_later_are_backed_up() -> None:
-    short, full = steps(of=lambda model: [{"params": list(model.first.parameters())}])
-    known = len(short.masters.tensors)
-    full.model.second.weight.data = short.model.second.weight.detach().float()  # what is left of its digits
-    update(short, full)
-    for step in (short, full):
-        step.optimizers[0].add_param_group({"params": list(step.model.second.parameters())})
-    update(short, full, times=2)
-    assert len(short.masters.tensors) == known + 1
-    assert_follows(short, full)
-
-
-@torch.no_grad()
 def copy_in_place(model: nn.Module, value: float) -> None:
     for parameter in model.parameters():
-        parameter.fill_(value)
+        nn.init.constant_(parameter, value)
 
 
 def load(model: nn.Module, value: float) -> None:
@@ -183,33 +139,6 @@ def test_the_backup_follows_who_writes_to_the_weights(
     assert torch.equal(short.masters.of(weight), torch.full((4, 3), 0.75))
 
 
-def test_a_copy_of_model_and_step_goes_its_own_way() -> None:
-    short, full = steps()
-    update(short, full)
-    left = snapshot(short)
-    twin = copy.deepcopy(short)
-    update(twin, full, times=2)
-    assert_follows(twin, full)
-    assert changes(left, snapshot(short)) == []
-    assert short.masters.tensors[0] is not twin.masters.tensors[0]
-
-
-@pytest.mark.parametrize("precision", SHORT)
-def test_a_model_made_long_keeps_its_digits_where_nobody_wrote(precision: str) -> None:
-    short, full = steps(precision=precision)
-    update(short, full)
-    short.model.float()
-    saved = short.masters.state_dict(short.model)  # has looked at all weights
-    assert changes(dict(full.model.state_dict()), saved) == []
-    for step in (short, full):
-        with torch.no_grad():
-            step.model.first.weight[0] = 0.3
-        step((X,))
-    for mine, theirs in zip(short.model.parameters(), full.model.parameters(), strict=True):
-        assert mine.dtype == torch.float32
-        assert torch.equal(mine, theirs)
-
-
 @pytest.mark.parametrize("precision", SHORT)
 def test_states_hold_the_float32_weights_and_may_be_loaded_in_part(precision: str) -> None:
     """In part, as that of adapters."""
@@ -235,28 +164,9 @@ def test_states_hold_the_float32_weights_and_may_be_loaded_in_part(precision: st
 def test_what_fails_in_the_optimizer_leaves_short_weights() -> None:
     short, _ = steps()
 
-    def fail(*_: Any) -> None:
-        raise RuntimeError("the optimizer's own")
-
-    short.optimizers[0].register_step_post_hook(fail)
+    short.optimizers[0].register_step_post_hook(lambda *_: raising(RuntimeError("the optimizer's own"))())
     with pytest.raises(RuntimeError, match="own"):
         short((X,))
     for parameter in short.model.parameters():
         assert parameter.dtype == torch.float16
         assert torch.equal(parameter, short.masters.of(parameter).half())
-
-
-def test_gradients_in_a_window_are_to_be_looked_at_before_they_are_cleared() -> None:
-    short, full = steps()
-    for step in (short, full):
-        window = step.window()
-        window.add((X[:4],))
-        window.add((X[4:],))
-        assert window.update().updated
-    for mine, theirs in zip(short.model.parameters(), full.model.parameters(), strict=True):
-        assert mine.dtype == torch.float16
-        assert mine.grad.dtype == torch.float32
-        assert torch.equal(mine.grad, theirs.grad)
-    for step in (short, full):
-        step.open_window.clear()
-    assert_follows(short, full)

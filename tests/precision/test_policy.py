@@ -1,7 +1,5 @@
 """Precision: names, what is refused at the door, and torch's switches put back."""
 
-import dataclasses
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +13,8 @@ from anybatch.core.errors import NonFiniteLossError, PlanError
 from anybatch.precision.policy import NAMED, find_precision
 from tests import device
 from tests.options import flat
+from tests.train.runs import raising
+from tests.zoo import Made
 
 MATMUL: Any = torch.backends.cuda.matmul
 SHORT_SUMS = (
@@ -53,24 +53,17 @@ def before(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
         setattr(holder, name, value)
 
 
-class Looking(nn.Module):
-    """Reads the switches while it runs, in the forward and in the backward."""
+def looking(precision: Any, **options: Any) -> tuple[Step, Any]:
+    """Return a step of a model that reads the switches while it runs, in the forward and in the backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 1)
-        self.seen: list[dict[str, Any]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         out = self.linear(x)
         self.seen.append(switches())
         if out.requires_grad:
             out.register_hook(lambda gradient: self.seen.append(switches()))
         return out
 
-
-def looking(precision: Any, **options: Any) -> tuple[Step, Looking]:
-    model = Looking()
+    model = Made(forward, linear=nn.Linear(2, 1), seen=[])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Step(model, nn.MSELoss(), optimizer, precision=precision, **flat(options)), model
 
@@ -105,11 +98,7 @@ def test_switches_hold_within_a_step_and_are_put_back_whatever_happens(
         is_forward = index % 2 == 0
         assert seen["autocast"] == [is_forward and precision.endswith("mixed"), False]
     for error in (RuntimeError("the model's own"), KeyboardInterrupt()):
-
-        def fail(*_: Any, error: BaseException = error) -> None:
-            raise error
-
-        handle = model.linear.register_forward_hook(fail)
+        handle = model.linear.register_forward_hook(lambda *_, error=error: raising(error)())
         with pytest.raises(type(error)):
             carried_out(step, windowed=windowed)
         handle.remove()
@@ -117,22 +106,6 @@ def test_switches_hold_within_a_step_and_are_put_back_whatever_happens(
     with pytest.raises(NonFiniteLossError):
         step((torch.full((4, 2), math.nan), BATCH[1]))
     assert switches() == before
-
-
-@pytest.mark.parametrize("precision", [*NAMED])
-def test_the_older_words_of_torch_can_be_read_afterwards(precision: str) -> None:
-    """Torch refuses to tell them where they do not agree with the newer ones."""
-    found = torch.get_float32_matmul_precision(), MATMUL.allow_tf32, CUDNN.allow_tf32
-    looking(precision)[0](BATCH)
-    assert found == (torch.get_float32_matmul_precision(), MATMUL.allow_tf32, CUDNN.allow_tf32)
-
-
-def test_by_hand_it_is_told_in_words() -> None:
-    precision = Precision(store="bfloat16", accumulate="float64", keep_float32=["norm", "*.router"])
-    assert str(precision) == "store bfloat16, accumulate float64, keep_float32 norm *.router"
-    assert precision.keep_float32 == ("norm", "*.router")
-    assert Precision(**json.loads(json.dumps(precision.to_dict()))) == precision
-    assert hash(precision) == hash(dataclasses.replace(precision))
 
 
 @pytest.mark.parametrize(
@@ -155,23 +128,3 @@ def test_by_hand_it_is_told_in_words() -> None:
 def test_what_cannot_be_carried_out_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=rf"^Expected (.|\n)*{message}(.|\n)*\. "):  # and then what to do
         Precision(**values)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected", "values"),
-    [
-        ("precision", "a precision, one of float32, tf32, bf16-mixed", ["fp16", "FLOAT32", "", 16, {}]),
-        ("non_finite", "non_finite to be one of", ["stop", "", None, True, ("raise",)]),
-    ],
-)
-def test_other_words_are_refused_at_the_door(name: str, expected: str, values: list[Any]) -> None:
-    for value in values:
-        with pytest.raises(PlanError, match=f"Expected {expected}") as caught:
-            looking(**{"precision": "float32", name: value})
-        assert f"got {value!r}" in str(caught.value)
-
-
-@pytest.mark.parametrize(("chosen", "expected"), [(None, "float64"), (torch.bfloat16, "bfloat16")])
-def test_the_steps_own_word_for_sums_counts_more(chosen: torch.dtype | None, expected: str) -> None:
-    step, _ = looking(Precision(compute="bfloat16", accumulate="float64"), accumulate=chosen)
-    assert step.plan(4).accumulate == expected

@@ -15,6 +15,7 @@ from anybatch.recompute import Choice, apply_policies, find_blocks
 from benchmarks.nets import ResNet
 from tests import device
 from tests.snapshots import STREAMS
+from tests.zoo import u_net
 
 ROWS = 4
 
@@ -31,18 +32,6 @@ class DoubleConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
-
-
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.down, self.join = DoubleConv(3, 4), DoubleConv(4, 8), DoubleConv(8, 4)
-        self.up, self.out = nn.ConvTranspose2d(8, 4, 2, 2), nn.Conv2d(4, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        below = self.down(nn.functional.max_pool2d(x, 2))
-        return self.out(self.join(torch.cat([x, self.up(below)], 1)))
 
 
 @dataclass
@@ -103,18 +92,22 @@ class Odds(nn.Module):
         return self.out(x) + total
 
 
+def resnet() -> nn.Module:
+    return ResNet(blocks=(2, 2), width=4, classes=3).to(device.KIND)
+
+
+def unet() -> nn.Module:
+    return u_net(block=DoubleConv)
+
+
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, activation="gelu", batch_first=True)
     return nn.TransformerEncoder(layer, 3)
 
 
-def resnet() -> nn.Module:
-    return ResNet(blocks=(2, 2), width=4, classes=3).to(device.KIND)
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet": (resnet, (ROWS, 3, 16, 16)),
-    "unet": (UNet, (ROWS, 3, 8, 8)),
+    "unet": (unet, (ROWS, 3, 8, 8)),
     "odd": (Odds, (ROWS, 5, 6)),
     "encoder": (encoder, (ROWS, 5, 8)),
 }

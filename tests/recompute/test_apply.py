@@ -21,6 +21,7 @@ from tests import device
 from tests.integrations.heads import HEADS, Head
 from tests.recompute.models import MODELS, every, make, run, seed, streams
 from tests.snapshots import changes, same
+from tests.zoo import Made
 
 policies = pytest.mark.parametrize("policy", POLICIES)
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -34,7 +35,7 @@ def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_module, "SMALLEST", 0)
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "mixed"])
+@pytest.mark.parametrize("policy", [*POLICIES, "mixed", "whole"])
 @pytest.mark.parametrize(
     ("name", "how"),
     [*[(name, "float32") for name in MODELS], *[("odd", how) for how in ("two passes", "autocast", *DTYPES)]],
@@ -44,16 +45,12 @@ def test_nothing_changes(name: str, policy: str, how: str) -> None:
     choice = every(model, policy)
     if policy == "mixed":  # beside each other
         choice = tuple(zip(find_blocks(model), (*POLICIES, "recompute"), strict=False))
+    if policy == "whole":  # the model is one block
+        choice = (("", POLICIES[0]),)
     options: dict[str, Any] = {"passes": 2 if how == "two passes" else 1}
     if how == "autocast":
         options["context"] = partial(torch.autocast, device.KIND, torch.bfloat16)
     assert changes(run(model, x, (), **options), run(model, x, choice, **options)) == []
-
-
-@policies
-def test_a_whole_model_is_a_block(policy: str) -> None:
-    model, x = make("resnet")
-    assert changes(run(model, x, ()), run(model, x, (("", policy),))) == []
 
 
 HEAD = {head.name: head for head in HEADS}
@@ -105,18 +102,10 @@ def several(model: nn.Module, micro: Any) -> dict[str, ab.Total]:
 @policies
 @pytest.mark.parametrize("kind", ["whole batch", "terms, late", "window"])
 def test_nothing_changes_in_a_step(policy: str, kind: str) -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = make("encoder")[0]
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.encoder(x), self.encoder(x.flip(1))
-
     def step(*, is_kept: bool) -> dict[str, Any]:
-        model, x = Both(), torch.randn(6, 5, 8)
-        recorder = GradientRecorder(model)
-        loss = ab.WholeBatch(clip) if kind == "whole batch" else ab.Terms(several)
+        inner, loss = make("encoder")[0], ab.WholeBatch(clip) if kind == "whole batch" else ab.Terms(several)
+        model = Made(lambda self, x: (self.encoder(x), self.encoder(x.flip(1))), encoder=inner)
+        x, recorder = torch.randn(6, 5, 8), GradientRecorder(model)
         step = ab.Step(model, loss, recorder, micro_batch=2, options=ab.Options(check=False))
         with apply_policies(model, () if is_kept else every(model, policy)):
             if kind == "window":
@@ -148,8 +137,7 @@ def test_gradients_of_some_inputs_only(policy: str) -> None:
 
 @policies
 def test_hooks_of_a_block_run_once(policy: str) -> None:
-    model, x = make("encoder")
-    ran: list[str] = []
+    (model, x), ran = make("encoder"), list[str]()
     block = model.get_submodule("layers.1")
     block.register_forward_pre_hook(lambda *_: ran.append("before"))
     block.register_forward_hook(lambda *_: ran.append("after"))
@@ -192,18 +180,6 @@ def test_running_out_of_memory_anywhere_leaves_no_trace(name: str, policy: str) 
         if before:
             assert same(before, [*broken.buffers(), streams()])
     assert at > 10 * 17
-
-
-def test_nothing_is_done_without_gradient() -> None:
-    model, x = make("encoder")
-    ran: list[int] = []
-    model.get_submodule("layers.0.linear1").register_forward_hook(lambda *_: ran.append(1))
-    with apply_policies(model, every(model, "recompute")):
-        with torch.no_grad():
-            out = model(x)
-        assert not out.requires_grad
-        model(x).sum().backward()
-    assert len(ran) == 4  # once without, and three times with: the last but one compares
 
 
 @policies
@@ -263,24 +239,23 @@ def test_compiled_blocks(name: str, policy: str, how: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("how", ["compile", "torch.compile"])
 def test_a_compiled_model_is_refused(how: str) -> None:
-    model, _ = make("encoder")
+    model: Any = make("encoder")[0]
     if how == "compile":
         model.compile(backend="eager")
     else:
         model = torch.compile(model, backend="eager")
-    assert isinstance(model, nn.Module)
     entered = apply_policies(model, every(model, "recompute"))
     with pytest.raises(PlanError, match=r"Compile the blocks.*block.compile\(\)"), entered:
         pass
 
 
+NOTHING = "'layers.0.nothing': TransformerEncoderLayer has no 'nothing'"
+
+
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (
-            (("layers.0.nothing", "recompute"),),
-            "'layers.0.nothing': TransformerEncoderLayer has no 'nothing'",
-        ),
+        ((("layers.0.nothing", "recompute"),), NOTHING),
         ((("layers.0", "recompute"), ("layers", "forget")), "got 'forget'"),
     ],
 )

@@ -1,6 +1,8 @@
 """Every policy on modules of many kinds: the same bits as without it."""
 
 from collections.abc import Callable
+from functools import reduce
+from typing import Any
 
 import pytest
 import torch
@@ -10,45 +12,27 @@ from torch import Tensor, nn
 from anybatch.recompute import POLICIES, offload as offload_module
 from tests.recompute.models import run
 from tests.snapshots import changes
+from tests.zoo import Made
 
 WIDTH, LENGTH = 8, 5
 pytestmark = pytest.mark.filterwarnings("ignore:.*weights are not part of single contiguous chunk")
 
 
-class Function(nn.Module):
-    """A linear layer in front of a function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.linear(x))
+def function(of: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a linear layer in front of a function."""
+    return Made(lambda self, x: of(self.linear(x)), linear=nn.Linear(WIDTH, WIDTH))
 
 
-class First(nn.Module):
-    """The first output of a module that returns several; attention is given its arguments thrice."""
-
-    def __init__(self, inner: nn.Module, given: int = 1) -> None:
-        super().__init__()
-        self.inner, self.given = inner, given
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(*[x] * self.given)[0]
+def first(inner: nn.Module, given: int = 1) -> nn.Module:
+    """Return the first output of a module that has several; attention is given its arguments thrice."""
+    return Made(lambda self, x: self.inner(*[x] * given)[0], inner=inner)
 
 
-class Cell(nn.Module):
-    """A cell that runs over the length."""
+def over_length(cell: nn.Module) -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return reduce(lambda state, step: self.cell(step, state), x.unbind(1), torch.zeros(len(x), WIDTH))
 
-    def __init__(self, cell: nn.Module) -> None:
-        super().__init__()
-        self.cell = cell
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = torch.zeros(len(x), WIDTH)
-        for step in x.unbind(1):
-            state = self.cell(step, state)
-        return state
+    return Made(forward, cell=cell)
 
 
 def add_to_chunk(y: Tensor) -> Tensor:
@@ -82,26 +66,26 @@ def copied_over(y: Tensor) -> Tensor:
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    "GRU": lambda: First(nn.GRU(WIDTH, WIDTH, batch_first=True)),
-    "GRU of two layers": lambda: First(nn.GRU(WIDTH, WIDTH, 2, dropout=0.3, bidirectional=True)),
-    "LSTM": lambda: First(nn.LSTM(WIDTH, WIDTH, bidirectional=True)),
-    "RNN": lambda: First(nn.RNN(WIDTH, WIDTH, 2, dropout=0.3, nonlinearity="relu")),
-    "GRU cell": lambda: Cell(nn.GRUCell(WIDTH, WIDTH)),
-    "RNN cell": lambda: Cell(nn.RNNCell(WIDTH, WIDTH)),
-    "attention": lambda: Function(attend(0.0)),
-    "attention with dropout": lambda: Function(attend(0.3)),
-    "heads with dropout": lambda: First(nn.MultiheadAttention(WIDTH, 2, dropout=0.3, batch_first=True), 3),
+    "GRU": lambda: first(nn.GRU(WIDTH, WIDTH, batch_first=True)),
+    "GRU of two layers": lambda: first(nn.GRU(WIDTH, WIDTH, 2, dropout=0.3, bidirectional=True)),
+    "LSTM": lambda: first(nn.LSTM(WIDTH, WIDTH, bidirectional=True)),
+    "RNN": lambda: first(nn.RNN(WIDTH, WIDTH, 2, dropout=0.3, nonlinearity="relu")),
+    "GRU cell": lambda: over_length(nn.GRUCell(WIDTH, WIDTH)),
+    "RNN cell": lambda: over_length(nn.RNNCell(WIDTH, WIDTH)),
+    "attention": lambda: function(attend(0.0)),
+    "attention with dropout": lambda: function(attend(0.3)),
+    "heads with dropout": lambda: first(nn.MultiheadAttention(WIDTH, 2, dropout=0.3, batch_first=True), 3),
     "encoder": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.2, batch_first=True),
     "in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(True), nn.Dropout(0.3)),
     "RReLU in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU(inplace=True)),
     "convolution in place": lambda: nn.Sequential(nn.Conv1d(LENGTH, 4, 3), nn.SiLU(inplace=True)),
-    "chunk and add": lambda: Function(add_to_chunk),
-    "view and add": lambda: Function(add_to_view),
-    "rows of a view": lambda: Function(lambda y: y.view(-1, 4).mul_(2).view_as(y).sigmoid()),
-    "transposed": lambda: Function(lambda y: (y.transpose(1, 2) @ y).add_(1).softmax(-1)),
-    ".data": lambda: Function(write_data),
-    "a part of .data": lambda: Function(write_view_of_data),
-    "copied over": lambda: Function(copied_over),
+    "chunk and add": lambda: function(add_to_chunk),
+    "view and add": lambda: function(add_to_view),
+    "rows of a view": lambda: function(lambda y: y.view(-1, 4).mul_(2).view_as(y).sigmoid()),
+    "transposed": lambda: function(lambda y: (y.transpose(1, 2) @ y).add_(1).softmax(-1)),
+    ".data": lambda: function(write_data),
+    "a part of .data": lambda: function(write_view_of_data),
+    "copied over": lambda: function(copied_over),
 }
 
 

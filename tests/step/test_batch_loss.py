@@ -19,16 +19,12 @@ from tests import device
 from tests.faults.faulty import spread
 from tests.options import flat
 from tests.snapshots import same_as_before
+from tests.zoo import own_loss
 
 EXACT, ROWS, CROSS, CUT = 1e-12, 37, nn.CrossEntropyLoss(), {"micro_batch": 5}
 WAYS: dict[str, Any] = {"uncut": {}, "window": {}, "scarce": {}, "cut": CUT, "budget": {"memory": "300KB"}}
 WAYS["drop"] = CUT | {"non_finite": "drop"}
 SERVER = ab.ParameterServer()
-
-
-class Inside(nn.Sequential):
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": F.cross_entropy(super().forward(x), labels)}
 
 
 def fail(_: nn.Module, args: tuple[Tensor]) -> None:
@@ -94,7 +90,7 @@ def test_every_kind_of_loss_also_without_gradient(kind: str, micro_batch: int | 
     net, loss, batch, plain = {
         "summed": (model, CROSS, (x, y), lambda one: F.cross_entropy(one(x), y)),
         "whole batch": (model, ab.WholeBatch(spread), (x, y), lambda one: spread(one(x), y)),
-        "own": (Inside(*model), ab.ModelLoss(), {"x": x, "labels": y}, lambda one: one(x, y)["loss"]),
+        "own": (own_loss(model), ab.ModelLoss(), {"x": x, "labels": y}, lambda one: one(x, y)["loss"]),
     }[kind]
     batch_loss = ab.BatchLoss(net, loss, micro_batch=micro_batch)
     batch_loss(batch).backward()
@@ -119,15 +115,6 @@ def test_uncut_is_torchs_own_to_the_bit_and_handed_over_without_a_copy() -> None
             window.add((x, y))
         batch_loss(batch or window).backward()
         assert {name: p.grad.data_ptr() for name, p in model.named_parameters()} == places
-
-
-def test_sum_of_losses_and_grad_of_torch() -> None:
-    model, x, y = make()
-    batch_loss = ab.BatchLoss(model, CROSS, micro_batch=8)
-    expected = whole(model, lambda one: F.cross_entropy(one(x), y) / 2 + F.cross_entropy(one(x[20:]), y[20:]))
-    found = torch.autograd.grad(batch_loss((x, y)) / 2 + batch_loss((x[20:], y[20:])), [*model.parameters()])
-    assert gradients(model) == {}
-    assert relative_error(dict(zip(expected, found, strict=True)), expected) <= EXACT
 
 
 def test_host_scales_clips_and_steps_also_after_a_skipped_batch() -> None:
@@ -204,16 +191,6 @@ def test_what_is_refused() -> None:
     model[0].weight.register_hook(lambda gradient: 2 * gradient)
     with pytest.raises(OptimizerError, match="gradient hooks"):
         batch_loss((x, y))
-
-
-def test_freezing_and_unfreezing_is_noticed() -> None:
-    model, x, y = make()
-    batch_loss = ab.BatchLoss(model, CROSS, micro_batch=9)
-    for is_trained in (True, True, True, True, False, True):
-        model.zero_grad()
-        model[0].weight.requires_grad = is_trained
-        batch_loss((x, y)).backward()
-        assert ("0.weight" in gradients(model)) is is_trained
 
 
 def test_failed_call_leaves_all_as_before() -> None:

@@ -8,37 +8,25 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import anybatch as ab
 from anybatch.engine import strategy, window
 from anybatch.testing import relative_error, tolerance
+from tests.faults.faulty import spread
 from tests.options import flat
+from tests.zoo import Limited, Perceptron
 
 STEPS = 12
 
 
-class Limited(nn.Module):
-    """A network in which memory runs out above a number of rows."""
-
-    def __init__(self, inputs: int = 6) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 4)).double()
-        self.most = 10**9
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) > self.most:
-            raise torch.OutOfMemoryError("planted")
-        return self.body(x)
+def limited() -> Limited:
+    torch.manual_seed(0)
+    return Limited(body=Perceptron(width=64)).double()
 
 
 def by_rows(model: nn.Module, micro: Any) -> ab.Total:
     return ab.Total(F.cross_entropy(model(micro[0]), micro[1], reduction="sum"), len(micro[0]))
-
-
-def spread(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs @ outputs.T).logsumexp(1).mean() + F.cross_entropy(outputs, targets)
 
 
 LOSSES = {"torch's": nn.CrossEntropyLoss(), "own": by_rows, "whole batch": ab.WholeBatch(spread)}
@@ -53,7 +41,7 @@ def run(seed: int) -> None:
     drawn = random.Random(seed)
     loss, rows = LOSSES[drawn.choice([*LOSSES])], drawn.randint(5, 70)
     memory: Any = drawn.choice(["auto", 200_000, 400_000, 10_000_000])
-    model = Limited()
+    model = limited()
     twin = copy.deepcopy(model)
     step, plain = make(model, loss, memory=memory), make(twin, loss)
     for index in range(STEPS):
@@ -71,19 +59,6 @@ def test_a_budget_survives_any_number_of_out_of_memory_errors(seed: int) -> None
     run(seed)
 
 
-@pytest.mark.parametrize("rows", [3, 40])
-def test_an_error_of_the_model_comes_through_as_itself(rows: int) -> None:
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError("my own")
-
-    model = Limited()
-    model.register_forward_pre_hook(fail)
-    with pytest.raises(ZeroDivisionError, match="my own"):
-        make(model, nn.CrossEntropyLoss(), memory="100KB")(
-            (torch.randn(rows, 6).double(), torch.ones(rows).long())
-        )
-
-
 @pytest.mark.parametrize(("where", "place"), [(strategy, "norm_of"), (window, "clip")])
 def test_memory_that_runs_out_after_the_last_micro_batch_is_tried_in_smaller_parts(
     where: ModuleType, place: str, monkeypatch: pytest.MonkeyPatch
@@ -96,7 +71,7 @@ def test_memory_that_runs_out_after_the_last_micro_batch_is_tried_in_smaller_par
             raise torch.OutOfMemoryError("planted")
         return found(*values)
 
-    model, batch = Limited(), (torch.randn(9, 6).double(), torch.randint(4, (9,)))
+    model, batch = limited(), (torch.randn(9, 6).double(), torch.randint(4, (9,)))
     twin = copy.deepcopy(model)
     step = make(model, nn.CrossEntropyLoss(), clip_norm=0.1, check=False)
     monkeypatch.setattr(where, place, fails_once)
@@ -108,9 +83,7 @@ def test_memory_that_runs_out_after_the_last_micro_batch_is_tried_in_smaller_par
 
 
 def test_auto_keeps_the_cut_by_length() -> None:
-    tokens = torch.zeros(32, 40, dtype=torch.long)
-    for row in range(32):
-        tokens[row, : 1 + row] = 1
+    tokens = (torch.arange(40) <= torch.arange(32)[:, None]).long()
     model = nn.Sequential(nn.Embedding(3, 4, padding_idx=0), nn.Linear(4, 3))
 
     def loss(model: nn.Module, micro: Any) -> ab.Total:

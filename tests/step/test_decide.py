@@ -2,22 +2,18 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch import Step
 from anybatch.core import torch_private as private
-from anybatch.core.errors import BatchError, PlanError
+from anybatch.core.errors import PlanError
 from anybatch.engine import Plan
-from anybatch.step.decide import PATIENCE, Limits
 from anybatch.testing import relative_error
 from tests.budgets import (
     Meeting,
     Net,
-    Untraceable,
     adamw,
     carried_out,
     foreach,
@@ -107,65 +103,16 @@ def test_batch_norm_is_never_cut(made: list[Any]) -> None:
     assert not made
 
 
-def test_batch_norm_is_cut_before_blocks_run_again_where_that_is_allowed(made: list[Any]) -> None:
-    batch = squares()
-    most = measured(make(Meeting), batch)
-    for memory, cut in ((int(1.3 * most), (8,)), (int(0.8 * most), (4, 4))):
-        step = make(Meeting, memory=memory, batch_norm="micro")
-        assert {step(batch).cut for _ in range(3)} == {cut}
-    assert not made
-
-
-def test_a_cut_that_is_felt_depends_on_its_rows_alone(made: list[Any]) -> None:
-    """Not on what came before: the statistics of micro-batches do."""
-
-    def step() -> Step:
-        return make(Meeting, memory=3_250_000, batch_norm="micro")
-
-    alone = {rows: step()(squares(rows)).cut for rows in (8, 13)}
-    assert all(len(cut) > 1 for cut in alone.values())
-    after = step()
-    for rows in (13, 8, 13, 8, 8):
-        assert after(squares(rows)).cut == alone[rows]
-    assert not made
-
-
 def test_single_rows_that_batch_norm_refuses_are_nobodys_plan() -> None:
     def net() -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(8, 8192), nn.BatchNorm1d(8192), nn.Sigmoid(), nn.Tanh(), nn.Linear(8192, 4)
-        )
+        norm = nn.BatchNorm1d(8192)
+        return nn.Sequential(nn.Linear(8, 8192), norm, nn.Sigmoid(), nn.Tanh(), nn.Linear(8192, 4))
 
     assert make(net, sgd, memory=1_600_000, batch_norm="micro")(rows_of(3)).cut == (3,)
     for rows in (4, 31):
         least = refused(make(net, sgd, memory=1_600_000, batch_norm="micro"), rows_of(rows))
         step = make(net, sgd, memory=least, batch_norm="micro")
         assert min(step(rows_of(rows)).cut) > 1
-
-
-def test_a_size_that_was_asked_for_is_kept_or_refused() -> None:
-    batch = long()
-    step = make(net, memory=3_000_000, micro_batch=5)
-    assert {step(batch).cut for _ in range(3)} == {(5, 5, 2)}
-    least = refused(make(net, memory=1_000_000, micro_batch=5), batch, "room for 5 rows at a time")
-    step = make(net, memory=least, micro_batch=5)
-    assert {step(batch).cut for _ in range(3)} == {(5, 5, 2)}
-
-
-def test_a_size_that_is_asked_for_later_counts() -> None:
-    step = make(Meeting, memory=10**8, batch_norm="micro")
-    sizes = [(None, (8,)), (4, (4, 4)), (2, (2,) * 4), (None, (8,))]
-    for step.micro_batch, cut in sizes:
-        assert step(squares()).cut == cut
-
-
-def test_few_rows_foresee_a_step_on_many() -> None:
-    asked, whole = make(net, memory=3_000_000, micro_batch=5), make(Meeting, memory=10**8)
-    asked(long())
-    for few in (1, 4):
-        assert asked.foresee(long(rows=few), rows=ROWS).plan.sizes == (5, 5, 2)
-    whole(squares())
-    assert whole.foresee(squares(), rows=16).plan.sizes == (16,)
 
 
 def test_a_step_plans_nothing_and_foresee_asks_once(made: list[Any]) -> None:
@@ -179,107 +126,10 @@ def test_a_step_plans_nothing_and_foresee_asks_once(made: list[Any]) -> None:
     assert len(made) == 1
 
 
-def test_windows_come_as_they_are_unless_they_do_not_fit(made: list[Any]) -> None:
-    memory = 2_000_000
-    step, batch = make(net, memory=memory), long(rows=16)
-    whole = make(net)
-    whole(batch)
-
-    def window(step: Any = step) -> Any:
-        with step.window() as opened:
-            opened.add(tuple(leaf[:14] for leaf in batch))
-            opened.add(tuple(leaf[14:] for leaf in batch))
-            return opened.close()
-
-    report = window()
-    assert sum(report.cut) == 16
-    assert max(report.cut[:-1]) < 14
-    assert report.cut[-1] == 2
-    assert relative_error(parameters(step), parameters(whole)) <= 1e-4
-    assert metered(step, window, batch) <= memory
-    roomy = make(net, memory=10**8, micro_batch=4)  # a size for batches, not for windows
-    assert window(roomy).cut == (14, 2)
-    assert roomy(batch).cut == (4,) * 4
-    assert not made
-
-
 # ---- what memory has taught
 
 
-def test_more_is_tried_after_clean_steps_and_each_failure_doubles_the_patience() -> None:
-    limits = Limits()
-    limits.learn("rows", 32, largest=32, failed=0)
-    assert not limits.known
-    limits.learn("rows", 32, largest=32, failed=32)
-    assert limits.size("other rows", 32) == 32
-    assert limits.size("rows", 4) == 4
-    for _ in range(PATIENCE):
-        assert limits.size("rows", 32) == 16
-        limits.learn("rows", 32, largest=16, failed=0)
-    assert limits.size("rows", 32) == 24
-    limits.learn("rows", 32, largest=24, failed=24)
-    for _ in range(2 * PATIENCE):
-        assert limits.size("rows", 32) == 16  # not the half of 24
-        limits.learn("rows", 32, largest=16, failed=0)
-    limits.learn("rows", 32, largest=24, failed=0)
-    assert (limits.size("rows", 32), limits.known["rows"].clean) == (24, 0)  # kept, as it fits
-    limits.learn("rows", 32, largest=16, failed=16)  # what used to fit does no longer
-    assert limits.size("rows", 32) == 8
-
-
 # ---- told before there is a step
-
-
-def test_without_a_budget_nothing_is_chosen() -> None:
-    step, batch = make(net), vectors()
-    report = ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch)
-    assert report.plan == Plan(rows=12, micro_batch=12)
-    assert report.budget is None
-    told = ab.plan(
-        step.model,
-        CROSS_ENTROPY,
-        step.optimizers,
-        batch,
-        micro_batch=5,
-        options=ab.Options(recompute=["blocks.1"]),
-    )
-    assert told.plan == Plan(rows=12, micro_batch=5, blocks=(("blocks.1", "recompute"),))
-    carried_out(step, told.plan, batch)
-    assert metered(step, lambda: carried_out(step, told.plan, batch), batch) == told.peak
-
-
-@pytest.mark.parametrize("rows", [0, 1.5, "7", True])
-def test_no_number_of_rows_is_refused_by_its_name(rows: Any) -> None:
-    step, batch = make(net), vectors()
-    with pytest.raises(PlanError, match=rf"^Expected rows to be a whole .*, got {rows!r}\. Leave it out"):
-        ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch, rows=rows)
-    counted = ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch, rows=np.int64(7))
-    assert counted.plan.to_json() == Plan(rows=7, micro_batch=7).to_json()
-
-
-def test_rows_that_are_not_on_the_meta_device_need_a_device() -> None:
-    with torch.device("meta"):
-        model = net()
-    arguments: Any = model, CROSS_ENTROPY, adamw(model.parameters()), vectors()
-    with pytest.raises(BatchError, match=r"device meta, got cpu\. To plan, name the device"):
-        ab.plan(*arguments)
-    assert ab.plan(*arguments, device="cpu").plan == Plan(rows=12, micro_batch=12)
-
-
-def test_a_model_without_memory_and_a_batch_of_two_rows_do() -> None:
-    with torch.device("meta"):
-        model = Net(blocks=2)
-        few = torch.zeros(2, 5, 8), torch.zeros(2, dtype=torch.long)
-    wanted: tuple[Any, ...] = model, CROSS_ENTROPY, adamw(model.parameters()), few
-    report = ab.plan(*wanted, rows=40, memory=100_000)
-    assert report.plan.rows == 40
-    assert report.plan.is_cut or report.plan.blocks
-    step, batch = make(net), rows_of(40, 5, 8)
-    carried_out(step, report.plan, batch)
-    assert metered(step, lambda: carried_out(step, report.plan, batch), batch) == report.peak <= 100_000
-    card = ab.plan(*wanted, rows=4096, memory="8MB", device="cuda:a100")  # that is not here
-    assert (card.device, card.ledger.device, card.peak % 512) == ("cuda:a100", "cuda", 0)
-    assert card.peak <= 8 * 10**6
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "fp16-true", "bf16-mixed"])
@@ -299,11 +149,3 @@ def test_nothing_is_changed_whatever_is_planned_for(precision: Any) -> None:
         report = ab.plan(model, CROSS_ENTROPY, optimizer, batch, **flat(wanted))
     assert held() == before
     assert str(report.plan.precision) == precision
-
-
-def test_what_cannot_be_traced_is_refused() -> None:
-    step, batch = make(Untraceable), rows_of(8)
-    arguments = (step.model, CROSS_ENTROPY, step.optimizers, batch)
-    for device in (None, "cuda:a100"):
-        with pytest.raises(PlanError, match=r"nonzero.* Choose micro_batch= yourself"):
-            ab.plan(*arguments, memory=10**6, device=device)

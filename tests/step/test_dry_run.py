@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,40 +10,28 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.core.errors import PlanError
 from anybatch.step import dry_run
 from tests.options import flat
 from tests.snapshots import same, same_as_before
-
-
-class Seen(ab.Callback):
-    """Calls a function with each gradient."""
-
-    def __init__(self, see: Callable[[Tensor], object]) -> None:
-        self.see = see
-
-    def gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        for gradient in gradients.values():
-            self.see(gradient.detach())
+from tests.zoo import Made, Perceptron
 
 
 def show(step: ab.Step, batch: Any, see: Callable[[Tensor], object]) -> None:
-    dry_run.show(step, batch, Seen(see))
+    seen: Any = ab.Callback()
+    seen.gradients = lambda gradients: [see(one.detach()) for one in gradients.values()]
+    dry_run.show(step, batch, seen)
 
 
-class Busy(nn.Module):
+def busy() -> Any:
     """Draws from three streams, counts its calls, keeps statistics and writes to its input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm, self.drop = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
-        self.out, self.calls = nn.Linear(4, 1), list[float]()
-        self.generator = torch.Generator().manual_seed(1)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         self.calls.append(random.random())
         x += 1e-3 * torch.randn(x.shape, generator=self.generator)
-        return self.out(self.drop(self.norm(self.linear(x)).tanh()))
+        return self.body(x)
+
+    body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 1))
+    return Made(forward, body=body, calls=[], generator=torch.Generator().manual_seed(1))
 
 
 def make(model: nn.Module, loss: object = None, **options: Any) -> ab.Step:
@@ -59,7 +47,7 @@ def rows_of(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"])
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_nothing_is_changed(precision: str, micro_batch: int | None) -> None:
-    model, batch, seen = Busy(), rows_of(6), list[Tensor]()
+    model, batch, seen = busy(), rows_of(6), list[Tensor]()
     step = make(model, batch_norm="micro", micro_batch=micro_batch, precision=precision)
     step.scale.value = 1.0  # an overflow would be refused, as the model writes to its rows
     step(batch)  # so that the optimizer has a state
@@ -72,24 +60,6 @@ def test_nothing_is_changed(precision: str, micro_batch: int | None) -> None:
         show(step, batch, lambda seen: 1 // 0)
     assert len(seen) == 6
     assert same(own, [*batch, model.generator.get_state(), vars(step.effects)])
-
-
-@pytest.mark.parametrize("precision", ["float32", "fp16-mixed"])
-def test_an_open_window_goes_on(precision: str) -> None:
-    batch = rows_of(6)
-
-    def train(*, is_watched: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        step = make(nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 1)), precision=precision)
-        window = step.window()
-        window.add(tuple(part[:4] for part in batch))
-        if is_watched:
-            show(step, batch, lambda seen: None)
-        window.add(tuple(part[4:] for part in batch))
-        window.close()
-        return [p.detach().clone() for p in step.model.parameters()]
-
-    assert same(train(is_watched=True), train(is_watched=False))
 
 
 def cosine(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -115,7 +85,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_the_gradient_of_the_step_is_shown(loss: object) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model = Perceptron(3, 1).double()
     batch = rows_of(5, dtype=torch.float64)
     step = make(model, loss, micro_batch=2)
     seen: list[Tensor] = []
@@ -125,10 +95,3 @@ def test_the_gradient_of_the_step_is_shown(loss: object) -> None:
     step.optimizers[0].register_step_pre_hook(lambda *_: recorded.extend(p.grad.clone() for p in parameters))
     step(batch)
     assert same(seen, recorded)
-
-
-def test_a_cut_where_rows_meet_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    show(make(model), rows_of(4), lambda seen: None)
-    with pytest.raises(PlanError, match="BatchNorm"):
-        show(make(model, micro_batch=2), rows_of(4), lambda seen: None)

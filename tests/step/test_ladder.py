@@ -1,7 +1,6 @@
 """The ladder of a step in a budget: fewer rows, then blocks that run again, then refusal; all are read."""
 
 import copy
-import re
 from typing import Any
 
 import pytest
@@ -11,28 +10,27 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch import Step
-from anybatch.core import BudgetError, NonFiniteLossError, PlanError
+from anybatch.core import BudgetError, PlanError
 from anybatch.engine import admit
 from anybatch.testing import relative_error
-from tests.budgets import Untraceable, metered, refused
+from tests.budgets import metered, refused
 from tests.options import flat
 from tests.snapshots import same_as_before
+from tests.zoo import Made
 
 ROWS, WIDTH = 24, 64
 
 
-class Wide(nn.Module):
-    """A megabyte of activations per row, nearly; tensors are most of what it takes."""
+def wide(dropout: float = 0.0) -> nn.Module:
+    """Return a model of a megabyte of activations per row, nearly; tensors are most of what it takes."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = self.drop(layer(x).sin())
         return x.mean((1, 2))
+
+    layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    return Made(forward, layers=layers, drop=nn.Dropout(dropout))
 
 
 def batch_of(rows: int = ROWS, length: int = 100) -> tuple[Tensor, Tensor]:
@@ -42,16 +40,9 @@ def batch_of(rows: int = ROWS, length: int = 100) -> tuple[Tensor, Tensor]:
 
 def make(memory: str | int | None, *, dropout: float = 0.0, **options: Any) -> Step:
     torch.manual_seed(0)
-    model = options.pop("model", None) or Wide(dropout)
+    model = options.pop("model", None) or wide(dropout)
     loss = options.pop("loss", nn.MSELoss())
     return Step(model, loss, torch.optim.AdamW(model.parameters()), memory=memory, **flat(options))
-
-
-def rungs_of(step: Step) -> list[dict[str, Any]]:
-    """The rungs that were read, as a checkpoint has them."""
-    assert step.planning.budget is not None
-    (ladder,) = step.planning.budget.state()
-    return ladder["rungs"]
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -69,38 +60,6 @@ def test_steps_keep_to_the_budget_and_are_those_of_the_whole_batch(
     assert relative_error(dict(step.model.named_parameters()), dict(whole.model.named_parameters())) <= 1e-3
 
 
-def test_what_is_read_before_the_first_step_is_undone() -> None:
-    step = make(3_000_000)
-    with same_as_before(step), pytest.raises(NonFiniteLossError):  # a batch of NaN: no update
-        step((torch.full((ROWS, 100, WIDTH), torch.nan), torch.zeros(ROWS)))
-
-
-def test_a_wrong_batch_does_not_end_the_readings(made: list[Any]) -> None:
-    step, batch = make(4_000_000), batch_of()
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        step((batch[0][..., 1:], batch[1]))
-    made.clear()
-    assert step(batch).updated
-    assert not made
-
-
-def test_what_cannot_be_traced_is_read() -> None:
-    batch = torch.randn(64, 8), torch.zeros(64, dtype=torch.long)
-    least = refused(make(12_000, model=Untraceable(), loss=nn.CrossEntropyLoss()), batch)
-    assert make(int(1.1 * least), model=Untraceable(), loss=nn.CrossEntropyLoss())(batch).updated
-
-
-def test_lengths_share_one_law(made: list[Any]) -> None:
-    step = make(4_000_000)
-    for length in (60, 100, 80, 120, 70, 90, 110, 50):
-        batch = batch_of(length=length)
-        step(batch)
-        assert metered(step, lambda batch=batch: step(batch), batch) <= 1.05 * 4_000_000
-    assert not made
-    assert len(rungs_of(step)) == 1
-    assert sum(len(found) for _, _, found in rungs_of(step)[0]["readings"]) < 25
-
-
 def test_rows_that_meet_are_not_cut_and_the_reason_is_told_where_they_do_not_fit() -> None:
     def loss(model: nn.Module, micro: Any) -> ab.Total:
         out = model(micro[0])
@@ -113,101 +72,7 @@ def test_rows_that_meet_are_not_cut_and_the_reason_is_told_where_they_do_not_fit
         make(1_000_000, loss=loss)(batch)
 
 
-def test_many_small_rows_far_from_the_budget_are_hardly_cut_from_the_first_step_on() -> None:
-    model = nn.Linear(8, 2)
-    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), memory="1GB")
-    assert step((torch.randn(4096, 8), torch.randint(2, (4096,)))).micro_batches <= 2
-
-
 # ---- blocks that run again
-
-
-class Stage(nn.Module):
-    def __init__(self, wide: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, wide), nn.Linear(wide, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).sin().tanh())
-
-
-class Stages(nn.Module):
-    def __init__(self, *widths: int) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(map(Stage, widths))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for stage in self.stages:
-            x = stage(x)
-        return x.mean((1, 2))
-
-
-def blocks_again(step: Step) -> int:
-    found = re.search(r"; (\d+) blocks? recomputed, as no row fits without", step.planning.explain())
-    return int(found[1]) if found else 0
-
-
-@pytest.mark.parametrize(
-    ("widths", "more", "expected"),
-    [((32,) * 5, 650_000, [5, 3, 2, 0]), ((8,) * 4 + (64,) * 2, 490_000, [6, 5, 4, 0])],
-    ids=["even", "uneven"],
-)
-def test_where_no_row_fits_as_few_blocks_run_again_as_readings_allow(
-    widths: tuple[int, ...], more: int, expected: list[int], made: list[Any]
-) -> None:
-    """The last stages of the uneven model take more than a line between none and all promises."""
-    batch = torch.randn(4, 1_000, 8), torch.zeros(4)
-    least = refused(make(500_000, model=Stages(*widths)), batch, "1 row at a time, all blocks recomputed")
-    refused(make(int(0.9 * least), model=Stages(*widths)), batch)
-    again: list[int] = []
-    for memory in (least, least + 350_000, least + more, 4_000_000):
-        step = make(memory, model=Stages(*widths))
-        step(batch)
-        assert metered(step, lambda step=step: step(batch), batch) <= memory
-        again.append(blocks_again(step))
-        assert all(rung["readings"] for rung in rungs_of(step))
-    assert again == expected
-    assert not made
-
-
-class Alone(Wide):
-    """A single row runs another kernel, which takes more than two rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if len(x) > 1 else super().forward(x.repeat(4, 1, 1))[:1]
-
-
-def test_the_smallest_budget_is_that_of_any_size_and_sizes_that_do_not_fit_are_not_raced() -> None:
-    batch = batch_of(8)
-    least = refused(make(500_000, model=Alone()), batch)
-    step = make(least, model=Alone())
-    assert {step(batch).cut for _ in range(5)} == {(2, 2, 2, 2)}  # 1 row is no rival
-    assert 0.9 * least < metered(step, lambda: step(batch), batch) <= least
-    refused(make(int(0.9 * least), model=Alone()), batch)
-
-
-class Needs(nn.Module):
-    """It refuses micro-batches of few rows."""
-
-    def __init__(self, rows: int, model: nn.Module) -> None:
-        super().__init__()
-        self.rows, self.model = rows, model
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) < self.rows:
-            raise ValueError("few rows")
-        return self.model(x)
-
-
-@pytest.mark.filterwarnings("ignore:Expected to find the same loss")
-def test_a_model_that_refuses_few_rows_is_cut_into_parts_that_it_takes() -> None:
-    batch = torch.randn(8, 1_000, 8), torch.zeros(8)
-    for rows in (2, 4):
-        model = Needs(rows, Stages(*(32,) * 5))
-        least = refused(make(900_000, model=model), batch, f"room for {rows} rows at a time, all blocks")
-        step = make(least, model=model)
-        assert {min(step(batch).cut) for _ in range(3)} == {rows}
-        assert metered(step, lambda step=step: step(batch), batch) <= least
 
 
 # ---- losses over all rows
@@ -220,33 +85,27 @@ def over_all(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_a_loss_over_all_rows_is_read_and_counts(made: list[Any]) -> None:
     """The similarities of 256 rows take half a megabyte, three times for a moment."""
 
-    def tower(memory: int | None) -> Step:
+    def trained(memory: int | None) -> Step:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Sigmoid(), nn.Linear(512, 16))
-        return make(memory, model=model.double(), loss=ab.WholeBatch(over_all))
+        model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Sigmoid(), nn.Linear(512, 16)).double()
+        step = make(memory, model=model, loss=ab.WholeBatch(over_all))
+        assert (memory is None) is (max(step(batch).micro_batches for _ in range(2)) == 1)
+        return step
 
     x = torch.randn(256, 64).double()
-    batch, whole = (x, x[:, 0]), tower(None)
-
-    def smallest(memory: int) -> int:
-        """The loss over a few rows is read first, and may promise too much."""
-        step = tower(memory)
+    batch, least = (x, x[:, 0]), 2_000_000
+    while True:
         try:
-            step(batch)
-            step(batch)
-        except BudgetError as error:
-            return smallest(error.smallest)
-        return memory
-
-    least = smallest(2_000_000)
+            trained(least)
+            break
+        except BudgetError as error:  # the loss over a few rows is read first, and may promise too much
+            least = error.smallest
+    whole = trained(None)
+    whole(batch)
     for memory in (least, 3 * least // 2):
-        step = tower(memory)
-        step(batch)
-        assert step(batch).micro_batches > 1
+        step = trained(memory)
         assert 0.5 * memory < metered(step, lambda step=step: step(batch), batch) <= memory
-    for _ in range(3):
-        whole(batch)
-    assert relative_error(dict(step.model.named_parameters()), dict(whole.model.named_parameters())) <= 1e-9
+        assert relative_error([*step.model.parameters()], [*whole.model.parameters()]) <= 1e-9
     assert not made
 
 
@@ -266,30 +125,19 @@ def test_beside_a_profiler_of_the_callers_a_step_needs_readings_from_before(made
     assert not made
 
 
-class Heavy(nn.Module):
-    """Many parameters beside few activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = [nn.Linear(512, 512) for _ in range(6)]
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 512), *layers, nn.Linear(512, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x.mean(1))[:, 0]
+def heavy() -> nn.Module:
+    """Return a model of many parameters and few activations."""
+    layers = [nn.Linear(512, 512) for _ in range(6)]
+    body = nn.Sequential(nn.Linear(WIDTH, 512), *layers, nn.Linear(512, 1))
+    return Made(lambda self, x: self.body(x.mean(1))[:, 0], body=body)
 
 
-HEAVY = 4 * sum(parameter.numel() for parameter in Heavy().parameters())  # bytes of its weights
-
-
-def test_gradients_are_no_activations_of_the_micro_batch(made: list[Any]) -> None:
-    step, batch = make(4 * HEAVY + 5_000_000, model=Heavy()), batch_of(96, 1)
-    assert [step(batch).micro_batches for _ in range(3)][-1] <= 2
-    assert not made
+HEAVY = 4 * sum(parameter.numel() for parameter in heavy().parameters())  # bytes of its weights
 
 
 def test_a_budget_below_what_is_always_held_is_refused_with_one_that_holds(made: list[Any]) -> None:
     """Also the state of the optimizer counts, which the first update is still to make."""
-    batch, model = batch_of(96, 1), Heavy()
+    batch, model = batch_of(96, 1), heavy()
     floor = 4 * HEAVY + sum(leaf.nbytes for leaf in batch)
     for memory in (1_000, floor - 10_000):
         told = "above parameters, gradients, optimizer state"
@@ -302,21 +150,9 @@ def test_a_budget_below_what_is_always_held_is_refused_with_one_that_holds(made:
     assert not made
 
 
-def test_the_state_of_parameters_that_are_trained_later_counts_from_then_on() -> None:
-    batch, model = batch_of(96, 1), Heavy()
-    later = list(model.layers[1:-1].parameters())
-    for p in later:
-        p.requires_grad_(False)
-    step = make(2 * HEAVY + 5_000_000, model=model)
-    assert [step(batch).updated for _ in range(3)] == [True] * 3
-    for p in later:
-        p.requires_grad_(True)
-    assert refused(step, batch) > 3.5 * HEAVY
-
-
 def test_what_the_update_takes_for_a_moment_is_within_the_budget() -> None:
     def step(memory: int) -> Step:
-        model = Heavy()
+        model = heavy()
         return Step(model, nn.MSELoss(), torch.optim.AdamW(model.parameters(), foreach=True), memory=memory)
 
     batch, tight = batch_of(96, 1), step(memory := 4 * HEAVY + 5_000_000)
@@ -327,39 +163,15 @@ def test_what_the_update_takes_for_a_moment_is_within_the_budget() -> None:
     assert metered(tight, lambda: tight(batch), batch) <= memory
 
 
-class Narrow(nn.Module):
-    """Nothing of its input is kept for backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.mean(1))[:, 0]
-
-
 def test_what_collate_makes_is_within_the_budget(made: list[Any]) -> None:
     batch = batch_of(ROWS, 1000)
     samples = [*zip(*batch, strict=True)]
 
-    def collate(few: Any) -> tuple[Tensor, Tensor]:
-        return torch.stack([x for x, _ in few]), torch.stack([y for _, y in few])
-
     memory = 4_000_000
-    step = make(memory, model=Narrow(), collate=collate)
+    model = Made(lambda self, x: self.layer(x.mean(1))[:, 0], layer=nn.Linear(WIDTH, 1))
+    step = make(memory, model=model, collate=torch.utils.data.default_collate)
     for _ in range(3):
         step(samples)
     own = sum(x.nbytes + y.nbytes for x, y in [batch])
     assert 0.6 * memory < metered(step, lambda: step(samples), ()) - own <= memory
     assert not made
-
-
-def test_gradients_that_are_there_count(made: list[Any]) -> None:
-    memory, batch = 5 * HEAVY + 1_500_000, batch_of(384, 1)
-    model = Heavy()
-    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), momentum=0.9), memory=memory)
-    for _ in range(5):
-        step(batch)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    assert metered(step, lambda: step(batch), batch) <= memory

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import anybatch as ab
-from anybatch.core import Micro
-from anybatch.core.errors import AnybatchError, BatchError, LossError, NonFiniteLossError
+from anybatch.core.errors import AnybatchError, BatchError, LossError
 from anybatch.losses import find_paddings
 from anybatch.step import ByLength
 from anybatch.testing import GradientRecorder, reference_step, relative_error
 from tests.options import flat
+from tests.zoo import WORDS, Made, tagger
 
 transformers: Any = pytest.importorskip("transformers")
-ROWS, LONGEST, WORDS = 12, 11, 19
+ROWS, LONGEST = 12, 11
 FLOAT32 = 1e-6  # relative
 LENGTHS = torch.tensor([2, 9, 3, 11, 1, 4, 2, 3, 5, 2, 1, 6])
 RIGHT = torch.arange(LONGEST) < LENGTHS[:, None]
@@ -95,21 +95,6 @@ def test_encoder_and_decoder_are_trimmed_apart() -> None:
     assert max(other for _, other in shapes if other < 8) == 7
 
 
-class Tagger(nn.Module):
-    """Scores for each place, from what is there and the mean of the row's places."""
-
-    def __init__(self, width: int = 4, *, is_masked: bool = True) -> None:
-        super().__init__()
-        self.words, self.score = nn.Embedding(WORDS, width, padding_idx=0), nn.Linear(width, 3)
-        self.is_masked = is_masked
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.words(tokens)
-        weight = (tokens != 0)[..., None] if self.is_masked else torch.ones_like(hidden)
-        mean = (hidden * weight).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
-        return self.score(hidden + mean.tanh()).transpose(1, 2)
-
-
 TAGS = torch.where(RIGHT, TOKENS % 3, -100)
 WORDS_AND_TAGS = (TOKENS * RIGHT, TAGS)
 
@@ -117,7 +102,7 @@ WORDS_AND_TAGS = (TOKENS * RIGHT, TAGS)
 @pytest.mark.parametrize("options", [{"micro_batch": 3}, {"memory": "1GB"}, {}])
 def test_a_padding_token_tells_lengths_and_micro_batches_are_cut_by_tokens(options: Any) -> None:
     seen: list[tuple[int, int]] = []
-    model = Tagger().double()
+    model = tagger().double()
     model.register_forward_pre_hook(lambda _, given: seen.append(tuple(given[0].shape)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options, check=False, order="length"))
@@ -147,46 +132,11 @@ def test_samples_are_ordered_before_they_are_collated(keys: str | None) -> None:
     pairs = [(TOKENS[row, :n], TAGS[row, :n]) for row, n in enumerate(LENGTHS.tolist())]
     samples: list[Any] = [{"x": x, "tags": y, "id": torch.zeros(30)} for x, y in pairs] if keys else pairs
     error, report = gradient_error(
-        Tagger().double(), nn.CrossEntropyLoss(), samples, micro_batch=2, collate=collate
+        tagger().double(), nn.CrossEntropyLoss(), samples, micro_batch=2, collate=collate
     )
     assert error < 1e-12
     assert shapes[-report.micro_batches :] == sorted(shapes[-report.micro_batches :], reverse=True)
     assert len(report.cut) < ROWS // 2
-
-
-class Told(ab.Callback):
-    def __init__(self) -> None:
-        self.rows: dict[int, Tensor] = {}
-
-    def micro_gradients(self, micro: Micro, gradients: Any, scale: float) -> None:
-        self.rows.update(zip(micro.indices, micro.rows[0], strict=True))
-
-
-def test_callbacks_and_errors_speak_of_the_callers_rows() -> None:
-    told, model = Told(), Tagger().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: Any = {"order": "length", "micro_batch": 2, "callbacks": [told]}
-    ab.Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options))(WORDS_AND_TAGS)
-    assert told.rows.keys() == set(range(ROWS))
-    for row, x in told.rows.items():
-        assert x.equal(WORDS_AND_TAGS[0][row, : len(x)])
-
-    def loss(model: nn.Module, micro: Any) -> ab.Total:
-        bad = torch.where((micro[0] != 0).sum(1) == 9, torch.nan, 1.0)
-        return ab.Total((model(micro[0]).sum((1, 2)) * (micro[0] != 0).sum(1) * 0 + bad).sum(), len(bad))
-
-    for policy in ("raise", "drop"):
-        step = ab.Step(
-            model,
-            loss,
-            optimizer,
-            options=ab.Options(order="length", check=False, non_finite=policy),
-            micro_batch=1,
-        )
-        if policy == "raise":
-            with pytest.raises(NonFiniteLossError, match=r"rows 1\)"):
-                step(WORDS_AND_TAGS)
-    assert step(WORDS_AND_TAGS).dropped == 1
 
 
 def test_memory_that_runs_out_halves_what_is_left_and_later_steps_know() -> None:
@@ -195,7 +145,7 @@ def test_memory_that_runs_out_halves_what_is_left_and_later_steps_know() -> None
             raise torch.OutOfMemoryError("out of memory")
         return ab.Total(F.cross_entropy(model(micro[0]), micro[1], reduction="sum"), (micro[1] >= 0).sum())
 
-    limit, model = 0, Tagger().double()
+    limit, model = 0, tagger().double()
     recorder = GradientRecorder(model)
     expected = reference_step(model, loss, WORDS_AND_TAGS).gradients
     step = ab.Step(model, loss, recorder, options=ab.Options(order="length", check=False))
@@ -206,14 +156,8 @@ def test_memory_that_runs_out_halves_what_is_left_and_later_steps_know() -> None
     assert second.micro_batches < 2 * len(LENGTHS)
 
 
-class Flat(nn.Linear):
-    """Of fixed length."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward((tokens * 0.1).double())
-
-
 PADDED = (F.pad(WORDS_AND_TAGS[0], (0, 9)), F.pad(TAGS, (0, 9), value=-100))
+FLAT = Made(lambda self, x: self.out((x * 0.1).double()), out=nn.Linear(LONGEST, 3))  # of fixed length
 MASKED = {"tokens": TOKENS * RIGHT, "mask": RIGHT}
 
 
@@ -225,12 +169,12 @@ def mean_over_places(model: nn.Module, micro: Any) -> ab.Total:
 @pytest.mark.parametrize(
     ("model", "loss", "batch", "match"),
     [
-        (Tagger(is_masked=False), nn.CrossEntropyLoss(), PADDED, "Tagger with less padding"),
-        (Tagger(), mean_over_places, WORDS_AND_TAGS, "mean_over_places with less padding"),
+        (tagger(is_masked=False), nn.CrossEntropyLoss(), PADDED, "Made with less padding"),
+        (tagger(), mean_over_places, WORDS_AND_TAGS, "mean_over_places with less padding"),
         (build("GPT2ForSequenceClassification"), ab.ModelLoss(),
          text(LEFT, width=20, labels=torch.arange(ROWS) % 3), "GPT2ForSequenceClassification with less"),
-        (Flat(LONGEST, 3), lambda m, x: ab.Total(m(x["tokens"]).sum(), 1), MASKED, "without their"),
-        (Tagger(), ab.WholeBatch(lambda scores, tags: scores.mean()), WORDS_AND_TAGS, "order out"),
+        (FLAT, lambda m, x: ab.Total(m(x["tokens"]).sum(), 1), MASKED, "without their"),
+        (tagger(), ab.WholeBatch(lambda scores, tags: scores.mean()), WORDS_AND_TAGS, "order out"),
         (nn.Linear(4, 1), nn.MSELoss(), (FEATURES[:, 0], FEATURES[:, 0, :1]), "lengths can be told"),
         (nn.Sequential(nn.BatchNorm1d(LONGEST)), lambda m, x: ab.Total(m(x["x"]).sum(), 1),
          {"x": FEATURES, "mask": RIGHT}, "BatchNorm"),
@@ -239,31 +183,28 @@ def mean_over_places(model: nn.Module, micro: Any) -> ab.Total:
 def test_what_padding_changes_is_refused_by_name(model: nn.Module, loss: Any, batch: Any, match: str) -> None:
     model = model.double()
     before = [p.detach().clone() for p in model.parameters()]
-    step = ab.Step(
-        model, loss, torch.optim.SGD(model.parameters(), lr=0.1), options=ab.Options(order="length")
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.Step(model, loss, optimizer, options=ab.Options(order="length"))
     with pytest.raises(AnybatchError, match=match):
         step(batch)
     assert all(map(torch.equal, before, model.parameters()))
 
 
-class WithFeatures(nn.Module):
-    """A tagger that also takes a fixed number of features, read as a whole."""
+def with_features() -> nn.Module:
+    """Return a tagger that also takes a fixed number of features, read as a whole."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags, self.features = Tagger(), nn.Bilinear(LONGEST, 4, 3)
-
-    def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
+    def forward(self: Any, tokens: Tensor, features: Tensor) -> Tensor:
         weight = self.features.weight[:, : features.shape[1]] if self.training else self.features.weight
         return self.tags(tokens) + torch.einsum("rik,oik->ro", features, weight)[..., None]
+
+    return Made(forward, tags=tagger(), features=nn.Bilinear(LONGEST, 4, 3))
 
 
 @pytest.mark.parametrize("cuts_weight", [True, False])
 @pytest.mark.parametrize("name", ["features", 1])
 def test_a_column_as_wide_as_the_rows_are_long_is_named_and_may_be_kept(name: Any, cuts_weight: bool) -> None:
     # Cut wrongly, it changes the result in one case and does not fit its weight in the other.
-    model = WithFeatures().double().train(cuts_weight)
+    model = with_features().double().train(cuts_weight)
     named: Any = {"tokens": WORDS_AND_TAGS[0], "features": FEATURES, "labels": TAGS}
     batch: Any = tuple(named.values()) if name == 1 else named
     given: Any = (model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))

@@ -10,27 +10,16 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.core import CheckpointError, WindowError
+from anybatch.core import CheckpointError
+from tests.zoo import Limited, dropout
 
 DATA = [(torch.randn(12, 4), torch.randn(12, 1)) for _ in range(6)]
 
 
-class Scarce(nn.Module):
-    """A model in which more than five rows run out of memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) > 5:
-            raise torch.OutOfMemoryError("injected")
-        return self.layers(x)
-
-
 def made(precision: Any, **options: Any) -> ab.Step:
-    model = Scarce()
+    """A step in which more than five rows run out of memory."""
+    torch.manual_seed(0)
+    model = Limited(5, dropout(4, 1, p=0.1))
     optimizer = torch.optim.AdamW(model.parameters())
     return ab.Step(model, nn.MSELoss(), optimizer, precision=precision, **options)
 
@@ -61,15 +50,6 @@ def test_loop_that_was_saved_and_loaded_is_the_unbroken_one(precision: str) -> N
         assert full == (None, None) or torch.equal(*full)  # pyright: ignore
 
 
-def test_an_open_window_has_no_state() -> None:
-    step = made("float32")
-    state, window = step.state_dict(), step.window()
-    for use in (step.state_dict, lambda: step.load_state_dict(state)):
-        with pytest.raises(WindowError, match="Expected no open window"):
-            use()
-    window.discard()
-
-
 def test_report_as_a_dict_goes_into_a_log() -> None:
     report = made("float32", micro_batch=4)(DATA[0])
     found = report.asdict()
@@ -78,22 +58,18 @@ def test_report_as_a_dict_goes_into_a_log() -> None:
     assert found["checked"] is report.checked
 
 
-def said(step: ab.Step, times: int) -> list[str]:
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        for _ in range(times):
-            step(DATA[0])
-    return [str(one.message) for one in heard]
-
-
 def test_micro_batch_that_never_cuts_is_told_once() -> None:
-    def found(micro_batch: int | None) -> int:
+    def told(micro_batch: int | None) -> int:
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = ab.Step(model, nn.MSELoss(), optimizer, micro_batch=micro_batch)
-        return sum("that were not cut" in one for one in said(step, 70))
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            for _ in range(70):
+                step(DATA[0])
+        return sum("that were not cut" in str(one.message) for one in heard)
 
-    assert [found(size) for size in (12, 30, 5, None)] == [1, 1, 0, 0]
+    assert [told(size) for size in (12, 30, 5, None)] == [1, 1, 0, 0]
 
 
 def test_another_state_is_refused_before_anything_is_loaded() -> None:

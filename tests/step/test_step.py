@@ -8,23 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Options, Step, Total
+from anybatch import Options, Step
 from anybatch.engine import Plan
 from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
 from tests.snapshots import make_batch, make_step
-from tests.zoo import Perceptron
+from tests.zoo import Made, Perceptron
 
 X = torch.randn(10, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(4, (10,), generator=torch.Generator().manual_seed(1))
-
-
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Perceptron(3, 4)
-
-    def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
-        return self.inner(a if b is None else a - b)
 
 
 @dataclass
@@ -49,7 +40,8 @@ BATCHES: dict[str, Any] = {
 @pytest.mark.parametrize("micro_batch", [None, 4])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_batches_of_every_form_are_exact_in_every_cut(batch: Any, micro_batch: int | None) -> None:
-    model = TwoInputs().double()
+    inner = Perceptron(3, 4).double()
+    model = Made(lambda self, a, b=None: self.inner(a if b is None else a - b), inner=inner)
     recorder = GradientRecorder(model)
     report = Step(model, nn.CrossEntropyLoss(), recorder, micro_batch=micro_batch)(batch)
     expected = reference_step(model, nn.CrossEntropyLoss(), batch)
@@ -68,74 +60,20 @@ def test_plan_says_how_a_batch_will_be_cut() -> None:
 
 
 def test_several_optimizers_make_one_update_each() -> None:
-    torch.manual_seed(0)
-    together, apart = Perceptron(3, 4), Perceptron(3, 4)
-    apart.load_state_dict(together.state_dict())
-    first, last = apart.layers[0], apart.layers[2]
-    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for layer in (first, last)]
-    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in optimizers]
-    step = Step(
-        apart,
-        nn.CrossEntropyLoss(),
-        optimizers,
-        options=Options(scheduler=schedulers),
-        micro_batch=3,
-        clip_norm=0.1,
-    )
-    one = torch.optim.SGD(together.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5)
-    twin = Step(
-        together,
-        nn.CrossEntropyLoss(),
-        one,
-        options=Options(scheduler=scheduler),
-        micro_batch=3,
-        clip_norm=0.1,
-    )
+    """As one optimizer of all parameters makes it."""
+
+    def made(*, apart: bool) -> Step:
+        torch.manual_seed(0)
+        model = Perceptron(3, 4)
+        parts = [model.layers[0], model.layers[2]] if apart else [model]
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
+        options = Options(
+            scheduler=[torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in optimizers]
+        )
+        loss = nn.CrossEntropyLoss()
+        return Step(model, loss, optimizers, options=options, micro_batch=3, clip_norm=0.1)
+
+    apart, together = made(apart=True), made(apart=False)
     for seed in range(3):
-        assert step(make_batch(seed)) == twin(make_batch(seed))
-    for a, b in zip(apart.parameters(), together.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_parts_that_change_count_from_the_next_step() -> None:
-    """What does not change is gathered once; what the caller changes must not be missed."""
-    model, loss = nn.Linear(3, 2), nn.CrossEntropyLoss()
-    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=1.0), micro_batch=2)
-    batch = torch.randn(4, 3), torch.randint(2, (4,))
-    for _ in range(5):  # the first steps gather anew in any case
-        step(batch)
-    model.bias.requires_grad_(False)
-    before, other = model.bias.detach().clone(), nn.Parameter(torch.ones(2))
-    loss.reduction, loss.label_smoothing = "sum", 0.3
-    expected = loss(model(batch[0]), batch[1])
-    report = step(batch)
-    assert report.weights == {"loss": 1.0}
-    assert relative_error(report.loss, expected) <= tolerance(torch.float32, terms=4)
-    assert torch.equal(model.bias, before)
-    model.register_parameter("other", other)
-    model.register_forward_hook(lambda module, inputs, output: output * module.other)
-    step.optimizers[0].add_param_group({"params": [other]})
-    step(batch)
-    assert not torch.equal(other, torch.ones(2))
-
-
-@pytest.mark.parametrize("micro_batch", [None, 4])
-def test_another_network_in_a_closure_of_the_loss_keeps_its_gradients(micro_batch: int | None) -> None:
-    """A generator's step leaves nothing behind for the step of its critic."""
-    generator, critic = nn.Linear(3, 2).double(), nn.Linear(2, 1).double()
-
-    def fooled(model: nn.Module, micro: Tensor) -> Total:
-        return Total(critic(model(micro)).exp().sum(), len(micro))
-
-    optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
-    step = Step(generator, fooled, optimizer, micro_batch=micro_batch, options=Options(check=False))
-    critic.weight.grad = found = torch.ones_like(critic.weight)
-    step(X)
-    with step.window() as window:
-        window.add(X)
-    assert window.report is not None
-    assert window.report.rows == 10
-    assert critic.weight.grad is found
-    assert found.eq(1).all()
-    assert critic.bias.grad is None
+        assert apart(make_batch(seed)) == together(make_batch(seed))
+    assert all(map(torch.equal, apart.model.parameters(), together.model.parameters()))

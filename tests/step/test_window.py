@@ -1,16 +1,14 @@
 """Windows with a budget of memory; what they hold, and what lies there beside them, counts."""
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Options, Step
+from anybatch import Step
 from anybatch.core.errors import BudgetError
-from tests.budgets import Meeting, metered
-from tests.device import needs_sparse
+from tests.budgets import metered
 from tests.options import flat
 
 WIDTH = 400  # the weight takes eight rows' worth of input
@@ -70,62 +68,3 @@ def test_a_window_keeps_to_its_budget(
     for memory in (least, 3 * least // 2):
         assert 0.5 * memory < peak(memory) <= memory
     assert not made
-
-
-def test_a_window_whose_result_depends_on_the_cut_is_cut_only_if_need_be() -> None:
-    def cut(memory: int) -> tuple[int, ...]:
-        model = Meeting()
-        options = Options(batch_norm="micro", check=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = Step(model, nn.CrossEntropyLoss(), optimizer, memory=memory, options=options)
-        window = step.window()
-        window.add((torch.randn(8, 8, 64, 16), torch.randint(2, (8,))))
-        return window.close().cut
-
-    assert cut(2**30) == (8,)
-    gc.collect()  # what is freed within a reading makes its peak smaller
-    with pytest.raises(BudgetError) as refused:
-        cut(700_000)
-    assert cut(refused.value.smallest) == (2,) * 4
-
-
-def test_gradients_that_are_there_count_also_of_parameters_that_are_not_trained() -> None:
-    batch = rows_of(8)
-    net = layer(nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False))
-
-    def peak(memory: int) -> int:
-        step = with_layer(net, memory)
-        for _ in range(2):
-            step(batch)
-        return metered(step, lambda: step(batch), batch)
-
-    smallest: list[int] = []
-    for given in (None, torch.ones(WIDTH, WIDTH)):
-        net[0].weight.grad = net[-1].weight.grad = given
-        with pytest.raises(BudgetError) as refused:
-            peak(3_400_000 if given is None else 6_000_000)
-        smallest.append(refused.value.smallest)
-        assert peak(smallest[-1]) <= smallest[-1]
-        assert net[-1].weight.grad is given
-    assert smallest[1] - smallest[0] >= 2 * net[0].weight.nbytes
-
-
-@needs_sparse
-def test_a_sparse_gradient_of_somebody_elses_is_in_nobodys_way() -> None:
-    table, layer = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 1)
-    rows = torch.randint(50, (8,))
-    table(rows).sum().backward()
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.layer = table, layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(self.table(x).detach())
-
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    step = Step(Model(), nn.MSELoss(), optimizer, memory=2**30, options=Options(check=False))
-    assert step((rows, torch.randn(8, 1))).updated
-    assert table.weight.grad is not None
-    assert table.weight.grad.is_sparse

@@ -1,9 +1,7 @@
 """Ctrl-C between updates: noted first, obeyed when asked, and nothing left behind."""
 
 import contextlib
-import os
 import signal
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,29 +54,3 @@ def test_own_handlers_come_back_after_the_first_signal_and_after_an_error() -> N
         raise ZeroDivisionError
     assert installed() == [own, own]
     assert heard == [signal.SIGINT]
-
-
-def test_ignored_signals_stay_ignored() -> None:
-    """A shell starts background jobs with Ctrl-C ignored: it is meant for the program in front."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with deferred() as interruption:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interruption.signal == 0
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        signal.raise_signal(signal.SIGTERM)
-        assert interruption.signal == signal.SIGTERM
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-
-
-def test_other_threads_leave_signals_alone() -> None:
-    before, found = installed(), []
-
-    def work() -> None:
-        with deferred() as interruption:
-            found.append(installed())
-            interruption.obey()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert [*found, installed()] == [before, before]

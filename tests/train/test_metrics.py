@@ -15,14 +15,13 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from anybatch import Step, Terms, Total
-from anybatch.core import Fold
 from anybatch.core.errors import LossError
 from anybatch.testing import relative_error, tolerance
 from anybatch.train.loader import Rows
 from anybatch.train.metrics import Metric, RunningLoss, accuracy, evaluate
 from tests.options import flat
 from tests.snapshots import same_as_before
-from tests.zoo import Perceptron
+from tests.zoo import Made, Perceptron
 
 ROWS = 11
 X = torch.randn(ROWS, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -86,80 +85,13 @@ def named(model: nn.Module, micro: Any) -> dict[str, Total]:
     }
 
 
-def worst(scores: Tensor, y: Tensor) -> float:
-    return F.cross_entropy(scores, y, reduction="none").max().item()
-
-
-WORST: Fold[Any, float, float] = Fold(
-    init=lambda: -math.inf,
-    add=lambda most, pair: max(most, worst(*pair)),
-    merge=max,
-    finish=lambda most: most,
-)
-
-
-@pytest.mark.parametrize("micro_batch", [1, 3, 4, ROWS])
-def test_each_named_term_is_divided_by_its_own_weight(micro_batch: int) -> None:
-    terms = Terms(named, coefficients={"size": 0.5})
-    found = evaluated(terms, micro_batch=micro_batch, metrics={"worst": WORST})
-    fit, size = F.cross_entropy(outputs(), UNEVEN).item(), outputs().square().mean().item()
-    expected = {"fit": fit, "size": size, "loss": fit + 0.5 * size, "worst": worst(outputs(), UNEVEN)}
-    assert math.isnan(found.pop("other"))
-    assert list(found) == list(expected)
-    assert relative_error([*found.values()], [*expected.values()]) <= LIMIT
-
-
-def test_metrics_are_added_up_and_divided_in_double() -> None:
-    sizes = iter([2.0**24] + [1.0] * (ROWS - 1))
-    size = lambda scores, y: Total(torch.tensor(next(sizes)), len(y))  # noqa: E731
-    third = lambda scores, y: Total(torch.tensor(len(y)), torch.tensor(3 * len(y)))  # noqa: E731
-    found = evaluated(nn.CrossEntropyLoss(), metrics={"size": size, "third": third}, micro_batch=1)
-    assert found["size"] == (2**24 + ROWS - 1) / ROWS  # in float32 every 1 would be lost
-    assert found["third"] == 1 / 3
-
-
-def test_metrics_see_outputs_and_targets_as_the_model_gives_and_takes_them() -> None:
-    model = nn.Linear(3, 2)
-    model.forward = lambda *, a: (a.sum(1), a.sum(1) + 1)
-    loss = lambda model, micro: Total(sum(model(a=micro["a"])).sum(), len(micro["a"]))  # noqa: E731
-    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    rows = Rows({"a": torch.zeros(5, 3), "labels": torch.ones(5)}, step)
-    gap = lambda made, target: Total((made[1] - made[0]).sum() + target.sum(), len(target))  # noqa: E731
-    assert evaluate(step, rows, {"gap": gap}, micro_batch=2, batch_size=4)["gap"] == 2.0
-
-
-def test_metrics_of_nothing_but_masked_rows_of_dense_targets_and_of_another_mask() -> None:
-    masked = torch.full((ROWS,), -100)
-    found = evaluated(nn.CrossEntropyLoss(), masked, metrics={"accuracy": accuracy}, micro_batch=4)
-    assert list(map(math.isnan, found.values())) == [True, True]
-    scores = torch.zeros(2, 3, 2)
-    scores[:, 1] = 1.0
-    total = accuracy(scores, torch.tensor([[1, 0], [7, 1]]), ignore_index=7)
-    assert (total.sum, total.weight) == (2, 3)
-
-
-def test_metrics_without_a_denominator_or_without_outputs_are_refused() -> None:
+def test_metrics_without_outputs_are_refused() -> None:
     def loss(model: nn.Module, micro: Any) -> Total:  # goes round the model
         return Total(model.layers(micro[0]).sum(), len(micro[0]))
 
     assert math.isfinite(evaluated(loss, micro_batch=4)["loss"])
     with pytest.raises(LossError, match=r"call the model.*got 0 calls"):
         evaluated(loss, metrics={"accuracy": accuracy}, micro_batch=4)
-    with pytest.raises(LossError, match=r"'mean' to return an ab.Total, got Tensor.*return ab.Total"):
-        evaluated(nn.CrossEntropyLoss(), metrics={"mean": lambda scores, y: scores.mean()}, micro_batch=4)
-
-
-class Drawing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.forwards = 0
-        self.layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Linear(5, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
-        assert not any(module.training for module in self.modules())
-        assert not torch.is_grad_enabled()
-        return self.layers(x) + torch.rand(4) * random.random() * float(np.random.rand())
 
 
 def collate(samples: list[Any]) -> Any:
@@ -170,10 +102,17 @@ def collate(samples: list[Any]) -> Any:
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("collated", [False, True])
 def test_one_forward_per_micro_batch_and_all_as_before(collated: bool, fails: bool) -> None:
-    model = Drawing()
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.forwards += 1
+        assert not any(module.training for module in self.modules())
+        assert not torch.is_grad_enabled()
+        return self.layers(x) + torch.rand(4) * random.random() * float(np.random.rand())
+
+    layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+    layers[1].eval()  # a layer that somebody froze
+    model, optimizer = Made(forward, forwards=0, layers=layers), torch.optim.SGD(layers.parameters(), lr=0.1)
     options = {"batch_norm": "micro", "collate": collate if collated else None}
-    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), **flat(options))
-    model.layers[1].eval()  # a layer that somebody froze
+    step = Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options))
     forwards, met = list[Any](), list[int]()  # not in an attribute, which an evaluation puts back
     model.register_forward_pre_hook(lambda model, args: forwards.append(args))
     x, y = X.float(), UNEVEN
@@ -192,7 +131,7 @@ def test_one_forward_per_micro_batch_and_all_as_before(collated: bool, fails: bo
 
 @pytest.mark.parametrize("size", [1, 4, 11])
 @pytest.mark.parametrize(
-    "loss", [nn.CrossEntropyLoss(weight=CLASS_WEIGHT), named, Terms(named, {"size": 3.0})]
+    "loss", [nn.CrossEntropyLoss(weight=CLASS_WEIGHT), named, Terms(named, {"size": 0.5})]
 )
 def test_running_loss_is_that_of_all_rows(loss: Any, size: int) -> None:
     """And so is that of an evaluation."""
@@ -202,8 +141,14 @@ def test_running_loss_is_that_of_all_rows(loss: Any, size: int) -> None:
     for x, y in zip(X.split(size), UNEVEN.split(size), strict=True):
         running = RunningLoss(running.totals)  # as through a checkpoint
         running.add(step((x, y)))
-    expected = step((X, UNEVEN)).loss
-    assert relative_error(running.value(step.coefficients), expected) <= LIMIT
+    report = step((X, UNEVEN))
+    assert relative_error(running.value(step.coefficients), report.loss) <= LIMIT
     found = evaluate(step, Rows((X, UNEVEN), step), {}, micro_batch=4, batch_size=size)
-    assert relative_error(found["loss"], expected) <= LIMIT
+    assert relative_error(found["loss"], report.loss) <= LIMIT
+    if "fit" in found:  # each term is divided by its own weight; a term of no weight is NaN
+        assert math.isnan(found["other"])
+        assert (
+            relative_error([found["fit"], found["size"]], [report.terms["fit"], report.terms["size"]])
+            <= LIMIT
+        )
     assert math.isnan(RunningLoss().value({}))

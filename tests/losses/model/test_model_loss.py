@@ -16,47 +16,28 @@ from anybatch.core.errors import LossError, NonFiniteLossError
 from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
 from tests.device import needs_cpu
-from tests.losses.own_losses import (
-    BATCH,
-    LABELS,
-    LENGTH,
-    MASKED,
-    REFUSED,
-    ROWS,
-    Layer,
-    Own,
-    X,
-    or_nothing,
-    selected,
-    size,
-    stacked,
-    sum_and_mean,
-    tokens,
-    whole_of,
-)
+from tests.losses import own_losses
+from tests.losses.own_losses import BATCH, LABELS, REFUSED, Layer, Own, X, or_nothing, size, tokens, whole_of
 from tests.options import flat
 from tests.snapshots import same, same_as_before
+from tests.zoo import own_loss, words
 
 LIMIT = 1e-12
+UNCHECKED = Options(check=False)
 
 
-def whole(loss: Callable[..., Any], batch: Any = None) -> tuple[float, dict[str, Tensor]]:
-    return whole_of(Own(loss), BATCH if batch is None else batch)
+def take(loss: Callable[..., Any], batch: Any = BATCH, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    recorder = GradientRecorder(model := Own(loss))
+    return Step(model, ModelLoss(), recorder, **flat({"micro_batch": 2} | options))(batch), recorder.gradients
 
 
-def assert_exact(loss: Callable[..., Any], batch: Any, given: Any = None, **options: Any) -> Any:
+def assert_exact(loss: Callable[..., Any], batch: Any, given: Any = None) -> Any:
     """Gradients of the batch cut are those of the whole; `given` is the same batch in another form."""
-    _, gradients = whole(loss, batch)
-    report, found = take(loss, batch if given is None else given, **options)
+    value, gradients = whole_of(Own(loss), batch)
+    report, found = take(loss, batch if given is None else given)
     assert relative_error(found, gradients) <= LIMIT
+    assert relative_error(report.loss, value) <= LIMIT
     return report
-
-
-def take(loss: Callable[..., Any], batch: Any = None, **options: Any) -> tuple[Any, dict[str, Tensor]]:
-    model = Own(loss)
-    recorder = GradientRecorder(model)
-    step = Step(model, ModelLoss(), recorder, **flat({"micro_batch": 2} | options))
-    return step(BATCH if batch is None else batch), recorder.gradients
 
 
 @dataclass(frozen=True)
@@ -72,7 +53,7 @@ def test_batches_of_other_forms(batch: Any) -> None:
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=needs_cpu) if one == MASKED else one for one in REFUSED]
+    "name", [pytest.param(one, marks=needs_cpu) if one == own_losses.MASKED else one for one in REFUSED]
 )
 def test_refused_by_name_and_nothing_is_left(name: str, micro_batch: int) -> None:
     loss, message = REFUSED[name]
@@ -100,45 +81,28 @@ def test_a_sum_of_parameters_would_be_added_once_per_micro_batch(micro_batch: in
     square = lambda weight: nn.functional.mse_loss(weight, torch.zeros_like(weight), reduction="sum")  # noqa: E731
     for penalty in (lambda weight: weight.flatten().abs().sum(), square):
         model = Layer(lambda weight, scores, x, labels, p=penalty: tokens(scores, labels) + p(weight))
-        step = Step(
-            model, ModelLoss(), GradientRecorder(model), micro_batch=micro_batch, options=Options(check=False)
-        )
+        step = Step(model, ModelLoss(), GradientRecorder(model), micro_batch=micro_batch, options=UNCHECKED)
         with pytest.raises(LossError, match=r"Layer to be made of means .* a sum of parameters"):
             step(BATCH)
 
 
-@pytest.mark.parametrize(
-    "loss", [or_nothing, lambda s, y: {"loss": or_nothing(s, y)}], ids=["scalar", "dict"]
-)
+@pytest.mark.parametrize("loss", [or_nothing, lambda s, y: {"loss": or_nothing(s, y)}], ids=range(2))
 @pytest.mark.parametrize("first", [True, False])
 def test_a_micro_batch_without_a_loss_adds_nothing(loss: Callable[..., Any], first: bool) -> None:
     batch = {"x": X, "labels": LABELS.roll(-2 if first else 0, 0)}
     assert first == bool((batch["labels"][:2] < 0).all())
-    value, gradients = whole(loss, batch)
-    report, found = take(loss, batch)
-    assert relative_error(found, gradients) <= LIMIT
-    assert relative_error(report.loss, value) <= LIMIT
+    assert_exact(loss, batch)
     report, found = take(loss, {"x": X, "labels": torch.full_like(LABELS, -100)})
     assert (report.updated, found) == (False, {})
 
 
-def test_targets_of_eight_bits() -> None:
-    def loss(scores: Tensor, labels: Tensor) -> Tensor:
-        return tokens(scores, labels, ignore_index=255)
-
-    assert_exact(loss, {"x": X, "labels": LABELS.where(LABELS >= 0, 255).to(torch.uint8)})
-    report = assert_exact(tokens, {"x": X, "labels": LABELS.clamp(min=0).to(torch.uint8)})
-    assert report.weights == {"loss": ROWS * LENGTH}
-
-
 @pytest.mark.parametrize("made_inside", [True, False])
 def test_evaluation_in_inference_mode_keeps_no_graph(made_inside: bool) -> None:
-    value, _ = whole(stacked)
-    terms, model, seen = ModelLoss().begin(), Own(stacked), list[Any]()
+    value, _ = whole_of(Own(own_losses.stacked), BATCH)
+    terms, model, seen = ModelLoss().begin(), Own(own_losses.stacked), list[Any]()
     model.scores.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
     with torch.inference_mode():
-        batch = {name: one.clone() for name, one in BATCH.items()} if made_inside else BATCH
-        evaluated = terms.evaluate(model, batch)
+        evaluated = terms.evaluate(model, {k: v.clone() for k, v in BATCH.items()} if made_inside else BATCH)
     means = [float(evaluated.sums[name]) / float(weight) for name, weight in evaluated.weigh().items()]
     assert relative_error(math.fsum(means), value) <= LIMIT
     assert not any(one.requires_grad for one in evaluated.sums.values())
@@ -151,46 +115,17 @@ def test_evaluation_in_inference_mode_keeps_no_graph(made_inside: bool) -> None:
 def test_what_is_refused_in_a_cut_is_taken_whole(name: str) -> None:
     report, found = take(REFUSED[name][0], micro_batch=None)
     assert report.terms.keys() == {"loss"}
-    assert same(found, whole(REFUSED[name][0])[1])
-
-
-def test_a_model_whose_loss_changes_its_form_is_refused() -> None:
-    with pytest.raises(LossError, match="same means with the same factors"):
-        take(lambda scores, labels: size(scores) if labels.max() < 0 else 2 * tokens(scores, labels))
-
-
-def test_selected_rows_of_any_number() -> None:
-    rows = (LABELS >= 0).any(1)
-    assert_exact(selected, {"x": X[rows], "labels": LABELS[rows]})
-
-
-def test_weights_are_told_by_term() -> None:
-    valid = int((LABELS >= 0).sum())
-    report, _ = take(sum_and_mean)
-    assert report.weights == {"cross_entropy": 1, "mean": X.shape[0] * LENGTH * 4}
-    report, _ = take(stacked)
-    assert report.weights == {"cross_entropy": valid, "mean": ROWS * LENGTH * 4, "cross_entropy 2": valid}
+    assert same(found, whole_of(Own(REFUSED[name][0]), BATCH)[1])
 
 
 def test_labels_equal_to_the_inputs_in_the_first_micro_batch_only() -> None:
     """Two tensors match the targets there and weigh differently: the division waits."""
-
-    class Tokens(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.table = nn.Embedding(5, 5).double()
-
-        def forward(self, ids: Tensor, y: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(self.table(ids).tanh().flatten(0, 1), y.flatten())
-
     ids = torch.tensor([[0, 1], [2, 3], [4, 0], [1, 1]])
-    batch = {"ids": ids, "y": torch.where(torch.tensor([0, 0, 1, 1])[:, None] == 1, -100, ids)}
-    batch["y"][2, 0] = 3
-    model = Tokens()
-    _, expected = whole_of(model, batch)
-    recorder = GradientRecorder(model)
-    report = Step(model, ModelLoss(), recorder, micro_batch=2)(batch)
+    labels = torch.where(torch.tensor([0, 0, 1, 1])[:, None] == 1, -100, ids)
+    labels[2, 0] = 3
+    model = own_loss(words(count=5)).double()
+    _, expected = whole_of(model, batch := {"x": ids, "labels": labels})
+    report = Step(model, ModelLoss(), recorder := GradientRecorder(model), micro_batch=2)(batch)
     assert report.weights == {"loss": 5}
     assert relative_error(recorder.gradients, expected) <= LIMIT
 
@@ -203,45 +138,24 @@ def test_a_first_micro_batch_without_several_terms_is_refused() -> None:
         take(loss, {"x": X, "labels": LABELS.roll(-2, 0)})
 
 
-def _constant(scores: Tensor) -> Tensor | float:
-    return 3.0
-
-
-def _detached(scores: Tensor) -> Tensor | float:
-    return scores.square().mean().detach()
-
-
-def _after_two_terms(scores: Tensor) -> Tensor | float:
-    return 0.5 * scores.square().mean() + 2
+BESIDE: dict[str, Callable[[Tensor], Any]] = {
+    "constant": lambda scores: 3.0,
+    "detached": lambda scores: scores.square().mean().detach(),
+    "after two terms": lambda scores: 0.5 * scores.square().mean() + 2,
+}
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 8, None])
-@pytest.mark.parametrize("beside", [_constant, _detached, _after_two_terms])
-def test_constants_and_detached_parts_are_in_the_reported_loss(
-    beside: Callable[[Tensor], Tensor | float], micro_batch: int | None
-) -> None:
-    torch.manual_seed(0)
-    inputs, targets = torch.randn(20, 3).double(), torch.randint(2, (20,))
-    model = nn.Linear(3, 2).double()
-
-    def call(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        scores = model(batch[0])
-        return nn.functional.cross_entropy(scores, batch[1]) + beside(scores)
-
-    expected, recorder = call(model, (inputs, targets)), GradientRecorder(model)
-    gradient = torch.autograd.grad(expected, [*model.parameters()])
-    report = Step(model, ModelLoss(call=call), recorder, micro_batch=micro_batch)((inputs, targets))
-    assert relative_error(report.loss, expected) <= LIMIT
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_constants_and_detached_parts_are_in_the_reported_loss(beside: Any, micro_batch: int | None) -> None:
+    loss = lambda scores, labels: tokens(scores, labels) + beside(scores)  # noqa: E731
+    batch = BATCH | {"labels": LABELS.clamp(min=0)}
+    value, gradients = whole_of(Own(loss), batch)
+    report, found = take(loss, batch, micro_batch=micro_batch)
     assert report.checked
-    assert relative_error([*recorder.gradients.values()], [*gradient]) <= LIMIT
+    assert relative_error([report.loss, found], [value, gradients]) <= LIMIT
 
 
 def test_a_detached_part_that_is_not_a_number_is_not_hidden() -> None:
-    def call(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch).square().mean() + torch.tensor(math.nan)
-
-    model = nn.Linear(3, 2)
-    options = Options(check=False)
-    step = Step(model, ModelLoss(call=call), GradientRecorder(model), micro_batch=2, options=options)
     with pytest.raises(NonFiniteLossError):
-        step(torch.randn(6, 3))
+        take(lambda scores, labels: size(scores) + torch.tensor(math.nan), check=False)

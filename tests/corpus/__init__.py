@@ -1,0 +1,1 @@
+"""Faults and sound models, as users bring them: what `ab.check` and every door must tell apart."""
