@@ -190,6 +190,56 @@ def test_what_was_sent_and_what_waits_are_the_corrected_gradients(momentum: floa
             assert relative_error(added([*sent, waits]), corrected) <= CLOSE
 
 
+@pytest.mark.parametrize("masking", [True, False])
+def test_only_the_largest_go_and_they_leave_nothing_behind_where_masked(masking: bool) -> None:
+    """A rank without rows sends what has waited."""
+    codec, zeros = dgc(0.9, 0.5, masking=masking), dict.fromkeys(LIKE, torch.zeros(1).double())
+    for update in range(UPDATES):
+        old, share = codec.state(), drawn(update) if update % 4 != 2 else {}
+        sent = exchanged([codec], [share])
+        new = codec.state()
+        for name in ("conv.weight", "linear.weight"):
+            wanted = sent[name].flatten()
+            velocity = (share or zeros)[name].flatten().expand(wanted.shape)
+            if update:
+                velocity = 0.5 * old["velocity"][name] + velocity
+            waited = velocity + old["residual"][name] if update else velocity
+            places = wanted.nonzero().flatten()
+            assert len(places) == round(len(wanted) / 10)
+            assert torch.equal(wanted[places], waited[places])
+            rest = waited.index_fill(0, places, 0)
+            assert rest.abs().max() <= wanted[places].abs().min()
+            assert torch.equal(new["residual"][name], rest)
+            kept = velocity.index_fill(0, places, 0) if masking else velocity
+            assert torch.equal(new["velocity"][name], kept)
+
+
+def test_a_rank_clips_by_the_norm_of_its_whole_gradient_and_the_number_of_ranks() -> None:
+    share = drawn(0)
+    norm = torch.cat([one.flatten() for one in share.values()]).norm()
+    for ranks in (1, 4):
+        clipped = exchanged([dgc(0.0, 0.0, clip_norm=1.0, ranks=ranks)], [share])
+        wanted = {name: one / (norm * ranks**0.5) for name, one in share.items()}
+        assert relative_error(clipped, wanted) <= CLOSE
+    for options in ({"clip_norm": 2 * float(norm), "ranks": 4 - 1}, {}):
+        assert same(exchanged([dgc(0.0, 0.0, **options)], [share]), share)
+    zeros = {name: torch.zeros_like(one) for name, one in share.items()}
+    assert same(exchanged([dgc(0.0, 0.0, clip_norm=1.0, ranks=1)], [zeros]), zeros)
+
+
+def test_the_sparsity_rises_by_quarters_and_the_bytes_fall() -> None:
+    like = {"weight": torch.zeros(100, 100)}
+    codec = dgc(0.999, warmup_updates=8)
+    sent: list[int] = []
+    for update in range(10):
+        codec.encode(drawn(update, like), like)
+        sent.append((codec.sent - 4) // 8)
+    assert sent == [2500, 2500, 625, 625, 156, 156, 39, 39, 10, 10]
+    rises = dgc(0.9, warmup_updates=4)
+    assert [rises.sparsity_at(update) for update in range(5)] == [0.75, *[0.9] * 4]
+    assert dgc(0.5, warmup_updates=4).sparsity_at(0) == 0.5
+
+
 def test_a_momentum_beside_the_codecs_own_is_refused() -> None:
     parameters = nn.Linear(2, 2).parameters
     heavy = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9, nesterov=True)

@@ -21,8 +21,6 @@ from tests.parallel import drawn, faults, pairs
 from tests.parallel.pairs import CLOSE, WORDS, Pair, copies, make, rows, shard, share, told
 from tests.parallel.spawned import Ranks, on_ranks, spawned
 
-HOLD = pytest.mark.parametrize("hold", [False, True], ids=["reduced", "held"])
-
 
 @on_ranks(2, 4, seconds=120.0)
 def test_any_split_is_the_whole_batch(rank: int, size: int) -> object:
@@ -117,57 +115,6 @@ class Watcher(ab.Callback):
         self.norms += [float(one.norm()) for one in gradients.values()]
 
 
-POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-# How it is sharded, the options of both steps, and those of the rank's.
-OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}, {}),
-    "recompute": ({}, {}, {"recompute": "all"}),
-    "bf16-mixed": ({}, {"precision": "bf16-mixed"}, {}),
-    "policy": ({"mp_policy": POLICY}, {}, {}),
-    "held in a policy": ({"mp_policy": POLICY}, {}, {"strategy": Shard(hold=True)}),
-    "clipped by value": ({}, {"clip_value": 1e-3}, {}),
-    "by length": ({}, {}, {"order": "length"}),
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@on_ranks(2)
-def test_options(rank: int, size: int, name: str) -> None:
-    """Callbacks, too, are shown whole gradients."""
-    sharding, both, own = OPTIONS[name]
-    is_low = "bf16" in name or "policy" in name
-    model = make().to(torch.float32 if is_low else torch.float64)
-    model.embedding.padding_idx = 0 if name == "by length" else None
-    pair = Pair(
-        model,
-        parts=shard(model, **sharding),
-        both={"micro_batch": 2, **both},
-        bound=0.02 if is_low else CLOSE,
-        **copy.deepcopy(own),
-    )
-    watchers, flows = [Watcher(), Watcher()], [ab.GradientFlow(one, every=1) for one in (pair.parts, model)]
-    for step, *callbacks in zip((pair.step, pair.twin), watchers, flows, strict=True):
-        step.attach(callbacks)
-    for number in range(3):
-        x, y = rows(7, seed=number)
-        x = x.remainder(WORDS - 1).add(1).masked_fill(y == -100, 0) if name == "by length" else x
-        with torch.no_grad():  # a forward alone leaves the root unsharded
-            pair.parts(x)
-        pair.update((x, y), [5, 2], rank)
-    seen = [(*watcher.norms, *flow.last.ratio) for watcher, flow in zip(watchers, flows, strict=True)]
-    if not is_low:
-        assert max(abs(one - other) for one, other in zip(*seen, strict=True)) < CLOSE
-
-
-@on_ranks(2)
-def test_a_batch_loss_makes_the_gradient_of_shards(rank: int, size: int) -> None:
-    pair = Pair(model := make(), parts=shard(model))
-    ab.BatchLoss(pair.parts, pairs.tokens, micro_batch=2)(share(rows(7), [5, 2], rank)).backward()
-    pair.step.optimizers[0].step()
-    pair.twin(rows(7))
-    assert pair.error < CLOSE
-
-
 def grouped(model: Any) -> Any:
     model = copy.deepcopy(model)
     fully_shard([model.inner[0], model.inner[1]])
@@ -185,31 +132,73 @@ def only_root(parts: Any) -> None:
     parts.set_requires_all_reduce(False)
 
 
-# How it is sharded, whether gradients are held, and what the caller does before each update.
-WAYS: dict[str, tuple[Callable[[Any], Any], bool, Callable[[Any], object]]] = {
-    "blocks": (shard, False, id),
-    "root only": (lambda model: fully_shard(copy.deepcopy(model)), False, id),
-    "modules in one group": (grouped, True, id),
-    "gathered once per micro-batch": (lambda model: shard(model, reshard_after_forward=False), True, id),
-    "gathered again from fewer ranks": (lambda model: shard(model, reshard_after_forward=2), False, id),
-    "copies": (lambda model: shard(model, copies(4)), False, id),
-    "copies, held": (lambda model: shard(model, copies(4)), True, id),
-    "flags of the caller": (shard, False, unsynced),
-    "flags of the caller, held": (shard, True, unsynced),
-    "flags of the caller, copies": (lambda model: shard(model, copies(4)), False, only_root),
+def of(**sharding: Any) -> Callable[[Any], Any]:
+    return lambda model: shard(model, **sharding)
+
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+HELD = {"strategy": Shard(hold=True)}
+RANKS = "strategy", "recompute", "order"  # options of the sharded step alone
+# How it is sharded, the options of the step, and what the caller does before each update.
+WAYS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], Callable[[Any], object]]] = {
+    "blocks": (shard, {}, id),
+    "root only": (lambda model: fully_shard(copy.deepcopy(model)), {}, id),
+    "modules in one group": (grouped, HELD, id),
+    "gathered once per micro-batch": (of(reshard_after_forward=False), HELD, id),
+    "gathered again from fewer ranks": (of(reshard_after_forward=2), {}, id),
+    "copies": (lambda model: shard(model, copies(4)), {}, id),
+    "copies, held": (lambda model: shard(model, copies(4)), HELD, id),
+    "flags of the caller": (shard, {}, unsynced),
+    "flags of the caller, held": (shard, HELD, unsynced),
+    "flags of the caller, copies": (lambda model: shard(model, copies(4)), {}, only_root),
+    "recompute": (shard, {"recompute": "all"}, id),
+    "bf16-mixed": (shard, {"precision": "bf16-mixed"}, id),
+    "bf16 in a policy": (of(mp_policy=POLICY), {}, id),
+    "bf16 in a policy, held": (of(mp_policy=POLICY), HELD, id),
+    "clipped by value": (shard, {"clip_value": 1e-3}, id),
+    "by length": (shard, {"order": "length"}, id),
 }
 
 
 @pytest.mark.parametrize("name", WAYS)
 @on_ranks(4)
 def test_laws_of_accumulation(rank: int, size: int, name: str) -> None:
-    """After the tests of gradient accumulation of PyTorch (fully_shard), torchtitan and accelerate."""
-    make_parts, hold, before = WAYS[name]
-    model = make()
-    pair = Pair(model, parts=make_parts(model), both={"micro_batch": 2}, strategy=Shard(hold=hold))
+    """After the tests of gradient accumulation of PyTorch (fully_shard), torchtitan and accelerate.
+
+    Callbacks, too, are shown whole gradients.
+    """
+    make_parts, options, before = WAYS[name]
+    is_low = "bf16" in name
+    model = make().to(torch.float32 if is_low else torch.float64)
+    model.embedding.padding_idx = 0 if name == "by length" else None
+    pair = Pair(
+        model,
+        parts=make_parts(model),
+        both={"micro_batch": 2, **{name: one for name, one in options.items() if name not in RANKS}},
+        bound=0.02 if is_low else CLOSE,
+        **copy.deepcopy({name: one for name, one in options.items() if name in RANKS}),
+    )
+    watchers, flows = [Watcher(), Watcher()], [ab.GradientFlow(one, every=1) for one in (pair.parts, model)]
+    for step, *callbacks in zip((pair.step, pair.twin), watchers, flows, strict=True):
+        step.attach(callbacks)
     for number in range(3):
+        x, y = rows(9, seed=number)
+        x = x.remainder(WORDS - 1).add(1).masked_fill(y == -100, 0) if name == "by length" else x
         before(pair.parts)
-        pair.update(rows(9, seed=number), [5, 3, 1, 0], rank)
+        with torch.no_grad():  # a forward alone leaves the root unsharded
+            pair.parts(x)
+        pair.update((x, y), [5, 3, 1, 0], rank)
+    seen = [(*watcher.norms, *flow.last.ratio) for watcher, flow in zip(watchers, flows, strict=True)]
+    assert is_low or max(abs(one - other) for one, other in zip(*seen, strict=True)) < CLOSE
+
+
+@on_ranks(2)
+def test_a_batch_loss_makes_the_gradient_of_shards(rank: int, size: int) -> None:
+    pair = Pair(model := make(), parts=shard(model))
+    ab.BatchLoss(pair.parts, pairs.tokens, micro_batch=2)(share(rows(7), [5, 2], rank)).backward()
+    pair.step.optimizers[0].step()
+    pair.twin(rows(7))
+    assert pair.error < CLOSE
 
 
 @on_ranks(4)
@@ -224,35 +213,23 @@ def test_shards_over_half_of_the_ranks(rank: int, size: int) -> None:
 NAMES = "all_gather", "all_gather_single", "reduce_scatter_single", "all_reduce"
 
 
-def counted(pair: Pair, count: int, rank: int, size: int, held: bool) -> list[int]:
-    """Messages, all-gathers, reduce-scatters and sums of a step of `count` micro-batches."""
-    with ExitStack() as patches:
-        made = [
-            patches.enter_context(mock.patch.object(dist, one, wraps=getattr(dist, one))) for one in NAMES
-        ]
-        report = pair.step(share(rows(size * count, seed=count), [count] * size, rank))
-    assert report.held == held
-    return [one.call_count for one in made]
-
-
-@HOLD
-@on_ranks(2)
+@pytest.mark.parametrize("hold", [False, True], ids=["reduced", "held"])
+@on_ranks(2, 4)
 def test_collectives_of_a_step(rank: int, size: int, hold: bool) -> None:
-    """Two blocks and the root: five gathers for each micro-batch; three sums each, or three in all."""
-    pair = Pair(model := make(), parts=shard(model), micro_batch=1, strategy=Shard(hold=hold))
+    """Two blocks and the root: five gathers for each micro-batch; three sums each, or three in all.
+
+    Of four ranks two are copies of the others, with which each sum is made once, beside that of the norm.
+    """
+    mesh = copies(size) if size == 4 else None
+    pair = Pair(model := make(), parts=shard(model, mesh), micro_batch=1, strategy=Shard(hold=hold))
     for index, count in enumerate((1, 2, 3, 4, 4)):
-        found = counted(pair, count, rank, size, hold and index > 0)
-        assert found == [2, 5 * count, 3 if hold else 3 * count, 1], found
-
-
-@HOLD
-@on_ranks(4)
-def test_copies_are_added_up_once_per_step(rank: int, size: int, hold: bool) -> None:
-    """Of two blocks and the root, with one sum for the norm; one, one and three micro-batches."""
-    pair = Pair(model := make(), parts=shard(model, copies(size)), micro_batch=1, strategy=Shard(hold=hold))
-    for index, count in enumerate((1, 1, 3)):
-        found = counted(pair, count, rank, size, hold and index > 0)[2:]
-        assert found == [3 if hold or count == 1 else 9, 4], found
+        with ExitStack() as patches:
+            made = [mock.patch.object(dist, one, wraps=getattr(dist, one)) for one in NAMES]
+            counts = [patches.enter_context(one) for one in made]
+            report = pair.step(share(rows(size * count, seed=count), [count] * size, rank))
+        assert report.held == (hold and index > 0)
+        found = [one.call_count for one in counts]
+        assert found == [2, 5 * count, 3 if hold else 3 * count, 1 if size == 2 else 4], found
 
 
 # ---- ranks that differ
