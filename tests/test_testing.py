@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch import Total
 from anybatch.testing import reference_step, relative_error
 
 X = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
@@ -57,7 +56,3 @@ def test_the_reference_by_hand() -> None:
     assert whole.gradients["weight"].tolist() == [[2 / 3 * (9 + 15), 2 / 3 * (12 + 18)]]
     assert whole.gradients["bias"].tolist() == [2 / 3 * 6]
     assert {gradient.dtype for gradient in whole.gradients.values()} == {torch.float64}
-
-
-def squared(model: nn.Module, micro: Any) -> Total:
-    return Total((model(micro[0]) - micro[1]).square().sum(), len(micro[1]))
