@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from anybatch import Precision, Step, Terms, Total
+from anybatch import Precision, Step
 from anybatch.core.errors import NonFiniteLossError
-from anybatch.core.report import MicroBatchDone, MicroBatchRedone
+from anybatch.core.report import MicroBatchDone
 from anybatch.testing import relative_error, tolerance
 from tests.faults import faulty
 from tests.faults.faulty import BEGIN, ROWS, SIZE, VARIANTS, build, make_batch, parts, seed, take, windowed
@@ -87,14 +86,6 @@ def test_the_update_is_the_one_without_overflow(
         assert take(step, way, batch).redone > 0
 
 
-def test_a_redone_micro_batch_is_told() -> None:
-    step, _, batch = twins("divided early", "fp16-mixed", 2)
-    take(step, "step", batch)
-    redone = [event for event in step.model.fault.told if isinstance(event, MicroBatchRedone)]
-    assert [(event.index, event.rows) for event in redone] == [(2, SIZE)] * 2
-    assert ["1024" in redone[0].reason, "512" in redone[1].reason] == [True, True]
-
-
 @pytest.mark.parametrize("way", ["step", "window"])
 def test_a_scale_that_gave_way_is_put_back_with_all_else(way: str) -> None:
     """The step fails after the overflow, the window is thrown away: nothing has happened."""
@@ -134,35 +125,3 @@ def test_a_sum_that_overflows_makes_no_update(value: float, options: dict[str, A
     is_skipped = options.get("non_finite") == "skip"
     with same_as_before(step), nullcontext() if is_skipped else pytest.raises(NonFiniteLossError):
         assert not (windowed(step, batch, 1) if way == "window" else step(batch)).updated
-
-
-def test_sums_in_float16_hold_gradients_that_their_scale_would_drive_out() -> None:
-    """What arrives is 2^16 times as large, and fits only without its scale."""
-    precision = Precision(compute="bfloat16", accumulate="float16", loss_scale=2.0**16)
-    model = nn.Linear(1, 1, bias=False)
-    step = Step(model, nn.MSELoss(), sgd(model), precision=precision)
-    assert step((torch.ones(4, 1), 10 * torch.ones(4, 1))).redone == 0
-
-
-def test_a_scale_of_one_sends_no_more_than_a_scale_of_two() -> None:
-    """Where rows may be left out the sum is divided last, and what is sent is larger by its weight."""
-    options: dict[str, Any] = {"precision": Precision(store="float16"), "micro_batch": 2048}
-    for policy in ("raise", "drop"):
-        torch.manual_seed(0)
-        model = nn.Linear(4, 1)
-        step = Step(model, nn.MSELoss(), sgd(model), **flat(options, non_finite=policy))
-        report = step((torch.ones(4096, 4), 30 * torch.ones(4096, 1)))
-        assert (report.updated, report.dropped) == (True, 0)
-
-
-@pytest.mark.parametrize("options", [{"precision": "fp16-mixed"}, {"non_finite": "skip"}], ids=str)
-def test_a_term_that_counts_in_whole_numbers_is_no_gradient(options: dict[str, Any]) -> None:
-    def counted(model: nn.Module, micro: Any) -> dict[str, Total]:
-        outputs = model(micro[0]).float()
-        losses = F.cross_entropy(outputs, micro[1], reduction="sum")
-        return {"loss": Total(losses, 2), "right": Total((outputs.argmax(1) == micro[1]).sum(), 2)}
-
-    model = nn.Linear(3, 2)
-    loss = Terms(counted, coefficients={"right": 0.0})
-    step = Step(model, loss, sgd(model), micro_batch=2, **flat(options, check=False))
-    assert step((torch.randn(8, 3), torch.randint(2, (8,)))).updated

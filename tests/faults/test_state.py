@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import anybatch as ab
-from anybatch.core.errors import NonFiniteLossError, OutOfMemoryError, WindowError
+from anybatch.core.errors import NonFiniteLossError, WindowError
 from anybatch.state.snapshot import EVERY, FIRST
 from anybatch.testing import relative_error
 from tests.faults import faulty
@@ -58,12 +58,6 @@ def test_gradients_found_before_a_step_are_added(
     assert all(parameter.grad is None for parameter in step.model.parameters())
 
 
-def test_gradients_found_are_in_the_norm_that_is_reported() -> None:
-    step, twin = build("dropout", clip_norm=1e9), build("dropout", clip_norm=1e9)
-    give_gradients(step.model)
-    assert step(make_batch()).grad_norm > twin(make_batch()).grad_norm + 1
-
-
 @pytest.mark.parametrize("micro_batch", [SIZE, None])
 @pytest.mark.parametrize("bad", ["raise", "skip", "found"])
 def test_a_step_that_fails_or_is_skipped_gives_gradients_back(bad: str, micro_batch: int | None) -> None:
@@ -100,16 +94,6 @@ def test_parameters_that_a_step_does_not_train_keep_their_gradients(way: str) ->
     assert all(model.get_parameter(name).grad is others[name] for name in others)
     assert_same(values, others)
     assert [parameter.grad for parameter in (*trained, model.large)] == [None] * 3
-
-
-def test_gradients_found_come_back_unclipped_where_the_update_fails() -> None:
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
-    model.extra = nn.Parameter(torch.ones(3))
-    model.extra.grad = torch.full((3,), 5.0)
-    step = ab.Step(model, nn.MSELoss(), torch.optim.Adam(model.parameters()), micro_batch=2, clip_norm=0.01)
-    with pytest.raises(RuntimeError, match="sparse"):
-        step((torch.tensor([0, 1, 2, 3]), torch.ones(4, 1)))
-    assert model.extra.grad.tolist() == [5.0, 5.0, 5.0]
 
 
 # ---- gradients and windows
@@ -176,64 +160,6 @@ def test_attributes_move_once_for_each_micro_batch(way: str, fault: str, warm: i
     done = 4 * warm + report.micro_batches
     assert (step.model.calls, step.model.longest, len(step.model.table)) == (done, 2 * done, 2 * done)
     assert step.model.log[-report.micro_batches :] == [*report.cut]
-
-
-@pytest.mark.parametrize("policy", ["raise", "drop", "skip"])
-@pytest.mark.parametrize("way", ["step", "window"])
-def test_a_table_that_grows_does_not_keep_a_bad_row_coming_for_ever(way: str, policy: str) -> None:
-    step = build("counting", non_finite=policy)
-    x, y = make_batch()
-    x[9, 0] = math.nan
-    if policy == "drop":
-        assert take(step, way, (x, y)).dropped == SIZE
-        assert (step.model.calls, len(step.model.table)) == (3, 6)
-        return
-    expected = pytest.raises(NonFiniteLossError) if policy == "raise" else nullcontext()
-    with same_as_before(step, *DRAWN), expected:
-        assert not take(step, way, (x, y)).updated
-
-
-def restless(model: Any, _: Any) -> None:
-    """Put buffers in the place of others, add and remove some; one cannot be written to."""
-    model.table = model.table + 1
-    model.empty = torch.ones(3)
-    model.register_buffer("added", torch.ones(1))
-    model._buffers.pop("removed", None)
-
-
-def test_buffers_that_a_forward_puts_in_place_adds_or_removes_come_back() -> None:
-    step = build()
-    for name, value in (("empty", None), ("removed", torch.ones(2)), ("fixed", torch.ones(1).expand(9))):
-        step.model.register_buffer(name, value)
-    step.model.register_forward_pre_hook(restless)
-    table = step.model.table
-    with same_as_before(step):
-        step.model.fault.arm("end", 1, ValueError("no"))
-        with pytest.raises(ValueError, match="no"):
-            step(make_batch())
-        window = step.window()
-        window.add(make_batch())
-        window.discard()
-    assert step.model.table is table
-
-
-def test_a_cache_that_is_renewed_before_each_step_comes_back() -> None:
-    step = build("counting")
-    for number in range(6):
-        step.model.log = []
-        step.model.fault.arm("forward", 1, NO_MEMORY, number == 5)
-        report = step(make_batch())
-    assert report.redone == 1
-    assert step.model.log == [*report.cut]
-
-
-def test_a_tensor_in_a_dict_that_a_forward_writes_to_is_named() -> None:
-    step = build()
-    step.model.store = {"count": torch.zeros(1)}
-    step.model.register_forward_pre_hook(lambda model, _: model.store["count"].add_(1) and None)
-    step.model.fault.arm("forward", 1, NO_MEMORY)
-    with pytest.raises(OutOfMemoryError, match="store"):
-        step(make_batch())
 
 
 # ---- random streams

@@ -1,8 +1,4 @@
-"""The fault table of the design: what follows when something fails, at each place of a step.
-
-A cell either recovers, and then gives what the same cut gives without the fault, bit for bit; or it raises,
-and then all is as it was before.
-"""
+"""The fault table: a step recovers to the bits of the same cut without the fault, or nothing has changed."""
 
 import copy
 import math
@@ -12,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR
 
 import anybatch as ab
 from anybatch.core.errors import BatchError, LossError, NonFiniteLossError, OutOfMemoryError
@@ -52,9 +47,8 @@ SCALED = {"precision": ab.Precision(compute="float16", loss_scale=2.0**8)}
 
 
 # Each kind once, and those that a forward changes at each moment.
-MOMENTS = [(kind, 2, 5) for kind in faulty.ZOO] + [
-    (kind, *moment) for kind in STATEFUL for moment in ((0, 1), (2, 0))
-]
+MOMENTS = [(kind, 2, 5) for kind in faulty.ZOO]
+MOMENTS += [(kind, *moment) for kind in STATEFUL for moment in ((0, 1), (2, 0))]
 
 
 @pytest.mark.parametrize(("kind", "at", "warm"), MOMENTS)
@@ -88,28 +82,6 @@ def test_a_size_that_was_too_large_is_not_tried_again(way: str, place: str) -> N
     assert take(step, way, make_batch()).too_large == SIZE
     report = take(step, way, make_batch())
     assert (report.cut, report.redone, report.too_large) == (HALVES, 0, 0)
-
-
-def test_an_overflow_where_gradients_are_too_large_to_be_held() -> None:
-    """Some are added before the overflow shows, so the step begins again."""
-    step, twin = (build("large", momentum=0.0, **SCALED) for _ in range(2))
-    step.model.fault.arm("mid", 2, math.inf)
-    report = step(make_batch())
-    assert (report.cut, report.redone) == ((SIZE,) * 4, 1)
-    assert_as_unfaulted(step, report, twin, make_batch())
-
-
-@pytest.mark.parametrize("kind", ["dropout", "counting", "float64 sums"])
-def test_a_first_pass_has_a_loss_scale_of_its_own(kind: str) -> None:
-    """Its gradient overflows where the scale of a first pass begins, and the second pass does not."""
-    precision, found = ab.Precision(compute="float16", loss_scale=2.0), []
-    for factor, rate in ((2.0**8, 2.0**-10), (1.0, 2.0**-2)):
-        loss = ab.WholeBatch(lambda x, y, f=factor: f * faulty.spread(x, y))
-        step = build(kind, precision=precision, momentum=0.0, lr=rate, loss=loss)
-        assert step(make_batch()).redone == 0
-        step.optimizers[0].param_groups[0]["lr"] = 0.0
-        found.append(snapshot(step))
-    assert_same(*found)
 
 
 # ---- what raises
@@ -244,7 +216,7 @@ def test_not_finite_is_skipped(bad: int, precision: str, kind: str, way: str, wh
 def test_rows_that_meet_in_the_loss_are_not_left_out_of_a_part_of_it(
     policy: str, micro_batch: int | None, where: str
 ) -> None:
-    """The others' losses know of them. Uncut, all rows may be left out, and so may the update."""
+
     step = build("counting", non_finite=policy, micro_batch=micro_batch, **WHOLE_BATCH)
     batch = faulty.spoiled(step, where, [BAD])
     is_left_out = policy == "skip" or (policy == "drop" and micro_batch is None)
@@ -326,27 +298,16 @@ def test_an_update_that_may_be_torn_is_named_so_and_nothing_is_put_back(
     assert step.open_window is None
 
 
-@pytest.mark.parametrize(
-    "error", [IndexError("past its end"), MemoryError("no room for a rate"), OSError("disk full")]
-)
+@pytest.mark.parametrize("error", [MemoryError("no room for a rate"), OSError("disk full")])
 @pytest.mark.parametrize("way", ["step", "window"])
 def test_what_fails_after_the_update_leaves_it_made(way: str, error: Exception) -> None:
-    """A scheduler, or who listens to the report."""
-    begun: list[int] = []
-
-    def rate(epoch: int) -> float:
-        if begun and not isinstance(error, OSError):
-            raise error
-        begun.append(epoch)
-        return 1.0
-
-    step, twin = build("dropout", scheduler=lambda one: LambdaLR(one, rate)), build("dropout")
+    """Who listens to the report."""
+    step, twin = build("dropout"), build("dropout")
     step.model.fault.arm("StepReport", 0, error)
     with pytest.raises(type(error)) as caught:
         take(step, way, make_batch())
     assert caught.value is error
     assert "Update 1 was made" in faulty.said(error)
     take(twin, way, make_batch())
-    ahead = [name for name in changes(snapshot(twin), snapshot(step)) if not name.startswith("scheduler")]
-    assert set(ahead) <= {"optimizer 0"}  # the scheduler's own mark on it
+    assert_same(snapshot(twin), snapshot(step))
     assert step.open_window is None

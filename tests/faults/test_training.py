@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import signal
 from pathlib import Path
 
@@ -46,21 +45,11 @@ def test_folder_of_another_run_is_not_written_to(tmp_path: Path) -> None:
     first.fit(epochs=1)
     first.fit(epochs=2)  # its own folder
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointError, match="without an earlier run"):
-        make_trainer(tmp_path).fit(epochs=1)
-    other = make_trainer(tmp_path / "other", keep=1)
-    other.fit(epochs=3)
-    for folder in (tmp_path, tmp_path / "best"):  # by hand, too, though it has later steps
+    other = make_trainer(tmp_path)
+    for use in (lambda: other.fit(epochs=1), lambda: other.save(tmp_path)):
         with pytest.raises(CheckpointError, match="without an earlier run"):
-            other.save(folder)
-    other.save(tmp_path / "by hand")
-    other.save(tmp_path / "by hand")
-    shutil.rmtree(tmp_path / "other")
-    shutil.rmtree(tmp_path / "by hand")
+            use()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    again = make_trainer(tmp_path)
-    again.resume(tmp_path)
-    assert again.fit(epochs=3)[0].epoch == 3
 
 
 @pytest.mark.parametrize("error", [KeyError("mistaken"), LossError("mistaken")], ids=["any", "ours"])
