@@ -28,20 +28,6 @@ def head(width: int) -> nn.Module:
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES))
 
 
-def joined() -> nn.Module:
-    """A U-Net of one level: what the first layers make is needed at the end."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        x = self.down(x)
-        return self.up(torch.cat([x, self.inside(x)], 1))
-
-    return Made(
-        forward, down=nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
-        inside=nn.Sequential(nn.MaxPool2d(2), *[block(8) for _ in range(4)], nn.Upsample(scale_factor=2)),
-        up=nn.Sequential(nn.Conv2d(16, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), head(8)),
-    )  # fmt: skip
-
-
 def residual() -> nn.Module:
     stem = nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
     return nn.Sequential(*stem, *[block(16) for _ in range(6)], head(16))
@@ -55,7 +41,7 @@ def plain() -> nn.Module:
     return nn.Sequential(*layers, head(32))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"residual": residual, "joined": joined, "plain": plain}
+MODELS: dict[str, Callable[[], nn.Module]] = {"residual": residual, "plain": plain}
 
 
 def trained(name: str, memory: int | None) -> tuple[list[Tensor], int, ab.Step]:

@@ -114,8 +114,7 @@ class Net(nn.Module):
         hidden = torch.tanh(self.enter(x[:, :-1]))
         if self.kind == "drawing":
             hidden = hidden * (1 + random.random()) * (1 + np.random.rand())
-        if self.kind == "drawing when marked" and bool(marked.any()):
-            hidden = hidden * (1 + torch.rand(()) / 4)
+
         self.fault("forward")
         hidden = Spot.apply(hidden, marked, self.fault, "mid")
         hidden = self.drop(self.norm(torch.tanh(self.inner(hidden))))

@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +90,3 @@ def test_killed_training_comes_to_the_same_end(name: str, lives: Lives) -> None:
     assert len(names) <= 5  # killed before it deleted an old one, a run that is done has it still
     suffixes = {path.suffix for path in folder.rglob("*") if path.is_file()}
     assert suffixes == {".safetensors", ".json", ".jsonl"}
-    events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    counts = Counter(one["event"] for one in events)
-    assert (counts["start"], counts["stop"]) == (len(ends), 1)
-    assert {one["epoch"] for one in events if one["event"] == "epoch"} <= set(range(1, EPOCHS + 1))
-    starts = [one["done_updates"] for one in events if one["event"] == "start"]
-    assert starts == sorted(starts)

@@ -1,6 +1,5 @@
 """A training that fails or is asked to stop in the middle: the last whole update is kept, and it goes on."""
 
-import json
 import math
 import signal
 from pathlib import Path
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from anybatch import Total
 from anybatch.core import MicroBatchDone
-from anybatch.core.errors import CheckpointError, LossError, NonFiniteLossError
+from anybatch.core.errors import CheckpointError, NonFiniteLossError
 from anybatch.train.metrics import accuracy
 from tests.snapshots import changes
 from tests.train import runs
@@ -18,9 +17,7 @@ from tests.train.runs import BATCH, EPOCHS, UPDATES, assert_same_end, make_rows,
 
 
 @pytest.mark.parametrize("row", range(0, runs.TRAIN, 3))
-def test_bad_data_in_the_middle_of_an_epoch_costs_nothing_but_its_own_update(
-    row: int, tmp_path: Path
-) -> None:
+def test_bad_data_in_an_epoch_costs_nothing_but_its_own_update(row: int, tmp_path: Path) -> None:
     x, y = make_rows(runs.TRAIN)
     spoilt, y[row] = x.clone(), 1
     spoilt[row] = math.nan
@@ -30,8 +27,6 @@ def test_bad_data_in_the_middle_of_an_epoch_costs_nothing_but_its_own_update(
     with pytest.raises(NonFiniteLossError):
         trainer.fit(epochs=EPOCHS)
     assert trainer.updates == done
-    log = [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert log == ["start", *["step"] * done, "stop"]
     assert bool([*tmp_path.glob("step-*")]) == (done > 0)
     again = make_trainer(train=(x, y))  # with the data put right
     if done:
@@ -50,22 +45,6 @@ def test_folder_of_another_run_is_not_written_to(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="without an earlier run"):
             use()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-@pytest.mark.parametrize("error", [KeyError("mistaken"), LossError("mistaken")], ids=["any", "ours"])
-def test_mistake_in_a_metric_does_not_cost_the_epoch(error: Exception, tmp_path: Path) -> None:
-    def mistaken(scores: Tensor, y: Tensor) -> Total:
-        raise error
-
-    with pytest.raises(type(error), match="mistaken"):
-        make_trainer(tmp_path, metrics={"accuracy": mistaken}).fit(epochs=EPOCHS)
-    again = make_trainer()
-    again.resume(tmp_path)
-    assert (again.epoch, again.updates) == (0, UPDATES)
-    reports = again.fit(epochs=EPOCHS)
-    assert [report.epoch for report in reports] == [1, 2, 3, 4]  # validated again, reported once
-    assert reports[0].samples_per_second == 0  # nothing was left to train
-    assert_same_end(again, reports, undisturbed())
 
 
 @pytest.mark.parametrize(

@@ -46,16 +46,10 @@ def test_a_window_left_open_is_named_and_can_be_ended(rows: int) -> None:
     assert take(step, "step", make_batch()).updated
 
 
-@pytest.mark.parametrize("by_phases", [False, True])
-def test_a_window_as_a_context_manager_is_closed_at_its_end_and_discarded_by_an_error(
-    by_phases: bool,
-) -> None:
+def test_a_window_as_a_context_manager_is_closed_at_its_end_and_discarded_by_an_error() -> None:
     step, twin = build("counting"), build("counting")
     with step.window() as window:
         window.add(make_batch())
-        if by_phases:
-            window.update()
-            assert step.model.leave.weight.grad is not None
     seed(BEGIN)
     windowed(twin, make_batch(), ROWS)
     assert_same(snapshot(twin), snapshot(step))
@@ -66,13 +60,3 @@ def test_a_window_as_a_context_manager_is_closed_at_its_end_and_discarded_by_an_
         with pytest.raises(WindowError, match="at least one micro-batch"), step.window():
             pass
     assert step.open_window is None
-
-
-def test_unfreezing_between_two_adds_is_refused() -> None:
-    step = build()
-    step.model.enter.requires_grad_(False)
-    window = step.window()
-    window.add(make_batch())
-    step.model.enter.requires_grad_(True)
-    refused([lambda: window.add(make_batch())], "same 5 parameters")
-    window.discard()

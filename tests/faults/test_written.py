@@ -31,10 +31,8 @@ def make(make_model: Any, steps: int = 0) -> tuple[Step, Any]:
     """A step after some updates, and its batch."""
     torch.manual_seed(0)
     model = make_model()
-    batch = (
-        torch.randint(20, (ROWS, 4)) if make_model is bounded else torch.randn(ROWS, 6),
-        torch.randint(4, (ROWS,)),
-    )
+    x = torch.randint(20, (ROWS, 4)) if make_model is bounded else torch.randn(ROWS, 6)
+    batch = x, torch.randint(4, (ROWS,))
     step = Step(model, nn.CrossEntropyLoss(), sgd(model), micro_batch=4, options=Options(check=False))
     for _ in range(steps):
         step(batch)
