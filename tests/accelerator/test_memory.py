@@ -83,9 +83,7 @@ def drawn(way: str, seed: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("seeds", [SEEDS, pytest.param(MANY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["step", "window", "whole batch"])
-def test_out_of_memory_gives_an_exact_update_or_an_error_that_changes_nothing(
-    sim: Any, way: str, seeds: range
-) -> None:
+def test_out_of_memory_gives_an_exact_update_or_changes_nothing(sim: Any, way: str, seeds: range) -> None:
     found = [sim(drawn, way, seed) for seed in seeds]
     updates, errors, refused = map(sum, zip(*found, strict=True))
     assert updates > len(seeds) // 2

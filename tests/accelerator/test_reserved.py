@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import anybatch as ab
 from tests.accelerator.simulated import caching, load
@@ -17,21 +17,6 @@ from tests.zoo import Made, encoder, recurrence
 def sequences(dropout: float = 0.0) -> nn.Module:
     """A transformer over tokens of any length."""
     return encoder(128, 200, layers=4, dropout=dropout, words=200)
-
-
-def nested(width: int, levels: int, channels: int = 3) -> nn.Module:
-    """A U-Net of so many levels."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        x = self.down(x)
-        y = self.inside(nn.functional.max_pool2d(x, 2))
-        return self.up(torch.cat([x, nn.functional.interpolate(y, scale_factor=2.0)], 1))
-
-    return Made(
-        forward, down=nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), block(width)),
-        inside=nested(2 * width, levels - 1, width) if levels else block(width),
-        up=nn.Conv2d((3 if levels else 2) * width, width, 3, padding=1),
-    )  # fmt: skip
 
 
 def block(width: int) -> nn.Module:
@@ -59,7 +44,6 @@ CASES = {
     "dropout": Case(lambda: sequences(0.1), 24, (), (96,)),
     "convolutions": Case(lambda: images(24, *[block(24) for _ in range(6)]), 96, (3, 64, 64)),
     "lstm": Case(lambda: recurrence(64, 10, width=192, layers=2), 384, (24, 64)),
-    "u-net": Case(lambda: nn.Sequential(nested(8, 2), head(8)), 96, (3, 64, 64)),
 }
 
 

@@ -66,19 +66,17 @@ def trained(name: str, memory: int | None) -> tuple[list[Tensor], int, ab.Step]:
 def uncut(name: str) -> list[str]:
     """What is wrong with steps within shares of the plain peak."""
     expected, most, _ = trained(name, None)
-    wrong, refused = list[str](), 0
-    for share in (0.9, 0.7, 0.5, 0.4, 0.2):
+    wrong, refused, step = list[str](), 0, None
+    for share in (0.9, 0.7, 0.5, 0.4, 0.2, "smallest"):
+        memory = refused if share == "smallest" else int(share * most)
         try:
-            found, peak, step = trained(name, int(share * most))
+            found, peak, step = trained(name, memory)
         except ab.BudgetError as error:
             refused = error.smallest
-            wrong += [] if refused > share * most else [f"{share}: {refused} is named"]
+            wrong += [] if refused > memory else [f"{share}: {refused} is named"]
             continue
         wrong += [] if all(map(torch.equal, expected, found)) else [f"{share}: other bits"]
-        wrong += [f"{share}: {peak} of {share * most}"] if peak > share * most else []
-    found, peak, step = trained(name, refused)
-    wrong += [] if all(map(torch.equal, expected, found)) else ["smallest: other bits"]
-    wrong += [f"smallest: {peak} of {refused}"] if peak > refused else []
+        wrong += [f"{share}: {peak} of {memory}"] if peak > memory else []
     is_moved = "wait in host memory" in step.planning.explain()
     wrong += [] if is_moved else ["smallest: nothing is moved"]
     try:

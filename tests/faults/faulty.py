@@ -183,7 +183,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def build(
     kind: str = "dropout", *, dtype: torch.dtype = torch.float32, warm: int = 0, **options: Any
 ) -> ab.Step:
-    """A step after `warm` updates; of options `momentum`, `lr`, `model` and `scheduler` are not its own."""
+    """A step after `warm` updates; options `momentum`, `lr` and `model` are not its own."""
     torch.manual_seed(0)
     model = options.pop("model", Net)(kind).to(dtype)
     momentum, lr = options.pop("momentum", 0.9), options.pop("lr", 0.125)
@@ -199,8 +199,6 @@ def build(
     if "collate" in options:
         inner = options["collate"]
         options["collate"] = lambda samples: (model.fault("collate"), inner(samples))[1]
-    if "scheduler" in options:
-        options["scheduler"] = options["scheduler"](optimizer)
     step = ab.Step(model, loss, optimizer, **flat(options))
     for index in range(warm):
         seed(index)

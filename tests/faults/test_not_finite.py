@@ -40,15 +40,10 @@ def without(batch: tuple[Tensor, Tensor], bad: Sequence[int]) -> tuple[Tensor, T
     return batch[0][kept], batch[1][kept]
 
 
-# ---- drop
-
-
 @pytest.mark.parametrize("way", ["step", "window"])
 @pytest.mark.parametrize(("bad", "rows", "where"), [([0, 1], MANY, "loss"), ([2], 10, "gradient")], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
-def test_drop_is_the_step_on_the_other_rows(
-    name: str, bad: list[int], rows: int, where: str, way: str
-) -> None:
+def test_drop_is_the_step_on_the_others(name: str, bad: list[int], rows: int, where: str, way: str) -> None:
     options = DOUBLE | LOSSES[name]
     step, same = (build(**options, non_finite="drop") for _ in range(2))
     plain = build(**options)
@@ -69,9 +64,7 @@ def test_drop_is_the_step_on_the_other_rows(
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("micro_batch", [SIZE, None], ids=str)
 @pytest.mark.parametrize("name", ["divided early", "several terms", "sum"])
-def test_where_all_is_dropped_no_update_is_made(
-    name: str, micro_batch: int | None, where: str, way: str
-) -> None:
+def test_all_dropped_makes_no_update(name: str, micro_batch: int | None, where: str, way: str) -> None:
     step = build(**DOUBLE | LOSSES[name], micro_batch=micro_batch, non_finite="drop")
     batch = spoiled(step, where, range(8), dtype=torch.float64)
     with same_as_before(step):
@@ -93,9 +86,6 @@ def test_bad_luck_does_not_come_again_for_ever(way: str, policy: str) -> None:
     assert 5 < sum(act(step, batch).updated for _ in range(40)) < 40
 
 
-# ---- at a loss scale
-
-
 @pytest.mark.parametrize("policy", ["drop", "skip", "raise"])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("precision", ["fp16-mixed", "fp16-true"])
@@ -112,15 +102,10 @@ def test_bad_data_does_not_wear_the_scale_out(precision: str, where: str, policy
     assert policy == "drop" or step.scale.state() == state  # no update was made
 
 
-# ---- raise
-
-
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(("micro_batch", "index", "rows"), [(4, 7, "28 to 31"), (None, 4, "0 to 31")])
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed", "bf16-true", "fp16-mixed", "fp16-true"])
-def test_raise_names_the_rows(
-    precision: str, micro_batch: int | None, index: int, rows: str, where: str
-) -> None:
+def test_raise_names_the_rows(precision: str, micro_batch: Any, index: int, rows: str, where: str) -> None:
     step = build("BatchNorm", precision=precision, micro_batch=micro_batch, batch_norm="micro")
     batch = spoiled(step, where, [index])
     with pytest.raises(NonFiniteLossError, match=rf"rows {rows}\b"), same_as_before(step):

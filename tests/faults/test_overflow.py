@@ -55,9 +55,7 @@ CASES += [(name, precision, 4, 0) for name in ("dropout", "several terms") for p
 
 @pytest.mark.parametrize("way", ["step", "window"])
 @pytest.mark.parametrize(("name", "precision", "halvings", "index"), CASES)
-def test_the_update_is_the_one_without_overflow(
-    name: str, precision: str, way: str, halvings: int, index: int
-) -> None:
+def test_an_overflow_costs_no_update(name: str, precision: str, way: str, halvings: int, index: int) -> None:
     step, twin, batch = twins(name, PRECISIONS[precision], halvings, way, index)
     start = faulty.weights(step)
     report = take(step, way, batch)

@@ -47,9 +47,7 @@ PLACES = [("step", at) for at in (0, 1, 2, 4, 6, 11)] + [("window", 5)]
 @pytest.mark.parametrize("options", [{}, {"accumulate": torch.float64}, {"non_finite": "skip"}], ids=str)
 @pytest.mark.parametrize("is_tied", [False, True], ids=["three", "tied"])
 @pytest.mark.parametrize(("way", "at"), PLACES)
-def test_memory_that_runs_out_in_a_replay_loses_nothing(
-    way: str, at: int, is_tied: bool, options: dict[str, Any]
-) -> None:
+def test_out_of_memory_in_a_replay_loses_nothing(way: str, at: int, is_tied: bool, options: Any) -> None:
     step, twin = (make(is_tied=is_tied, **options) for _ in range(2))
     step.model.fault.at, batch = at, (torch.randint(20, (16, 5)), torch.randint(4, (16,)))
     assert [take(one, way, batch).redone for one in (step, twin)] == [1, 0]

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,9 +34,7 @@ def give_gradients(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("micro_batch", [None, SIZE])
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
 @pytest.mark.parametrize("kind", faulty.ZOO)
-def test_gradients_found_before_a_step_are_added(
-    kind: str, clip_norm: float | None, micro_batch: int | None
-) -> None:
+def test_gradients_found_before_a_step_are_added(kind: str, clip_norm: Any, micro_batch: int | None) -> None:
     """To the bit where it is not cut, and sums are kept as the gradients are."""
     is_same = micro_batch is None and kind != "float64 sums"
     dtype = torch.float32 if is_same else torch.float64
@@ -117,9 +116,6 @@ def test_attributes_move_once_for_each_micro_batch(way: str, fault: str, warm: i
     done = 4 * warm + report.micro_batches
     assert (step.model.calls, step.model.longest, len(step.model.table)) == (done, 2 * done, 2 * done)
     assert step.model.log[-report.micro_batches :] == [*report.cut]
-
-
-# ---- random streams
 
 
 class Drawing(Net):

@@ -31,9 +31,6 @@ def test_what_faulted_steps_are_compared_with_is_the_loop_by_hand(kind: str) -> 
     assert_same(expected, snapshot(step))
 
 
-# ---- what recovers
-
-
 COLUMNS = ("step", "window", "passes")
 # Where the fault is, what it is, and how the rows come in each column.
 RECOVERS: dict[str, tuple[str, Any, tuple[str, str, str]]] = {
@@ -83,9 +80,6 @@ def test_a_size_that_was_too_large_is_not_tried_again(way: str, place: str) -> N
     assert (report.cut, report.redone, report.too_large) == (HALVES, 0, 0)
 
 
-# ---- what raises
-
-
 ERRORS: dict[str, BaseException] = {
     "anything else": ValueError("no"),
     "Ctrl-C": KeyboardInterrupt(),
@@ -114,9 +108,7 @@ RAISES = [
 
 
 @pytest.mark.parametrize(("row", "way", "kind", "place", "at", "warm"), RAISES)
-def test_a_step_that_raises_changes_nothing(
-    row: str, way: str, kind: str, place: str, at: int, warm: int
-) -> None:
+def test_what_raises_changes_nothing(row: str, way: str, kind: str, place: str, at: int, warm: int) -> None:
     options = WHOLE_BATCH if way == "passes" else faulty.VARIANTS.get(way, {})
     step, twin = (build(kind, warm=warm, **options) for _ in range(2))
     for parameter in step.model.parameters():
@@ -130,12 +122,12 @@ def test_a_step_that_raises_changes_nothing(
     assert_as_unfaulted(step, take(step, "step", make_batch()), twin, make_batch())
 
 
+ADDS = [("Ctrl-C", "float64 sums"), *[("anything else", kind) for kind in STATEFUL]]
+ADDS += [("one row is too large", kind) for kind in ("dropout", "several terms")]
+
+
 @pytest.mark.parametrize(("place", "at", "warm"), [*PLACES, ("refused", 2, 0)])
-@pytest.mark.parametrize(
-    ("row", "kind"),
-    [*[("anything else", kind) for kind in STATEFUL], ("Ctrl-C", "float64 sums")]
-    + [("one row is too large", kind) for kind in ("dropout", "several terms")],
-)
+@pytest.mark.parametrize(("row", "kind"), ADDS)
 def test_an_add_that_raises_loses_only_itself(row: str, kind: str, place: str, at: int, warm: int) -> None:
     step, twin = (build(kind, warm=warm, **faulty.VARIANTS.get(kind, {})) for _ in range(2))
     micros = faulty.parts(make_batch())
@@ -151,8 +143,6 @@ def test_an_add_that_raises_loses_only_itself(row: str, kind: str, place: str, a
         window.add(micro)
     assert_as_unfaulted(step, window.close(), twin, make_batch(), way="window")
 
-
-# ---- not finite at a loss scale of 1
 
 BAD = 2 * SIZE + 1  # a row of the third micro-batch
 
@@ -209,9 +199,6 @@ def test_not_finite_is_skipped(bad: int, precision: str, kind: str, way: str, wh
     assert take(step, way, make_batch()).updated
 
 
-# ---- an error in the update
-
-
 class Rate(float):
     """A learning rate that fails when it is used."""
 
@@ -243,9 +230,7 @@ def failing(kind: str, how: str, error: BaseException, **options: Any) -> ab.Ste
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), MemoryError("no room")], ids=repr)
 @pytest.mark.parametrize("way", ["step", "window"])
 @pytest.mark.parametrize("kind", STATEFUL)
-def test_an_update_that_fails_before_its_first_write_changes_nothing(
-    kind: str, way: str, error: BaseException
-) -> None:
+def test_an_update_failing_before_a_write_changes_nothing(kind: str, way: str, error: BaseException) -> None:
     step, twin = failing(kind, "before", error), build(kind, momentum=0.0)
     twin.optimizers[0].param_groups[0]["foreach"] = False
     kinds = OutOfMemoryError if isinstance(error, MemoryError) else type(error)
@@ -259,9 +244,7 @@ def test_an_update_that_fails_before_its_first_write_changes_nothing(
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("way", ["step", "window"])
 @pytest.mark.parametrize("how", ["after the first write", "second optimizer", "hooked"])
-def test_an_update_that_may_be_torn_is_named_so_and_nothing_is_put_back(
-    how: str, way: str, error: type[BaseException]
-) -> None:
+def test_a_torn_update_is_named_so_and_nothing_is_put_back(how: str, way: str, error: Any) -> None:
     step, twin = failing("counting", how, error("CUDA out of memory.")), build("counting", momentum=0.0)
     with pytest.raises((error, ab.AnybatchError)) as caught:
         take(step, way, make_batch())

@@ -92,9 +92,7 @@ def test_every_head_stands_in_the_docs() -> None:
 def test_lists_of_samples_padded_micro_batch_by_micro_batch(name: str, limit: float) -> None:
     head = named(name)
     lengths = enumerate(head.batch["attention_mask"].sum(1).tolist())
-    samples = [
-        {key: one[at, :length] for key, one in head.batch.items()} for at, length in enumerate(lengths)
-    ]
+    samples = [{key: one[at, :length] for key, one in head.batch.items()} for at, length in lengths]
     assert_exact(head.build(), head.batch, 3, limit, rows=samples, collate=collate)
 
 

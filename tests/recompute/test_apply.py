@@ -122,17 +122,13 @@ def test_running_out_of_memory_anywhere_leaves_no_trace(name: str, policy: str) 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @policies
 @pytest.mark.parametrize("name", ["encoder", "unet"])
-@pytest.mark.parametrize("how", ["block.compile", "torch.compile"])
-def test_compiled_blocks(name: str, policy: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # the compiler's progress bar would leave a thread
     found: list[list[Tensor]] = []
     model, x = make(name)
     blocks = find_blocks(model)
     for block in blocks:
-        if how == "block.compile":
-            model.get_submodule(block).compile(backend="aot_eager")
-        else:
-            model.set_submodule(block, torch.compile(model.get_submodule(block), backend="aot_eager"))
+        model.get_submodule(block).compile(backend="aot_eager")
     for choice in ((), tuple((block, policy) for block in blocks)):
         torch._dynamo.reset()
         seed(3)

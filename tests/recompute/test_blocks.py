@@ -27,16 +27,14 @@ def pair() -> list[nn.Module]:
     return [DoubleConv(2, 2), DoubleConv(2, 2)]
 
 
-def several(kind: str = "stack") -> nn.Module:
-    """Layers made of a list of blocks, of parts that are no list, or mostly of experts."""
+def several(*, has_experts: bool = False) -> nn.Module:
+    """Layers made of a list of blocks, or mostly of experts."""
 
     def layer() -> nn.Module:
-        if kind == "stack":
-            return Made(lambda self: self.layers, layers=nn.ModuleList(pair()))
-        if kind == "experts":
+        if has_experts:
             experts = nn.ModuleList([DoubleConv(9, 9) for _ in range(3)])
             return Made(lambda self: self.gate, gate=nn.Linear(2, 3), experts=experts)
-        return Made(lambda self: self.one, **dict(zip(("one", "other"), pair(), strict=True)))
+        return Made(lambda self: self.layers, layers=nn.ModuleList(pair()))
 
     return nn.ModuleList([layer(), layer()])
 
@@ -50,8 +48,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "unet": (unet, ("first", "down", "join")),
     "encoder": (encoder, ("layers.0", "layers.1", "layers.2")),
     "stacks": (several, STACKS),
-    "experts": (lambda: several("experts"), ("0", "1")),
-    "pairs": (lambda: several("pair"), ("0", "1")),
+    "experts": (lambda: several(has_experts=True), ("0", "1")),
     "gpt2": (lambda: head("GPT2LMHeadModel", n_layer=2), ("transformer.h.0", "transformer.h.1")),
     "t5, one": (lambda: head("T5ForConditionalGeneration"), ("encoder.block.0", "decoder.block.0")),
     "vit": (lambda: head("ViTForImageClassification", num_hidden_layers=2), ("vit.layers.0", "vit.layers.1")),
