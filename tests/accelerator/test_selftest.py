@@ -14,7 +14,6 @@ Found = dict[str, tuple[str, str]]  # of each row its result and what it says
 
 
 def run(is_wrong: bool) -> Found:
-    """The self-test, with a divisor and a budget that are wrong if so asked."""
     load()
     with pytest.MonkeyPatch.context() as patch:
         if is_wrong:
@@ -31,8 +30,7 @@ def failed(found: Found) -> list[str]:
 def test_a_sound_device_passes(sim: Any) -> None:
     found = sim(run, False)
     assert failed(found) == [], found
-    left_out = [name for name, (result, _) in found.items() if result == "left out"]
-    assert left_out == ["ranks"], found  # there is one device
+    assert [name for name, (result, _) in found.items() if result == "left out"] == ["ranks"]  # one device
 
 
 def test_mistakes_fail_their_rows(sim: Any) -> None:

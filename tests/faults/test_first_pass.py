@@ -1,7 +1,5 @@
 """Whole-batch losses: their first pass in float16, and what cannot be exact in two passes is refused."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,14 +30,6 @@ def test_a_first_pass_keeps_gradients_that_float16_would_lose(micro_batch: int |
     assert relative_error(found[1], found[0]) <= BOUND
 
 
-@pytest.fixture
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.usefixtures("double")
 def test_a_second_pass_that_differs_is_refused() -> None:
     """It draws from a generator that nobody can put back."""
     draw = torch.Generator().manual_seed(0)

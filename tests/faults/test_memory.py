@@ -38,23 +38,17 @@ def in_window(step: Step) -> StepReport:
 
 def test_one_row_that_does_not_fit_is_an_error_and_nothing_is_changed() -> None:
     step = build("counting")
-    with (
-        same_as_before(step),
-        scarce_in_passes(set(range(10**4))) as memory,
-        pytest.raises(OutOfMemoryError, match="one row is the least"),
-    ):
+    error = pytest.raises(OutOfMemoryError, match="one row is the least")
+    with same_as_before(step), scarce_in_passes(set(range(10**4))) as memory, error:
         at_once(step)
     assert memory.refused == 4  # 4, 2, 1, and 1 once more
 
 
-@pytest.mark.parametrize(
-    ("loss", "refused", "said"),
-    [
-        (None, {2, 3}, r"BatchNorm \(1\) takes"),
-        # Between the two tries a few rows are looked at, in a number of passes that depends on the device.
-        pytest.param(bare, {2, 136}, "for every split", marks=needs_cpu),
-    ],
-)
+# Between two tries a few rows are looked at, in a number of passes that depends on the device.
+FOR_EVERY = pytest.param(bare, {2, 136}, "for every split", marks=needs_cpu)
+
+
+@pytest.mark.parametrize(("loss", "refused", "said"), [(None, {2, 3}, r"BatchNorm \(1\) takes"), FOR_EVERY])
 def test_where_rows_meet_no_smaller_cut_is_chosen(loss: Any, refused: set[int], said: str) -> None:
     step = whole_only(loss=loss)
     with same_as_before(step), scarce_in_passes(refused), pytest.raises(OutOfMemoryError, match=said):
