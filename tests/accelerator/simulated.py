@@ -1,8 +1,4 @@
-"""A simulated accelerator, "sim": compiled once, then loaded in a process of its own.
-
-The process is another one because autograd counts devices at its first backward, and because a device that
-is there changes what torch does for everybody.
-"""
+"""A simulated accelerator, "sim": compiled once, and loaded in a process of its own, which it changes."""
 
 import fcntl
 import hashlib
@@ -40,9 +36,7 @@ def build() -> Path:
         raise BuildError("this machine has no C++ compiler")
     python = sysconfig.get_paths()["include"]
     folders = [f"-I{folder}" for folder in (*cpp_extension.include_paths(), python)]
-    links = [
-        part for folder in cpp_extension.library_paths() for part in (f"-L{folder}", f"-Wl,-rpath,{folder}")
-    ]
+    links = [f"{flag}{folder}" for folder in cpp_extension.library_paths() for flag in ("-L", "-Wl,-rpath,")]
     flags = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}"]
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
     libraries = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
@@ -93,9 +87,7 @@ def load() -> ModuleType:
 
     def needs_index(device: object) -> None:
         if isinstance(device, torch.device) and device.index is None:
-            raise ValueError(
-                f"Expected a torch.device with a specified index or an integer, but got:{device}"
-            )
+            raise ValueError(f"Expected a torch.device with a specified index, got {device}")
 
     def set_fraction(fraction: float, device: object = None) -> None:
         needs_index(device)
@@ -156,12 +148,11 @@ def uncounted() -> Generator[None]:
 @contextmanager
 def limited(bytes_: int) -> Generator[None]:
     """Limit the memory that is reserved on the device: the bytes in use, unless it is `caching`."""
-    native = load().native
-    native.set_limit(bytes_)
+    load().native.set_limit(bytes_)
     try:
         yield
     finally:
-        native.set_limit(UNLIMITED)
+        load().native.set_limit(UNLIMITED)
 
 
 @contextmanager

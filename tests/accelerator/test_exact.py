@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from tests.accelerator.programs import EXACT, drawn_again, kept_in_float32, mixed
+from tests.accelerator.programs import EXACT, drawn_again, mixed
 
 LIMIT = 1e-12  # relative to the largest parameter, after two updates with SGD
 ROUGH = {"bf16-mixed": 2**-6, "fp16-mixed": 2**-9}  # a few roundings of the dtype
@@ -22,10 +21,6 @@ def test_mixed_precision_uses_the_autocast_of_the_device(sim: Any, precision: st
     error, is_short = sim(mixed, precision)
     assert is_short
     assert error <= ROUGH[precision]
-
-
-def test_a_part_without_parameters_stays_in_float32(sim: Any) -> None:
-    assert sim(kept_in_float32) == torch.float32
 
 
 def test_the_random_stream_of_a_device_is_captured_and_restored(sim: Any) -> None:

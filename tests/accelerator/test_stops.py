@@ -1,4 +1,4 @@
-"""Stops of the host, and operations of the device, as exact counts: the table of docs/speed.md."""
+"""Stops of the host as exact counts: the table of docs/speed.md."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import anybatch as ab
@@ -32,19 +31,16 @@ def own_total(model: nn.Module, rows: Any) -> ab.Total:
     return ab.Total(losses, (rows[1] != -100).sum())
 
 
-LOSSES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "Total": (perceptron, own_total),
-    "ModelLoss": (lambda: own_loss(perceptron()), ab.ModelLoss()),
-    "WholeBatch": (perceptron, ab.WholeBatch(contrast)),
-}
-TORCH = perceptron, nn.CrossEntropyLoss()
+LOSSES: dict[str, Any] = {
+    "Total": own_total, "ModelLoss": ab.ModelLoss(), "WholeBatch": ab.WholeBatch(contrast),
+}  # fmt: skip
 
 
 def ready(name: str = "", micro_batch: int = MICRO, **keywords: Any) -> tuple[ab.Step, Any]:
     """A step that has made four updates, and its batch; of these all but the third compare splits."""
     load()
-    build, loss = LOSSES.get(name, TORCH)
-    model, rows = build().to("sim"), moved(batch(0, ROWS))
+    model = own_loss(perceptron()) if name == "ModelLoss" else perceptron()
+    loss, model, rows = LOSSES.get(name, nn.CrossEntropyLoss()), model.to("sim"), moved(batch(0, ROWS))
     if "precision" in keywords:
         model, rows = model.float(), (rows[0].float(), rows[1])
     step = ab.Step(model, loss, sgd(model), micro_batch=micro_batch, **keywords)
@@ -71,23 +67,13 @@ def of_trainer(is_on_device: bool) -> list[tuple[int, ...]]:
 
 
 def plan_for_add(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The stops of four `add`s together, and of the close."""
+    """The stops of four `add`s together, and of the close, in a second window: the first may compare."""
     step, (x, y) = ready(name)
-    with step.window() as first:  # which may compare
-        for one in zip(x.split(MICRO), y.split(MICRO), strict=True):
-            first.add(one)
-    window = step.window()
-    opened = window.__enter__()
-    adding = stops(lambda: [opened.add(one) for one in zip(x.split(MICRO), y.split(MICRO), strict=True)])
-    return adding, stops(lambda: window.__exit__(None, None, None))
-
-
-def bad() -> tuple[int, ...]:
-    """A batch with a NaN, which is skipped."""
-    step, (x, y) = ready(options=ab.Options(non_finite="skip"))
-    x = x.clone()
-    x[5] = torch.nan
-    return stops(lambda: step((x, y)))
+    micros = [*zip(x.split(MICRO), y.split(MICRO), strict=True)]
+    for window in (step.window() for _ in range(2)):
+        add = window.add
+        found = stops(lambda add=add: [add(one) for one in micros]), stops(window.close)
+    return found
 
 
 NONE, ONCE = (0, 0, 0, 0), (0, 0, 1, 0)
@@ -104,7 +90,7 @@ NONE, ONCE = (0, 0, 0, 0), (0, 0, 1, 0)
         ((PARTS, 0, 1, 0), {"precision": "fp16-mixed"}),
         (ONCE, {"precision": "bf16-mixed"}),
     ],
-    ids=["plain", "clip_norm", "skip", "clip_value", "drop", "loss scale", "bf16-mixed"],
+    ids=str,
 )
 def test_a_step_reads_its_device_once(sim: Any, expected: Any, keywords: dict[str, Any]) -> None:
     assert sim(partial(of_step, **keywords)) == expected
@@ -126,36 +112,3 @@ def test_a_trainer_copies_rows_or_their_indices_and_reads_once(sim: Any) -> None
     on_host, on_device = sim(of_trainer, False), sim(of_trainer, True)
     assert {*on_host} == {(0, 0, 1, 2)}  # inputs and targets
     assert {*on_device} == {(0, 0, 1, 1)}
-
-
-def test_a_batch_that_is_skipped_is_read_once(sim: Any) -> None:
-    assert sim(bad) == ONCE
-
-
-def by_hand_and_by_step(name: str) -> tuple[int, int]:
-    """Operations of an update: of the loop that one writes by hand, and of a step."""
-    step, (x, y) = ready(name)
-    model, optimizer, loss = step.model, step.optimizers[0], nn.CrossEntropyLoss(reduction="sum")
-
-    def loop() -> None:
-        optimizer.zero_grad()
-        weight = (y != -100).sum()
-        for rows, targets in zip(x.split(MICRO), y.split(MICRO), strict=True):
-            if name == "ModelLoss":  # a mean of the model's own, so its divisor is undone
-                (model(rows, targets)["loss"] * ((targets != -100).sum() / weight)).backward()
-            else:
-                (loss(model(rows), targets) / weight).backward()
-        optimizer.step()
-
-    found: list[int] = []
-    for run in (loop, lambda: step((x, y))):
-        with counted() as counts:
-            run()
-        found.append(counts["operations"])
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize(("name", "more"), [("", 6), ("Total", 25), ("ModelLoss", 25)])
-def test_a_step_asks_so_many_operations_more_than_the_loop_by_hand(sim: Any, name: str, more: int) -> None:
-    by_hand, by_step = sim(by_hand_and_by_step, name)
-    assert by_step == by_hand + more

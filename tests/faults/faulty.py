@@ -20,7 +20,7 @@ from tests.train.runs import listening
 
 FEATURES, CLASSES, SIZE, ROWS = 8, 4, 4, 16  # powers of two, so that early and late division agree to the bit
 BEGIN = 100  # of the random streams
-LARGE = (64 << 18) + 64  # float32 numbers that take more than 64 MiB
+
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory.")
 
 
@@ -36,14 +36,10 @@ class Fault:
         self.arm("")
 
     def arm(self, place: str, at: int = 0, what: BaseException | float = 1.0, times: float = 1) -> None:
-        """Plant this fault alone.
+        """Plant one fault: what is raised, or multiplies gradients, `at` the place and so many times.
 
-        Args:
-            place: "collate", "forward", "loss", "mid" (in backward, when later layers have their gradients),
-                "end" (before any), or a class of events.
-            at: how often the place is passed before.
-            what: an error to raise, or what gradients are multiplied by.
-            times: how often it goes wrong.
+        The place is "collate", "forward", "loss", "mid" (in backward, when later layers have their
+        gradients), "end" (before any), or a class of events.
         """
         self.planted = [(place, at, what, times)]
         self.passed: dict[str, int] = {}
@@ -96,7 +92,7 @@ class Net(nn.Module):
         self.drop = nn.Dropout(0.0 if kind in ("plain", "BatchNorm") else 0.5)
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("table", torch.ones(2), persistent=False)
-        self.large = nn.Parameter(torch.zeros(LARGE if kind == "large" else CLASSES))
+        self.large = nn.Parameter(torch.zeros(CLASSES))
         self.calls, self.log, self.counts, self.last, self.longest = 0, [0], {"rows": 0}, torch.zeros(()), 2
 
     def count(self, x: Tensor) -> None:
@@ -118,12 +114,11 @@ class Net(nn.Module):
         hidden = torch.tanh(self.enter(x[:, :-1]))
         if self.kind == "drawing":
             hidden = hidden * (1 + random.random()) * (1 + np.random.rand())
-        if self.kind == "drawing when marked" and bool(marked.any()):
-            hidden = hidden * (1 + torch.rand(()) / 4)
+
         self.fault("forward")
         hidden = Spot.apply(hidden, marked, self.fault, "mid")
         hidden = self.drop(self.norm(torch.tanh(self.inner(hidden))))
-        return Spot.apply(self.leave(hidden) + self.large[:CLASSES], marked, self.fault, "end")
+        return Spot.apply(self.leave(hidden) + self.large, marked, self.fault, "end")
 
 
 class Head(Net):
@@ -188,11 +183,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def build(
     kind: str = "dropout", *, dtype: torch.dtype = torch.float32, warm: int = 0, **options: Any
 ) -> ab.Step:
-    """A step, the same one every time, after `warm` updates.
-
-    Options are those of the step, `momentum` and `lr` of the optimizer, the class of the `model`, and what
-    makes a `scheduler`.
-    """
+    """A step after `warm` updates; options `momentum`, `lr` and `model` are not its own."""
     torch.manual_seed(0)
     model = options.pop("model", Net)(kind).to(dtype)
     momentum, lr = options.pop("momentum", 0.9), options.pop("lr", 0.125)
@@ -208,8 +199,6 @@ def build(
     if "collate" in options:
         inner = options["collate"]
         options["collate"] = lambda samples: (model.fault("collate"), inner(samples))[1]
-    if "scheduler" in options:
-        options["scheduler"] = options["scheduler"](optimizer)
     step = ab.Step(model, loss, optimizer, **flat(options))
     for index in range(warm):
         seed(index)
@@ -297,18 +286,11 @@ def by_hand(
 
 
 def assert_as_unfaulted(
-    step: ab.Step,
-    report: ab.StepReport,
-    twin: ab.Step,
-    batch: tuple[Tensor, Tensor],
-    *,
-    way: str = "step",
-    bound: float = 0.0,
+    step: ab.Step, report: ab.StepReport, twin: ab.Step, batch: Any, *, way: str = "step", bound: float = 0.0
 ) -> None:
-    """All is as in the twin, which begins where the step began, and does the same cut without a fault.
+    """All is as in the twin after the same cut without a fault; parameters and optimizers up to `bound`.
 
-    Parameters and optimizers may differ by `bound`: an `add` of a window that came in halves is merged as
-    one, so that its additions are in another order. So they are at another loss scale.
+    An `add` of a window that came in halves is merged as one, so that its additions are in another order.
     """
     found = snapshot(step)
     seed(BEGIN)

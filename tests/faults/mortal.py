@@ -1,9 +1,8 @@
 """A program that can die anywhere: `python -m tests.faults.mortal FOLDER SCENARIOS`.
 
-Scenarios are JSON of {name: [death, ...]}. It makes FOLDER/name for each and lives once per death: each life
-is a process of its own that goes on from what it finds. It dies by SIGKILL at `[place, count]`, or after a
-share of the time that a whole life takes, `["time", share]`. One more life in each folder has no death. How
-each life ended is JSON on standard output.
+Scenarios are JSON of {name: [death, ...]}: each life in FOLDER/name is a process that goes on from what it
+finds, and dies by SIGKILL at `[place, count]`, or after a share of a whole life, `["time", share]`; a last
+one does not die. How each ended is JSON on standard output.
 """
 
 import json
@@ -55,7 +54,7 @@ def born(life: Callable[[], object], killed_after_s: float | None = None) -> int
 
 
 def make(out: Path | None, **options: Any) -> Trainer:
-    """From a loader, with callbacks that have a state, and two checkpoints."""
+
     rows = DataLoader(TensorDataset(*make_rows(TRAIN)), batch_size=3, shuffle=True)
     stopping = EarlyStopping("accuracy", patience=EPOCHS, larger_is_better=True)
     kept = {"save_every": 1, "keep": 2} if out else {}
@@ -63,7 +62,7 @@ def make(out: Path | None, **options: Any) -> Trainer:
 
 
 def train(folder: Path, death: Death) -> None:
-    """To the end, or to death the count-th time that it comes to a place."""
+
     left = [death[1]]
 
     def reap(place: str) -> None:
@@ -101,7 +100,7 @@ def train(folder: Path, death: Death) -> None:
 
 
 def play(folder: Path, deaths: list[Death], life_s: float = 0.0) -> list[int]:
-    """All lives in a folder, one after the other."""
+
     folder.mkdir()
     return [
         born(partial(train, folder, NEVER), death[1] * life_s)

@@ -16,12 +16,7 @@ from anybatch.engine import Part
 
 
 class Scarce(TorchDispatchMode):
-    """Refuses allocations inside of watched functions.
-
-    Args:
-        refuse: which of the watched allocations fail, counted from 0.
-        most: bytes of what is allocated while watched, and still held, above which every allocation fails.
-    """
+    """Refuses allocations of watched functions: these, counted from 0, and all while more bytes are held."""
 
     def __init__(self, refuse: set[int] | None = None, *, most: float = math.inf) -> None:
         super().__init__()
@@ -35,18 +30,14 @@ class Scarce(TorchDispatchMode):
         if not (self.watched and is_made):
             return func(*args, **(kwargs or {}))
         self.count += 1
-        if self.count - 1 in self.refuse or (self.most < math.inf and self.in_use() > self.most):
+        if self.count - 1 in self.refuse or sum(self.held.values()) > self.most:
             self.refused += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         made = func(*args, **(kwargs or {}))
-        if self.most < math.inf:
-            for one in made if isinstance(made, tuple | list) else [made]:
-                if isinstance(one, Tensor):
-                    self.held[one] = one.nbytes
+        for one in made if self.most < math.inf and isinstance(made, tuple | list) else [made]:
+            if self.most < math.inf and isinstance(one, Tensor):
+                self.held[one] = one.nbytes
         return made
-
-    def in_use(self) -> int:
-        return sum(self.held.values())
 
     def watching(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:

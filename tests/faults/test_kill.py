@@ -6,17 +6,14 @@ import random
 import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from anybatch.state import rng
 from anybatch.train import checkpoint
-from tests.faults.mortal import make
 from tests.snapshots import assert_same
-from tests.train.runs import EPOCHS, UPDATES, state
+from tests.train.runs import EPOCHS, UPDATES
 
 ROOT = Path(__file__).parents[2]
 NUMBERED = [f"step-{number:08}" for number in (EPOCHS * UPDATES - 1, EPOCHS * UPDATES)]
@@ -93,19 +90,3 @@ def test_killed_training_comes_to_the_same_end(name: str, lives: Lives) -> None:
     assert len(names) <= 5  # killed before it deleted an old one, a run that is done has it still
     suffixes = {path.suffix for path in folder.rglob("*") if path.is_file()}
     assert suffixes == {".safetensors", ".json", ".jsonl"}
-    events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    counts = Counter(one["event"] for one in events)
-    assert (counts["start"], counts["stop"]) == (len(ends), 1)
-    assert {one["epoch"] for one in events if one["event"] == "epoch"} <= set(range(1, EPOCHS + 1))
-    starts = [one["done_updates"] for one in events if one["event"] == "start"]
-    assert starts == sorted(starts)
-
-
-def test_killed_in_a_process_of_its_own_is_the_same_as_here(lives: Lives) -> None:
-    whole = make(None)
-    with rng.preserved():
-        whole.fit(epochs=EPOCHS)
-        expected = state(whole)
-    trainer = make(None)
-    trainer.resume(lives[0] / "undisturbed")
-    assert_same(expected, state(trainer))

@@ -1,12 +1,5 @@
-"""Memory runs out: where no smaller cut will do, what is learned of it, and under a limit of the system.
+"""Memory runs out: where no smaller cut will do, and what is learned of it; `laws/drawn.py` has the law."""
 
-That every update is that of the same cut without the fault is a law in `tests/laws/drawn.py`.
-"""
-
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,7 +9,6 @@ from torch import nn
 
 from anybatch import Options, Step, StepReport, Total
 from anybatch.core.errors import OutOfMemoryError
-from anybatch.engine import admit
 from tests.device import needs_cpu
 from tests.faults.faulty import CLASSES, FEATURES, ROWS, build, make_batch, windowed
 from tests.faults.scarce import scarce_in_passes
@@ -44,28 +36,19 @@ def in_window(step: Step) -> StepReport:
     return windowed(step, make_batch(), ROWS)
 
 
-# ---- where no smaller cut will do
-
-
 def test_one_row_that_does_not_fit_is_an_error_and_nothing_is_changed() -> None:
     step = build("counting")
-    with (
-        same_as_before(step),
-        scarce_in_passes(set(range(10**4))) as memory,
-        pytest.raises(OutOfMemoryError, match="one row is the least"),
-    ):
+    error = pytest.raises(OutOfMemoryError, match="one row is the least")
+    with same_as_before(step), scarce_in_passes(set(range(10**4))) as memory, error:
         at_once(step)
     assert memory.refused == 4  # 4, 2, 1, and 1 once more
 
 
-@pytest.mark.parametrize(
-    ("loss", "refused", "said"),
-    [
-        (None, {2, 3}, r"BatchNorm \(1\) takes"),
-        # Between the two tries a few rows are looked at, in a number of passes that depends on the device.
-        pytest.param(bare, {2, 136}, "for every split", marks=needs_cpu),
-    ],
-)
+# Between two tries a few rows are looked at, in a number of passes that depends on the device.
+FOR_EVERY = pytest.param(bare, {2, 136}, "for every split", marks=needs_cpu)
+
+
+@pytest.mark.parametrize(("loss", "refused", "said"), [(None, {2, 3}, r"BatchNorm \(1\) takes"), FOR_EVERY])
 def test_where_rows_meet_no_smaller_cut_is_chosen(loss: Any, refused: set[int], said: str) -> None:
     step = whole_only(loss=loss)
     with same_as_before(step), scarce_in_passes(refused), pytest.raises(OutOfMemoryError, match=said):
@@ -106,28 +89,8 @@ def test_a_lasting_lack_of_memory_is_learned_once() -> None:
     assert memory.refused
     assert [report.redone > 0 for report in reports] == [True, False, False, False]
     assert max(reports[1].cut) < 8
-    like = admit(make_batch(), step.task(), None).like
-    assert step.planning.limits.known[like].fits == max(reports[1].cut)
+
     assert step.plan(ROWS).micro_batch == 8  # other rows
 
 
 # ---- a real limit
-
-
-def confined(spare_bytes: int, cut: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.faults.confined", str(spare_bytes), cut]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spare_bytes", [150 << 20, 60 << 20])
-def test_under_a_limit_of_the_system_a_step_is_that_of_the_same_cut(spare_bytes: int) -> None:
-    found = confined(spare_bytes, "none")
-    if spare_bytes <= 100 << 20:
-        assert found["redone"]
-    other = confined(0, ",".join(map(str, found["cut"])))
-    assert other["digest"] == found["digest"]
-    assert other["cut"] == found["cut"]

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Options, Step, WholeBatch
+from anybatch import Options, Step
 from anybatch.core.errors import NonFiniteLossError
 from anybatch.testing import relative_error
 from tests.faults import faulty
 from tests.faults.faulty import BEGIN, ROWS, SIZE, VARIANTS, build, make_batch, parts, seed, take, windowed
 from tests.snapshots import assert_same, same_as_before, snapshot
+from tests.zoo import Made
 
 EXACT = 1e-12
 WHERE = ["loss", "gradient"]
@@ -39,15 +40,10 @@ def without(batch: tuple[Tensor, Tensor], bad: Sequence[int]) -> tuple[Tensor, T
     return batch[0][kept], batch[1][kept]
 
 
-# ---- drop
-
-
 @pytest.mark.parametrize("way", ["step", "window"])
 @pytest.mark.parametrize(("bad", "rows", "where"), [([0, 1], MANY, "loss"), ([2], 10, "gradient")], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
-def test_drop_is_the_step_on_the_other_rows(
-    name: str, bad: list[int], rows: int, where: str, way: str
-) -> None:
+def test_drop_is_the_step_on_the_others(name: str, bad: list[int], rows: int, where: str, way: str) -> None:
     options = DOUBLE | LOSSES[name]
     step, same = (build(**options, non_finite="drop") for _ in range(2))
     plain = build(**options)
@@ -68,9 +64,7 @@ def test_drop_is_the_step_on_the_other_rows(
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("micro_batch", [SIZE, None], ids=str)
 @pytest.mark.parametrize("name", ["divided early", "several terms", "sum"])
-def test_where_all_is_dropped_no_update_is_made(
-    name: str, micro_batch: int | None, where: str, way: str
-) -> None:
+def test_all_dropped_makes_no_update(name: str, micro_batch: int | None, where: str, way: str) -> None:
     step = build(**DOUBLE | LOSSES[name], micro_batch=micro_batch, non_finite="drop")
     batch = spoiled(step, where, range(8), dtype=torch.float64)
     with same_as_before(step):
@@ -80,35 +74,16 @@ def test_where_all_is_dropped_no_update_is_made(
     assert take(step, way, make_batch(dtype=torch.float64)).updated
 
 
-class Noisy(nn.Linear):
-    """For one number out of three that it draws its output is infinite, or only its gradient."""
-
-    only_gradient = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, is_good = super().forward(x), torch.rand(()) > 1 / 3
-        return (out * is_good).abs().sqrt() if self.only_gradient else out / is_good
-
-
-def noisy_loss(outputs: Tensor, target: Tensor) -> Tensor:
-    return (outputs - target).square().mean() / (torch.rand(()) > 1 / 3)
-
-
 @pytest.mark.parametrize("policy", ["drop", "skip"])
-@pytest.mark.parametrize("way", ["uncut", "cut", "window", "whole-batch loss", "second pass"])
+@pytest.mark.parametrize("way", ["uncut", "cut", "window"])
 def test_bad_luck_does_not_come_again_for_ever(way: str, policy: str) -> None:
     torch.manual_seed(0)
-    loss: Any = {"whole-batch loss": WholeBatch(noisy_loss), "second pass": WholeBatch(nn.MSELoss())}.get(way)
-    model = (nn.Linear if way == "whole-batch loss" else Noisy)(2, 1)
-    model.only_gradient = way == "second pass"
-    options = Options(non_finite="skip" if loss else policy, check=False)
+    model = Made(lambda self, x: self.linear(x) / (torch.rand(()) > 1 / 3), linear=nn.Linear(2, 1))
     size, sgd = None if way == "uncut" else 4, torch.optim.SGD(model.parameters(), lr=1e-3)
-    step = Step(model, loss or nn.MSELoss(), sgd, micro_batch=size, options=options)
+    options = Options(non_finite=policy, check=False)
+    step = Step(model, nn.MSELoss(), sgd, micro_batch=size, options=options)
     batch, act = (torch.ones(8, 2), torch.ones(8, 1)), windowed if way == "window" else type(step).__call__
     assert 5 < sum(act(step, batch).updated for _ in range(40)) < 40
-
-
-# ---- at a loss scale
 
 
 @pytest.mark.parametrize("policy", ["drop", "skip", "raise"])
@@ -127,15 +102,10 @@ def test_bad_data_does_not_wear_the_scale_out(precision: str, where: str, policy
     assert policy == "drop" or step.scale.state() == state  # no update was made
 
 
-# ---- raise
-
-
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(("micro_batch", "index", "rows"), [(4, 7, "28 to 31"), (None, 4, "0 to 31")])
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed", "bf16-true", "fp16-mixed", "fp16-true"])
-def test_raise_names_the_rows(
-    precision: str, micro_batch: int | None, index: int, rows: str, where: str
-) -> None:
+def test_raise_names_the_rows(precision: str, micro_batch: Any, index: int, rows: str, where: str) -> None:
     step = build("BatchNorm", precision=precision, micro_batch=micro_batch, batch_norm="micro")
     batch = spoiled(step, where, [index])
     with pytest.raises(NonFiniteLossError, match=rf"rows {rows}\b"), same_as_before(step):
@@ -156,12 +126,3 @@ def test_where_an_add_is_looked_at_a_window_goes_on_without_the_bad_one(precisio
     seed(BEGIN)
     windowed(twin, tuple(torch.cat(both) for both in zip(first, third, strict=True)))  # type: ignore[arg-type]
     assert_same(snapshot(twin), snapshot(step))
-
-
-def test_the_error_names_eight_micro_batches_and_counts_the_others() -> None:
-    model = nn.Linear(2, 1)
-    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=1)
-    rows = torch.full((12, 2), torch.nan), torch.zeros(12, 1)
-    said = r"micro-batches \[0, 1, 2, 3, 4, 5, 6, 7\] and 4 more of 12 "
-    with pytest.raises(NonFiniteLossError, match=said):
-        step(rows)

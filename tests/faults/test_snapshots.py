@@ -7,16 +7,7 @@ import pytest
 import torch
 
 from anybatch import Step
-from tests.snapshots import changes, make_batch, make_step, same, snapshot
-
-
-def test_a_step_changes_all_it_should() -> None:
-    step = make_step()
-    before = snapshot(step)
-    step(make_batch())
-    changed = {name.rpartition(" ")[0] or name for name in changes(before, snapshot(step))}
-    kinds = {"parameter", "buffer", "gradient", "gradient's identity", "optimizer", "scheduler", "random"}
-    assert changed == kinds
+from tests.snapshots import changes, make_step, same, snapshot
 
 
 def momentum(step: Step) -> dict[str, Any]:

@@ -1,17 +1,16 @@
 """A training that fails or is asked to stop in the middle: the last whole update is kept, and it goes on."""
 
-import json
 import math
-import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from anybatch import Total
 from anybatch.core import MicroBatchDone
-from anybatch.core.errors import CheckpointError, LossError, NonFiniteLossError
+from anybatch.core.errors import CheckpointError, NonFiniteLossError
 from anybatch.train.metrics import accuracy
 from tests.snapshots import changes
 from tests.train import runs
@@ -19,9 +18,7 @@ from tests.train.runs import BATCH, EPOCHS, UPDATES, assert_same_end, make_rows,
 
 
 @pytest.mark.parametrize("row", range(0, runs.TRAIN, 3))
-def test_bad_data_in_the_middle_of_an_epoch_costs_nothing_but_its_own_update(
-    row: int, tmp_path: Path
-) -> None:
+def test_bad_data_in_an_epoch_costs_nothing_but_its_own_update(row: int, tmp_path: Path) -> None:
     x, y = make_rows(runs.TRAIN)
     spoilt, y[row] = x.clone(), 1
     spoilt[row] = math.nan
@@ -31,8 +28,6 @@ def test_bad_data_in_the_middle_of_an_epoch_costs_nothing_but_its_own_update(
     with pytest.raises(NonFiniteLossError):
         trainer.fit(epochs=EPOCHS)
     assert trainer.updates == done
-    log = [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert log == ["start", *["step"] * done, "stop"]
     assert bool([*tmp_path.glob("step-*")]) == (done > 0)
     again = make_trainer(train=(x, y))  # with the data put right
     if done:
@@ -46,37 +41,11 @@ def test_folder_of_another_run_is_not_written_to(tmp_path: Path) -> None:
     first.fit(epochs=1)
     first.fit(epochs=2)  # its own folder
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointError, match="without an earlier run"):
-        make_trainer(tmp_path).fit(epochs=1)
-    other = make_trainer(tmp_path / "other", keep=1)
-    other.fit(epochs=3)
-    for folder in (tmp_path, tmp_path / "best"):  # by hand, too, though it has later steps
+    other = make_trainer(tmp_path)
+    for use in (lambda: other.fit(epochs=1), lambda: other.save(tmp_path)):
         with pytest.raises(CheckpointError, match="without an earlier run"):
-            other.save(folder)
-    other.save(tmp_path / "by hand")
-    other.save(tmp_path / "by hand")
-    shutil.rmtree(tmp_path / "other")
-    shutil.rmtree(tmp_path / "by hand")
+            use()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    again = make_trainer(tmp_path)
-    again.resume(tmp_path)
-    assert again.fit(epochs=3)[0].epoch == 3
-
-
-@pytest.mark.parametrize("error", [KeyError("mistaken"), LossError("mistaken")], ids=["any", "ours"])
-def test_mistake_in_a_metric_does_not_cost_the_epoch(error: Exception, tmp_path: Path) -> None:
-    def mistaken(scores: Tensor, y: Tensor) -> Total:
-        raise error
-
-    with pytest.raises(type(error), match="mistaken"):
-        make_trainer(tmp_path, metrics={"accuracy": mistaken}).fit(epochs=EPOCHS)
-    again = make_trainer()
-    again.resume(tmp_path)
-    assert (again.epoch, again.updates) == (0, UPDATES)
-    reports = again.fit(epochs=EPOCHS)
-    assert [report.epoch for report in reports] == [1, 2, 3, 4]  # validated again, reported once
-    assert reports[0].samples_per_second == 0  # nothing was left to train
-    assert_same_end(again, reports, undisturbed())
 
 
 @pytest.mark.parametrize(
@@ -84,9 +53,7 @@ def test_mistake_in_a_metric_does_not_cost_the_epoch(error: Exception, tmp_path:
 )
 @pytest.mark.parametrize("place", ["micro-batch", "step", "validation", "epoch"])
 @pytest.mark.parametrize("epoch", [1, EPOCHS])
-def test_stop_waits_for_the_update_under_way_and_loses_nothing(
-    epoch: int, place: str, number: int, error: type[BaseException], tmp_path: Path
-) -> None:
+def test_a_stop_waits_for_the_update(epoch: int, place: str, number: int, error: Any, tmp_path: Path) -> None:
     def ring(at: str) -> None:
         if (at, first.epoch + 1) == (place, epoch) and not rung:
             rung.append(signal.raise_signal(number))

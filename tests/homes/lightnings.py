@@ -14,12 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from anybatch.homes.lightning import WholeBatchCallback
 from tests.homes.tasks import LOSSES, MICRO_BATCH, ROWS, UPDATES, Run, data, dies_at, net
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "log_every_n_steps": 1,
-}
+QUIET: dict[str, Any] = {"accelerator": "cpu", "log_every_n_steps": 1}
+QUIET |= {"enable_progress_bar": False, "enable_model_summary": False}
 
 
 class Module(pl.LightningModule):
@@ -81,23 +77,14 @@ def fit(module: Module, *callbacks: pl.Callback, rows: int = ROWS, **options: An
 
 
 def train(
-    task: str,
-    *,
-    is_cut: bool = False,
-    parts: int = 1,
-    rows: Any = None,
-    ranks: int = 1,
-    most: int = ROWS,
-    width: int = 16,
-    **options: Any,
+    task: str, *, is_cut: bool = False, parts: int = 1, rows: Any = None, ranks: int = 1, **options: Any
 ) -> Run:
     """Train on 20 batches, each in so many parts by the host's own accumulation."""
-    module, home, more = Module(task, most, width), cutting(task, **options), dict[str, Any]()
+    module = Module(task, options.pop("most", ROWS), options.pop("width", 16))
+    home, more = cutting(task, **options), {"accumulate_grad_batches": parts} if parts > 1 else {}
     if ranks > 1:  # its sampler would shuffle
         strategy = DDPStrategy(process_group_backend="gloo")
-        more = {"strategy": strategy, "devices": ranks, "use_distributed_sampler": False}
-    if parts > 1:
-        more["accumulate_grad_batches"] = parts
+        more |= {"strategy": strategy, "devices": ranks, "use_distributed_sampler": False}
     trainer = fit(module, *([home] if is_cut else []), rows=ROWS // parts, data=rows, **more)
     assert trainer.world_size == ranks
     assert trainer.global_step == len(module.gradients)

@@ -13,12 +13,11 @@ pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from torchmetrics import SumMetric  # noqa: E402
 
-import anybatch as ab  # noqa: E402
 from anybatch.core.errors import LossError, PlanError  # noqa: E402
 from anybatch.homes.lightning import WholeBatchCallback  # noqa: E402
 from anybatch.testing import relative_error, tolerance  # noqa: E402
 from tests.homes.lightnings import Module, cutting, fit  # noqa: E402
-from tests.homes.tasks import MOST, OURS, ROWS, data  # noqa: E402
+from tests.homes.tasks import MOST, ROWS, data  # noqa: E402
 
 EXACT = 1e-12
 
@@ -86,10 +85,6 @@ def test_logs_metrics_and_returned_values_come_once_per_batch(meets: bool, most:
         assert relative_error(found, {name: one.detach() for name, one in expected.items()}) <= EXACT
 
 
-def twice(module: Any, batch: Any) -> Tensor:
-    return ab.BatchLoss(module.net, OURS["tokens"], micro_batch=2)(batch)
-
-
 def drawing(module: Any, batch: Any) -> Tensor:
     noise = torch.randn_like(batch[0])
     return (module.net(batch[0] + noise).mean(-1) - noise.mean(-1)).square().mean()
@@ -101,19 +96,17 @@ def mixup(module: Any, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss", "options", "homes", "error", "said"),
+    ("loss", "options", "error", "said"),
     [
-        ("manual", {"gradient_clip_val": None}, 1, PlanError, "got manual"),
-        (None, {"accumulate_grad_batches": 2}, 1, PlanError, "accumulate_grad_batches=2"),
-        (None, {}, 2, PlanError, "got 2"),
-        (None, {"task": "weighted"}, 1, LossError, "divided afterwards"),
-        (twice, {}, 1, PlanError, "cut twice"),
-        (drawing, {"rows_meet": True}, 1, LossError, "random numbers"),
-        (mixup, {}, 1, LossError, "mixes rows by them"),
-        (lambda module, batch: None, {}, 1, LossError, "got None"),
+        ("manual", {"gradient_clip_val": None}, PlanError, "got manual"),
+        (None, {"accumulate_grad_batches": 2}, PlanError, "accumulate_grad_batches=2"),
+        (None, {"task": "weighted"}, LossError, "divided afterwards"),
+        (drawing, {"rows_meet": True}, LossError, "random numbers"),
+        (mixup, {}, LossError, "mixes rows by them"),
+        (lambda module, batch: None, {}, LossError, "got None"),
     ],
 )
-def test_what_cannot_be_is_refused(loss: Any, options: Any, homes: int, error: type, said: str) -> None:
+def test_what_cannot_be_is_refused(loss: Any, options: Any, error: type, said: str) -> None:
     options = dict(options)
     task, meets = options.pop("task", "tokens"), options.pop("rows_meet", False)
     own = {"training_step": lambda self, batch, batch_idx: loss(self, batch)} if callable(loss) else {}
@@ -121,30 +114,9 @@ def test_what_cannot_be_is_refused(loss: Any, options: Any, homes: int, error: t
     made.automatic_optimization = loss != "manual"
     before = [p.detach().clone() for p in made.parameters()]
     with pytest.raises(error, match=said) as caught:
-        fit(made, *[WholeBatchCallback(7, rows_meet=meets) for _ in range(homes)], **options)
+        fit(made, WholeBatchCallback(7, rows_meet=meets), **options)
     assert all(torch.equal(p, q.to(p)) for p, q in zip(made.parameters(), before, strict=True))
     assert "training_step" not in vars(made)
     notes = str(vars(caught.value).get("__notes__"))
     assert ("rows_meet=True" in notes) == (error is LossError and not meets and loss is not mixup)
     assert loss is not mixup or "on_after_batch_transfer" in notes
-
-
-class Odd(Module):
-    """Adds what no row has to its batch."""
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return {"rows": batch, "edges": torch.zeros(2, 5), "graph": object()}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        assert batch["edges"].shape == (2, 5)
-        return super().training_step(batch["rows"], batch_idx)
-
-
-def test_an_uncut_batch_passes_whatever_it_is_made_of() -> None:
-    whole, uncut = Odd("tokens"), Odd("tokens")
-    fit(whole)
-    fit(uncut, WholeBatchCallback())
-    for found, expected in zip(uncut.gradients, whole.gradients, strict=True):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-    with pytest.raises(ab.errors.BatchError):
-        fit(Odd("tokens"), WholeBatchCallback(7))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+import anybatch as ab
 from anybatch.testing import relative_error, tolerance
-from tests.homes.tasks import HOSTS, LOSSES, MOST, ROWS, UPDATES, data, net, on_rank, was_killed
+from tests.homes.tasks import HOSTS, LOSSES, MOST, OURS, ROWS, UPDATES, data, net, on_rank, was_killed
 from tests.parallel.spawned import spawned
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # advice of the hosts
@@ -19,17 +20,16 @@ MODULES = {name: import_module(module) for name, module in HOSTS.items() if find
 BUDGETS = {"tokens": "1300KB", "weighted": "700KB", "contrastive": "1000KB"}
 
 
-@pytest.fixture(params=MODULES)
-def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A host. Variables that accelerate sets are undone."""
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo the variables that accelerate sets."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    return request.param
 
 
-@pytest.fixture
-def host(name: str) -> Any:
-    return MODULES[name]
+@pytest.fixture(params=MODULES)
+def host(request: pytest.FixtureRequest) -> Any:
+    return MODULES[request.param]
 
 
 @pytest.mark.parametrize("task", LOSSES)
@@ -68,7 +68,22 @@ def test_resume_after_a_kill_is_the_unbroken_run(host: Any, task: str, tmp_path:
         assert path.is_dir() or not any(one in path.read_bytes() for one in (b"anybatch.", b"WholeBatch"))
 
 
+@pytest.mark.skipif("accelerate" not in MODULES, reason="accelerate is not installed")
+def test_step_takes_prepared_parts_of_accelerate() -> None:
+    host, whole = MODULES["accelerate"], MODULES["accelerate"].train("tokens")
+    plain, optimizer, scheduler = host.parts_of(net().double())
+    model, given, prepared = host.accelerator().prepare(plain, optimizer, scheduler)
+    options = ab.Options(scheduler=prepared)
+    step = ab.Step(model, OURS["tokens"], given, options=options, micro_batch=7, clip_norm=0.1)
+    for batch in host.batches("tokens"):
+        step(batch)
+    assert (step.optimizers, step.schedulers) == ((optimizer,), (scheduler,))
+    assert relative_error([*plain.parameters()], whole.parameters) <= tolerance(torch.float64, 4 * UPDATES)
+    assert scheduler.last_epoch == UPDATES
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("name", MODULES)
 def test_ranks_are_one_batch_and_reduced_once(name: str) -> None:
     with spawned(2) as ranks:
         for task in LOSSES:

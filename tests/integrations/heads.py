@@ -11,7 +11,7 @@ from torch import Tensor, nn
 ROWS, LENGTH, WORDS, WIDTH = 8, 7, 24, 8
 LENGTHS = torch.tensor([7, 3, 5, 2, 6, 4, 7, 1])
 MASK = (torch.arange(LENGTH) < LENGTHS[:, None]).long()
-Batch = Mapping[str, Tensor]
+Batch = dict[str, Tensor]
 
 
 def _ints(low: int, high: int, *shape: int, seed: int = 1) -> Tensor:
@@ -36,23 +36,16 @@ SPAN = {
 }
 OTHER = {"next_sentence_label": torch.tensor([0, 1, 1, 0, -100, 1, 0, 0])}
 ORDER = {"sentence_order_label": OTHER["next_sentence_label"]}
-CHOICES: Batch = {
-    "input_ids": torch.stack([TOKENS, TOKENS.flip(0)], 1),
-    "attention_mask": torch.stack([MASK, MASK.flip(0)], 1),
-    "labels": torch.tensor([0, 1, 1, 0, 0, 1, 0, 1]),
-}
+CHOICES: Batch = {name: torch.stack([one, one.flip(0)], 1) for name, one in TEXT.items()}
+CHOICES |= {"labels": torch.tensor([0, 1, 1, 0, 0, 1, 0, 1])}
 IMAGES: Batch = {"pixel_values": _floats(ROWS, 3, 16, 16)}
 MAP = {"labels": torch.where(_ints(0, 3, ROWS, 16, 16, seed=6) == 0, 255, _ints(0, 3, ROWS, 16, 16, seed=7))}
 FRAMES = 160
 SOUND_LENGTHS = torch.tensor([160, 120, 140, 100, 160, 110, 150, 130])
 SOUND_MASK = (torch.arange(FRAMES) < SOUND_LENGTHS[:, None]).long()
-SOUND: Batch = {
-    "input_values": _floats(ROWS, FRAMES) * SOUND_MASK,
-    "attention_mask": SOUND_MASK,
-    "labels": torch.where(
-        torch.arange(3) < torch.tensor([3, 1, 2, 1, 3, 2, 1, 2])[:, None], _ints(1, 6, ROWS, 3), -100
-    ),
-}
+SPOKEN = torch.arange(3) < torch.tensor([3, 1, 2, 1, 3, 2, 1, 2])[:, None]
+SOUND: Batch = {"input_values": _floats(ROWS, FRAMES) * SOUND_MASK, "attention_mask": SOUND_MASK}
+SOUND |= {"labels": torch.where(SPOKEN, _ints(1, 6, ROWS, 3), -100)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +145,6 @@ _TABLE: list[tuple[str, str, Mapping[str, Any], Batch]] = [
     ("GPT2ForSequenceClassification", "", GPT2 | LABELS3, {**TEXT, **CLASS}),
     ("LlamaForCausalLM", "", LLAMA, {**TEXT, **NEXT}),
     ("LlamaForSequenceClassification", "", LLAMA | LABELS3, {**TEXT, **CLASS}),
-    ("LlamaForSequenceClassification", "several labels", LLAMA | LABELS3, {**TEXT, **SEVERAL}),
-    ("LlamaForSequenceClassification", "regression", LLAMA | {"num_labels": 1}, {**TEXT, **NUMBER}),
     ("DebertaForSequenceClassification", "", BERT | LABELS3, {**TEXT, **CLASS}),
     ("LlamaForQuestionAnswering", "", LLAMA, {**TEXT, **SPAN}),
     ("LlamaForTokenClassification", "", LLAMA | LABELS3 | {"classifier_dropout": 0.0}, {**TEXT, **TAGS}),

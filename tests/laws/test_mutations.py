@@ -74,7 +74,7 @@ def float16_law() -> None:
 
 
 def overflow_law() -> None:
-    test_overflow.test_the_update_is_the_one_without_overflow("dropout", "mixed", "step", 2, 2)
+    test_overflow.test_an_overflow_costs_no_update("dropout", "mixed", "step", 2, 2)
 
 
 def fault_law(row: str, kind: str, at: int = 2, warm: int = 5) -> Law:
@@ -82,7 +82,7 @@ def fault_law(row: str, kind: str, at: int = 2, warm: int = 5) -> Law:
 
 
 def drop_law() -> None:
-    test_not_finite.test_drop_is_the_step_on_the_other_rows("divided early", [3], 32, "loss", "step")
+    test_not_finite.test_drop_is_the_step_on_the_others("divided early", [3], 32, "loss", "step")
 
 
 def drawn_law() -> None:
@@ -94,8 +94,12 @@ def table_law() -> None:
     test_state.test_attributes_move_once_for_each_micro_batch("passes", "none", 5)
 
 
+def found_law() -> None:
+    test_state.test_gradients_found_before_a_step_are_added("dropout", None, 4)
+
+
 def raise_law() -> None:
-    test_table.test_a_step_that_raises_changes_nothing("anything else", "step", "counting", "mid", 2, 5)
+    test_table.test_what_raises_changes_nothing("anything else", "step", "counting", "mid", 2, 5)
 
 
 BREAKS: dict[str, list[Law]] = {
@@ -142,7 +146,7 @@ BREAKS: dict[str, list[Law]] = {
     "gradients_found_lost": [raise_law],
     "windows_merged_twice": [window_law("mse-reduction=mean")],
     "another_provisional_divisor_in_each_add": [window_law("mse-reduction=mean")],
-    "gradients_found_dropped": [test_state.test_gradients_found_are_in_the_norm_that_is_reported],
+    "gradients_found_dropped": [found_law],
     "dropped_rows_keep_their_weight": [drop_law],
     "no_weight_backup": [test_masters.test_a_thousand_small_updates_arrive],
 }

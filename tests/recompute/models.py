@@ -3,7 +3,7 @@
 import copy
 import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,21 +41,17 @@ class Two:
 
 
 class Odd(nn.Module):
-    """A block with all that a second run must not do twice.
-
-    Draws from every stream; spectral norm, BatchNorm, a buffer that is replaced, one that is counted, a
-    counter that decides what is computed, a list among the arguments that grows.
-    """
+    """A block with all that a second run must not do twice."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
-        self.old = nn.utils.spectral_norm(nn.Linear(width, width))
+
         self.attention = nn.MultiheadAttention(width, 2, dropout=0.2, batch_first=True)
         self.norm, self.drop = nn.BatchNorm1d(width), nn.Dropout(0.2)
         self.own, self.calls = torch.Generator().manual_seed(1), 0
         self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("mask", torch.ones(width, width))
+        self.register_buffer("mask", torch.ones(width))
 
     def forward(self, x: Tensor, *, seen: list[Tensor], places: dict[str, Tensor]) -> Two:
         self.seen = self.seen + x.detach().mean()
@@ -63,8 +59,7 @@ class Odd(nn.Module):
         self.mask.mul_(1.01)
         noise = random.random() + np.random.rand() + torch.rand((), generator=self.own)
         y = self.attention(x, x, x, need_weights=False)[0] + sum(seen) + places["first"]
-        y = torch.tanh(self.first(y) if self.calls % 2 else self.old(y)) * noise
-        y = y + self.old(x) @ self.mask.clone()
+        y = torch.tanh(self.first(y) if self.calls % 2 else y) * noise + x * self.mask.clone()
         y = self.norm(y.transpose(1, 2)).transpose(1, 2) * (1 + self.seen)
         self.last = self.drop(y)
         return Two(self.last, {"square": y.square()})
@@ -134,12 +129,7 @@ def every(model: nn.Module, policy: str) -> Choice:
 
 
 def run(
-    model: nn.Module,
-    x: Tensor,
-    choice: Choice,
-    *,
-    passes: int = 1,
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    model: nn.Module, x: Tensor, choice: Choice, *, passes: int = 1, context: Any = nullcontext
 ) -> dict[str, Any]:
     model = copy.deepcopy(model)
     seed(3)

@@ -1,6 +1,5 @@
 """Policies change nothing but memory: loss, gradients, buffers and random streams to the bit."""
 
-import gc
 import itertools
 from contextlib import suppress
 from dataclasses import replace
@@ -18,10 +17,9 @@ from anybatch.memory.meter import Meter
 from anybatch.recompute import POLICIES, Choice, apply_policies, find_blocks, offload as offload_module
 from anybatch.testing import GradientRecorder
 from tests import device
-from tests.integrations.heads import HEADS, Head
+from tests.integrations.heads import HEADS
 from tests.recompute.models import MODELS, every, make, run, seed, streams
 from tests.snapshots import changes, same
-from tests.zoo import Made
 
 policies = pytest.mark.parametrize("policy", POLICIES)
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -54,17 +52,12 @@ def test_nothing_changes(name: str, policy: str, how: str) -> None:
 
 
 HEAD = {head.name: head for head in HEADS}
-LFM2 = {
-    "vocab_size": 24, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "pad_token_id": 0,
-    "intermediate_size": 32, "max_position_embeddings": 64, "num_key_value_heads": 1,
-    "layer_types": ["conv", "full_attention", "conv"],
-}  # fmt: skip
+
 GPT2 = HEAD["GPT2LMHeadModel"]
 OF_TRANSFORMERS = {
     "T5": HEAD["T5ForConditionalGeneration"],
     "Mixtral": HEAD["MixtralForCausalLM"],
     "GPT2, with a cache": replace(GPT2, settings={**GPT2.settings, "n_layer": 3, "use_cache": True}),
-    "LFM2, with a cache": Head(name="Lfm2ForCausalLM", settings=LFM2, batch=GPT2.batch),
 }
 
 
@@ -88,63 +81,6 @@ def test_nothing_changes_in_a_step_of_transformers(name: str, chosen: slice, pol
     choice = every(head.build(), policy)
     assert choice
     assert changes(step(()), step(choice[chosen])) == []
-
-
-def clip(one: Tensor, other: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(one.flatten(1) @ other.flatten(1).T, torch.arange(len(one)))
-
-
-def several(model: nn.Module, micro: Any) -> dict[str, ab.Total]:
-    one, other = model(micro[0])
-    return {"a": ab.Total(one.square().sum(), len(one)), "b": ab.Total(other.exp().sum(), other.numel())}
-
-
-@policies
-@pytest.mark.parametrize("kind", ["whole batch", "terms, late", "window"])
-def test_nothing_changes_in_a_step(policy: str, kind: str) -> None:
-    def step(*, is_kept: bool) -> dict[str, Any]:
-        inner, loss = make("encoder")[0], ab.WholeBatch(clip) if kind == "whole batch" else ab.Terms(several)
-        model = Made(lambda self, x: (self.encoder(x), self.encoder(x.flip(1))), encoder=inner)
-        x, recorder = torch.randn(6, 5, 8), GradientRecorder(model)
-        step = ab.Step(model, loss, recorder, micro_batch=2, options=ab.Options(check=False))
-        with apply_policies(model, () if is_kept else every(model, policy)):
-            if kind == "window":
-                with step.window() as window:
-                    for micro in x.split(2):
-                        window.add((micro,))
-            else:
-                step((x,))
-        return {"stream": torch.get_rng_state(), **recorder.gradients}
-
-    plain = step(is_kept=True)
-    assert len(plain) > 1
-    assert changes(plain, step(is_kept=False)) == []
-
-
-@policies
-def test_gradients_of_some_inputs_only(policy: str) -> None:
-    found: list[Tensor | None] = []
-    for chosen in (False, True):
-        model, x = make("encoder")
-        weight = next(model.parameters())
-        with apply_policies(model, every(model, policy) if chosen else ()):
-            seed(1)
-            model(x).square().sum().backward(inputs=[weight])
-        assert all((p.grad is None) == (p is not weight) for p in model.parameters())
-        found.append(weight.grad)
-    assert same(*found)
-
-
-@policies
-def test_hooks_of_a_block_run_once(policy: str) -> None:
-    (model, x), ran = make("encoder"), list[str]()
-    block = model.get_submodule("layers.1")
-    block.register_forward_pre_hook(lambda *_: ran.append("before"))
-    block.register_forward_hook(lambda *_: ran.append("after"))
-    block.register_full_backward_hook(lambda *_: ran.append("backward"))
-    with apply_policies(model, every(model, policy)):
-        model(x).sum().backward()
-    assert ran == ["before", "after", "backward"]
 
 
 class Failure(TorchDispatchMode):
@@ -182,88 +118,33 @@ def test_running_out_of_memory_anywhere_leaves_no_trace(name: str, policy: str) 
     assert at > 10 * 17
 
 
-@policies
-def test_the_model_is_as_before(policy: str) -> None:
-    model, _ = make("odd")
-    model.blocks[0].forward = partial(type(model.blocks[0]).forward, model.blocks[0])
-    before = [vars(module).copy() for module in model.modules()]
-    for _ in range(2):
-        with suppress(KeyError), apply_policies(model, every(model, policy)):
-            assert all("forward" in vars(model.get_submodule(name)) for name in find_blocks(model))
-            raise KeyError
-        assert [vars(module) for module in model.modules()] == before
-
-
-@policies
-def test_nothing_is_held_after_a_step(policy: str) -> None:
-    model, x = make("encoder")
-    with apply_policies(model, every(model, policy)):
-        model(x).sum().backward()
-    gc.collect()
-    before = len(gc.get_objects())
-    for _ in range(3):
-        with apply_policies(model, every(model, policy)):
-            model(x).sum().backward()
-    gc.collect()
-    assert len(gc.get_objects()) - before < 50
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @policies
-@pytest.mark.parametrize("name", ["encoder", "unet", "resnet"])
-@pytest.mark.parametrize("how", ["block.compile", "torch.compile"])
-def test_compiled_blocks(name: str, policy: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["encoder", "unet"])
+def test_compiled_blocks(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # the compiler's progress bar would leave a thread
     found: list[list[Tensor]] = []
     model, x = make(name)
     blocks = find_blocks(model)
     for block in blocks:
-        if how == "block.compile":
-            model.get_submodule(block).compile(backend="aot_eager")
-        else:
-            model.set_submodule(block, torch.compile(model.get_submodule(block), backend="aot_eager"))
-    before = [b.clone() for b in model.buffers()]
+        model.get_submodule(block).compile(backend="aot_eager")
     for choice in ((), tuple((block, policy) for block in blocks)):
         torch._dynamo.reset()
         seed(3)
-        for buffer, value in zip(model.buffers(), before, strict=True):
-            buffer.copy_(value)
         with apply_policies(model, choice):
             loss = model(x).square().mean()
             gradients = torch.autograd.grad(loss, list(model.parameters()))
-        found.append([loss.detach(), *gradients, *[b.clone() for b in model.buffers()], streams()["torch"]])
+        found.append([loss.detach(), *gradients, streams()["torch"]])
     torch._dynamo.reset()
     assert same(*found)
 
 
-@pytest.mark.parametrize("how", ["compile", "torch.compile"])
-def test_a_compiled_model_is_refused(how: str) -> None:
-    model: Any = make("encoder")[0]
-    if how == "compile":
-        model.compile(backend="eager")
-    else:
-        model = torch.compile(model, backend="eager")
+def test_a_compiled_model_is_refused() -> None:
+    model: Any = torch.compile(make("encoder")[0], backend="eager")
     entered = apply_policies(model, every(model, "recompute"))
     with pytest.raises(PlanError, match=r"Compile the blocks.*block.compile\(\)"), entered:
         pass
-
-
-NOTHING = "'layers.0.nothing': TransformerEncoderLayer has no 'nothing'"
-
-
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        ((("layers.0.nothing", "recompute"),), NOTHING),
-        ((("layers.0", "recompute"), ("layers", "forget")), "got 'forget'"),
-    ],
-)
-def test_what_cannot_be_applied_is_refused(choice: Choice, message: str) -> None:
-    model, _ = make("encoder")
-    with pytest.raises(PlanError, match=message), apply_policies(model, choice):
-        pass
-    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_less_is_held() -> None:

@@ -1,8 +1,6 @@
 """Every policy on modules of many kinds: the same bits as without it."""
 
 from collections.abc import Callable
-from functools import reduce
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +26,6 @@ def first(inner: nn.Module, given: int = 1) -> nn.Module:
     return Made(lambda self, x: self.inner(*[x] * given)[0], inner=inner)
 
 
-def over_length(cell: nn.Module) -> nn.Module:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return reduce(lambda state, step: self.cell(step, state), x.unbind(1), torch.zeros(len(x), WIDTH))
-
-    return Made(forward, cell=cell)
-
-
 def add_to_chunk(y: Tensor) -> Tensor:
     left, right = y.unsafe_chunk(2, -1)
     return left.add_(right).sin()
@@ -45,24 +36,8 @@ def add_to_view(y: Tensor) -> Tensor:
     return y.tanh()
 
 
-def write_data(y: Tensor) -> Tensor:
-    y.data.mul_(2)
-    return y.exp()
-
-
-def write_view_of_data(y: Tensor) -> Tensor:
-    y.data[0].zero_()
-    return y.sin() * y
-
-
 def attend(dropout: float) -> Callable[[Tensor], Tensor]:
     return lambda y: F.scaled_dot_product_attention(y[:, None], y[:, None], y[:, None], dropout_p=dropout)
-
-
-def copied_over(y: Tensor) -> Tensor:
-    out = torch.empty_like(y)
-    out.copy_(y @ y.transpose(1, 2) @ y)
-    return out.relu_() + y
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
@@ -70,8 +45,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "GRU of two layers": lambda: first(nn.GRU(WIDTH, WIDTH, 2, dropout=0.3, bidirectional=True)),
     "LSTM": lambda: first(nn.LSTM(WIDTH, WIDTH, bidirectional=True)),
     "RNN": lambda: first(nn.RNN(WIDTH, WIDTH, 2, dropout=0.3, nonlinearity="relu")),
-    "GRU cell": lambda: over_length(nn.GRUCell(WIDTH, WIDTH)),
-    "RNN cell": lambda: over_length(nn.RNNCell(WIDTH, WIDTH)),
     "attention": lambda: function(attend(0.0)),
     "attention with dropout": lambda: function(attend(0.3)),
     "heads with dropout": lambda: first(nn.MultiheadAttention(WIDTH, 2, dropout=0.3, batch_first=True), 3),
@@ -83,9 +56,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "view and add": lambda: function(add_to_view),
     "rows of a view": lambda: function(lambda y: y.view(-1, 4).mul_(2).view_as(y).sigmoid()),
     "transposed": lambda: function(lambda y: (y.transpose(1, 2) @ y).add_(1).softmax(-1)),
-    ".data": lambda: function(write_data),
-    "a part of .data": lambda: function(write_view_of_data),
-    "copied over": lambda: function(copied_over),
 }
 
 

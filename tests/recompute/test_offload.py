@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybatch.core import is_moving
 from anybatch.core.errors import PlanError
 from anybatch.recompute import offload as module
 from anybatch.recompute.offload import HostLink, Offload
@@ -22,11 +21,9 @@ class Watched(HostLink):
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.moving: list[bool] = []
 
     def away(self, flat: Tensor) -> tuple[Tensor, Any]:
         self.log.append(mark := f"away {flat.numel()}")
-        self.moving.append(is_moving())
         return super().away(flat)[0], mark
 
     def back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
@@ -77,18 +74,6 @@ def test_where_room_is_tight_only_small_storages_come_ahead(link: Watched) -> No
     assert back[4:] == ["back 15", "back 10", "wait back 15", "wait back 10"]
 
 
-def test_a_storage_that_two_blocks_save_moves_once(link: Watched) -> None:
-    offload, x = Offload([]), leaf(20)
-    with offload.saving("cpu"):
-        y = x.exp()
-        z = y.sin().sum()
-    with offload.saving("cpu"):
-        z = z + y.cos().sum() + leaf(25).exp().sum()
-    del y
-    z.backward()
-    assert link.log.count("away 20") == link.log.count("back 20") == 1
-
-
 def test_memory_is_let_go(link: Watched) -> None:
     offload, x = Offload([]), leaf(20)
     freed: list[str] = []
@@ -104,18 +89,3 @@ def test_memory_is_let_go(link: Watched) -> None:
     offload.close()
     gc.collect()
     assert freed[2:] == ["third"]
-
-
-def test_what_is_filled_after_it_was_saved_is_moved_full(link: Watched) -> None:
-    found: list[Tensor | None] = []
-    for first in ("nothing", "cpu"):
-        torch.manual_seed(0)
-        offload, x = Offload([]), leaf(20)
-        with offload.saving(first):
-            for _ in range(2):
-                y = torch.nn.functional.rrelu(x * 1, training=True)
-            z = y.exp()
-        z.sum().backward()
-        found.append(x.grad)
-    assert torch.equal(found[0], found[1])
-    assert link.log.count("back 20") == 2

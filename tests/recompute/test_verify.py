@@ -26,25 +26,14 @@ def counted(block: Any, x: Tensor) -> Tensor:
     return torch.full((4,), float(block.counts["calls"]))
 
 
-def silently(buffer: Tensor, value: Tensor) -> Tensor:
-    buffer.data.copy_(value)
-    return buffer
-
-
 #: What a block multiplies its output by, from a place that a second run may find changed.
 FACTORS: dict[str, Callable[[Any, Tensor], Any]] = {
     "generators": lambda block, x: block.draws[0].random() + torch.rand(4, generator=block.draws[1]),
-    "silent counter": lambda block, x: silently(block.seen, block.seen + 1),
     "dict": counted,
     "cached": lambda block, x: table(len(x)),
-    "late": lambda block, x: 1,
     "own generator": lambda block, x: block.draw(),
-    "silent buffer": lambda block, x: silently(block.codes, block.codes @ block.codes / 3.9)[0],
-    "shared object": lambda block, x: torch.full((4,), Net.factor),
-    "iterator": lambda block, x: next(block.iterator),
     "tensor": lambda block, x: block.mean.mul_(0.9).clone(),
     "parameter": lambda block, x: block.fixed.mul_(0.9).clone(),
-    "nan": lambda block, x: torch.tensor([1.0, torch.nan, 1.0, 1.0]),
 }
 
 
@@ -52,39 +41,18 @@ class Block(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.first, self.second, self.kind = nn.Linear(4, 4), nn.Linear(4, 4), kind
-        self.register_buffer("codes", torch.ones(4, 4))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
         self.draws = [np.random.default_rng(0), torch.Generator().manual_seed(1)]
         self.counts, self.mean = {"calls": 0}, torch.ones(4)
-        self.iterator = iter([torch.rand(4) for _ in range(50)])
         self.fixed = nn.Parameter(torch.ones(4), requires_grad=False)
         own = torch.Generator().manual_seed(2)
         self.draw = lambda: torch.rand(4, generator=own)  # where nobody looks
-        self.late = nn.RReLU() if kind == "late" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.second(torch.tanh(self.first(x))))
-        return self.late(hidden * FACTORS[self.kind](self, x))
-
-
-class Net(nn.Module):
-    """Three blocks, and an attribute of a class that changes from one to the next."""
-
-    factor = 1.0
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(kind) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            Net.factor = number + 1.0
-            x = block(x)
-        return x
+        return torch.tanh(self.second(torch.tanh(self.first(x)))) * FACTORS[self.kind](self, x)
 
 
 def every(policy: str) -> Choice:
-    return tuple((f"blocks.{number}", policy) for number in range(3))
+    return tuple((f"{number}", policy) for number in range(3))
 
 
 def passes(model: nn.Module, choice: Choice, times: int = 4, **options: Any) -> list[Tensor]:
@@ -98,19 +66,19 @@ def passes(model: nn.Module, choice: Choice, times: int = 4, **options: Any) -> 
     return [*gradients, *model.buffers(), torch.get_rng_state()]
 
 
-def made(kind: str) -> nn.Module:
+def made(kind: str) -> nn.Sequential:
     seed(1)
-    return Net(kind)
+    return nn.Sequential(*[Block(kind) for _ in range(3)])
 
 
 @policies
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("kind", ["generators", "silent counter", "dict", "cached", "late"])
+@pytest.mark.parametrize("kind", ["generators", "dict", "cached"])
 def test_what_can_be_put_back_is(kind: str, verify: bool, policy: str) -> None:
     plain, other = made(kind), made(kind)
     expected = passes(plain, ())
     assert all(map(torch.equal, expected, passes(other, every(policy), verify=verify)))
-    for one, two in zip(plain.blocks, other.blocks, strict=True):
+    for one, two in zip(plain, other, strict=True):
         assert one.counts == two.counts
         assert one.draws[0].random() == two.draws[0].random()
 
@@ -120,18 +88,15 @@ def test_what_can_be_put_back_is(kind: str, verify: bool, policy: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("own generator", r"'blocks.2' to compute the same when it is run again.*output 1 of 1.*Look for"),
-        ("silent buffer", "the same when it is run again"),
-        ("shared object", "'blocks.1' to compute the same when it is run again"),
-        ("iterator", "the same when it is run again"),
-        ("tensor", r"'blocks.0' to write to buffers only, got a Tensor of shape \(4,\)"),
+        ("own generator", r"'2' to compute the same when it is run again.*output 1 of 1.*Look for"),
+        ("tensor", r"'0' to write to buffers only, got a Tensor of shape \(4,\)"),
         ("parameter", r"a Parameter of shape \(4,\)"),
     ],
 )
 def test_what_cannot_is_refused_at_once(kind: str, message: str, verify: bool, policy: str) -> None:
     with pytest.raises(BlockError, match=message) as caught:
         passes(made(kind), every(policy), times=1, verify=verify)
-    assert caught.value.block.startswith("blocks.")
+    assert caught.value.block in "012"
     assert isinstance(caught.value, PlanError)
 
 
@@ -159,45 +124,15 @@ def test_what_is_written_to_between_the_runs_is_refused(policy: str) -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize(
-    ("added", "message"),
-    [(nn.Flatten(0), "output 1 of 1"), (nn.Linear(4, 4), "output 1 of 1"), (nn.Linear(3, 3), "mat1")],
-)
-def test_other_outputs_and_an_error_are_refused_by_name(added: nn.Module, message: str) -> None:
-    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    with apply_policies(nn.Sequential(block), (("0", "recompute"),)):
-        loss = block(torch.ones(1, 4)).sum()
-        block.append(added)
-        with pytest.raises((BlockError, RuntimeError), match=message) as caught:
-            loss.backward()
-    assert "'0'" in str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
-
-
 def test_a_block_is_compared_first_and_then_when_it_is_said() -> None:
     """It takes one more run."""
-    block, found = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), []
-    model, count = nn.Sequential(block), []
+    block, found, count = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), list[int](), []
+    model = nn.Sequential(block)
     block[0].register_forward_hook(lambda *_: count.append(1))
-
-    def runs(policy: str, verify: bool) -> int:
-        count.clear()
-        with apply_policies(model, (("0", policy),), verify=verify):
-            model(torch.ones(1, 4)).sum().backward()
-        return len(count)
-
     for policy in ("recompute", "selective"):
-        found += [runs(policy, verify) for verify in (False, False, True, False)]
-    model.eval()
-    found += [runs("recompute", verify=False) for _ in range(2)]
-    assert found == [3, 2, 3, 2, 3, 2, 3, 2, 3, 2]
-
-
-def test_an_output_that_was_changed_in_place_is_compared_another_time() -> None:
-    model, x = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))), torch.ones(3, 4)
-    found: list[Tensor] = []
-    for choice in ((), (("0", "recompute"),)):
-        torch.manual_seed(0)
-        with apply_policies(model, choice):
-            found += torch.autograd.grad(model(x).mul_(2).square().sum(), [*model.parameters()])
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[1], found[3])
+        for verify in (False, False, True, False):
+            count.clear()
+            with apply_policies(model, (("0", policy),), verify=verify):
+                model(torch.ones(1, 4)).sum().backward()
+            found.append(len(count))
+    assert found == [3, 2, 3, 2, 3, 2, 3, 2]
