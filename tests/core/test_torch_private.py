@@ -39,9 +39,6 @@ def names(request: pytest.FixtureRequest) -> Any:
     return private if request.param == "torch as it is" else load_where_torch_lacks_names()
 
 
-# ---- the engine of autograd
-
-
 def gradients(backward: Callable[..., Any]) -> list[Tensor | None]:
     """Of two values, twice, through a model with a tied weight and an unused one."""
     torch.manual_seed(0)
@@ -79,23 +76,3 @@ def test_a_backward_under_way_is_known(is_kept: bool) -> None:
     lacking = load_where_torch_lacks_names()
     assert (lacking.is_in_backward(), lacking.is_graph_kept()) == (False, True)
     assert private.saved(leaf.sum().grad_fn, "no_such_thing") is None
-
-
-# ---- dispatch modes and tensors
-
-
-def test_no_mode_sees_what_runs_without_modes(names: Any) -> None:
-    class Seen(private.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            calls.append((private.operator_of(func), [one.name for one in private.arguments_of(func)]))
-            return func(*args, **(kwargs or {}))
-
-    value, aten, calls = torch.ones(2), torch.ops.aten, list[Any]()
-    with Seen():
-        value.neg()
-        with names.disable_current_modes():
-            value.exp()
-    assert calls == [(aten.neg, ["self"])] + ([(aten.exp, ["self"])] if names is not private else [])
-
-
-# ---- modules and optimizers

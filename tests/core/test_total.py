@@ -52,8 +52,6 @@ def test_what_cannot_be_added_up_is_refused(total: Any, weight: Any, got: str, t
         Total(total, weight)
 
 
-# ---- folds
-
 Pair = tuple[int, int]
 ITEMS = st.lists(st.tuples(st.integers(-1000, 1000), st.integers(0, 50)), max_size=12)
 MEAN = weighted_mean(lambda item: Total(item[0], item[1]))

@@ -65,8 +65,6 @@ def run(law: Law, *, seed: int, examples: int, is_shrunk: bool = True) -> None:
         gc.unfreeze()
 
 
-# ---- any cut is the whole batch
-
 SIZES = st.lists(st.integers(1, MOST_ROWS), min_size=1, max_size=MOST_ROWS).filter(
     lambda sizes: sum(sizes) <= MOST_ROWS
 )
@@ -92,9 +90,6 @@ CUT = {
     "mask": st.sampled_from(MASKS),
     "number": st.integers(0, 2**16),
 }
-
-
-# ---- with a fault is the same cut without
 
 
 class Planted(NamedTuple):
@@ -170,9 +165,6 @@ def a_fault_changes_no_update(
     assert take(step, "step", faulty.make_batch(11)).rows == faulty.ROWS  # and it goes on
 
 
-# ---- saved and resumed is not interrupted
-
-
 def a_training_stopped_and_resumed_is_not_interrupted(stops: list[int], kind: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -196,9 +188,6 @@ def a_training_stopped_and_resumed_is_not_interrupted(stops: list[int], kind: st
             break
     assert trainer.updates == EPOCHS * UPDATES
     assert_same(undisturbed(kind).state, state(trainer))
-
-
-# ---- the planned peak is the measured peak
 
 
 def the_planned_peak_is_the_measured_one(

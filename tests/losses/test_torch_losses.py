@@ -39,13 +39,6 @@ class Trial:
         return self.error() <= tolerance(torch.float64, ROWS)
 
 
-# ---- settings are read anew at each step
-
-
-def weighted() -> nn.CrossEntropyLoss:
-    return nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 2.0, 4.0]).double())
-
-
 NEW = torch.tensor([3.0, 1.0, 0.0, 4.0]).double()
 CHANGES: list[Callable[[Any], Any]] = [
     lambda loss: loss.weight.mul_(NEW + 1),
@@ -81,21 +74,6 @@ def test_the_callers_loss_is_left_as_it_is_and_its_hooks_are_called() -> None:
     assert all(buffers[name] is one for name, one in loss._buffers.items())
 
 
-# ---- weights with one entry per row
-
-
-@pytest.mark.parametrize("shape", [(1, CLASSES), (CLASSES,), ()], ids=str)
-@pytest.mark.parametrize("micro_batch", [1, 4, 6])
-def test_a_weight_that_all_rows_share_is_taken(shape: tuple[int, ...], micro_batch: int) -> None:
-    weight = torch.rand(shape, dtype=torch.float64)
-    for loss in (
-        nn.BCEWithLogitsLoss(weight=weight, pos_weight=weight),
-        partial(F.binary_cross_entropy_with_logits, weight=weight, pos_weight=weight),
-        nn.MultiLabelSoftMarginLoss(weight=weight),
-    ):
-        assert Trial(loss, (X, Z), micro_batch=micro_batch).is_exact()
-
-
 PER_ROW: dict[str, tuple[Any, tuple[int, ...]]] = {
     "labels": (nn.MultiLabelSoftMarginLoss(weight=Z, reduction="sum"), (CLASSES,)),
     "one for each row": (nn.BCEWithLogitsLoss(weight=Z[:, :1]), (CLASSES,)),
@@ -120,9 +98,6 @@ def test_a_setting_with_an_entry_for_every_row_is_refused(loss: Any, shape: tupl
         window.discard()
 
 
-# ---- what the loss compares
-
-
 COUNTS: list[tuple[Any, int, Any, str]] = [
     (F.cross_entropy, 2, (X, Y), "2 tensors for cross_entropy, got 2 from the model and 1 as"),
     (nn.MSELoss(), 1, (X, (Z, Z)), "2 tensors for MSELoss, got 1 from the model and 2 as"),
@@ -139,9 +114,6 @@ def test_too_few_or_too_many_tensors(
     model = Shaped(*[(CLASSES,)] * number)
     with pytest.raises(LossError, match=rf"{got} .*as a function \(model, micro\) -> ab.Total"):
         Trial(loss, batch, model, micro_batch=micro_batch).step(batch)
-
-
-# ---- output and target whose rows torch would broadcast against each other
 
 
 class Shaped(nn.Module):

@@ -112,16 +112,6 @@ def test_parameters_are_found_wherever_the_function_holds_them(loss_rows: int | 
     assert relative_error(found[1], found[0]) <= LIMIT
 
 
-# ---- what the model is given, and what the function sees
-
-
-def test_wrappers_are_looked_through() -> None:
-    wrapped: Any = nn.Module()
-    wrapped.module = Towers()
-    wrapped.forward = lambda *args: wrapped.module(*args)
-    assert take(wrapped, WholeBatch(clip), CASES["clip"].batch(9), 4)[0].updated
-
-
 def test_targets_follow_the_outputs() -> None:
     seen: list[list[int]] = []
 

@@ -21,17 +21,6 @@ TRUE = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}
 ALL = ["bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
 
 
-class Spy(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.seen: list[Any] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        self.seen.append((x.dtype, out.dtype, torch.is_autocast_enabled(device.KIND)))
-        return out
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -91,23 +80,6 @@ def test_named_parts_stay_in_float32(name: str, pattern: str) -> None:
     assert not torch.is_autocast_enabled(device.KIND)
 
 
-def rotary() -> nn.Module:
-    """Return frequencies, and tables made of them, as written by hand."""
-    angles = torch.arange(2048)[:, None] * (found := 10_000 ** -(torch.arange(4) / 4))
-    return Made(lambda self, x: x * self.cos[-len(x) :], inv_freq=found, cos=angles.cos())
-
-
-def turned() -> nn.Module:
-    """Return a module that turns by itself, with weights of its own."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        angles = torch.arange(2048)[-len(x) :, None] * self.local_inv_freq
-        return self.linear(x * self.weight) * angles.cos().to(x.dtype)
-
-    weight, frequencies = nn.Parameter(torch.ones(4)), 10_000 ** -(torch.arange(4) / 4)
-    return Made(forward, linear=nn.Linear(4, 4), weight=weight, local_inv_freq=frequencies)
-
-
 @pytest.mark.parametrize("name", TRUE)
 @pytest.mark.parametrize("make", [rotary, turned])
 def test_frequencies_of_rotary_embeddings_stay_in_float32(make: Any, name: str) -> None:
@@ -132,16 +104,6 @@ def test_weights_without_a_shape_are_refused_before_anything_changes() -> None:
     assert not any("forward" in vars(module) for module in model)
     model(torch.ones(1, 3))
     assert stepped(model, "fp16-true")((torch.ones(4, 3), torch.zeros(4, 2))).updated
-
-
-def test_autocast_is_as_before_where_a_part_fails() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 3))  # shapes do not match
-    lower(model, Precision(compute="bfloat16", keep_float32=("1",)), [])
-    with torch.autocast(device.KIND, torch.bfloat16):
-        with pytest.raises(RuntimeError, match="shape"):
-            model(torch.ones(2, 3))
-        assert torch.is_autocast_enabled(device.KIND)
-        assert model[0](torch.ones(2, 3)).dtype == torch.bfloat16
 
 
 def shared() -> Any:

@@ -35,18 +35,6 @@ def test_a_dynamic_one_gives_way_down_to_one_and_grows_after_many_updates() -> N
     assert grown(dynamic(), 20 * PATIENCE) == MOST
 
 
-def test_updates_are_counted_by_steps() -> None:
-    model = nn.Linear(2, 1)
-    step = Step(model, nn.MSELoss(), GradientRecorder(model), precision="fp16-mixed", micro_batch=2)
-    before = dynamic()
-    for _ in range(14):
-        before.give_way()
-    grown(before, PATIENCE - 1)
-    step.scale.load(before.state())  # it goes on where it was
-    batch = torch.randn(6, 2), torch.randn(6, 1)
-    assert [step(batch).scale, step(batch).scale] == [8.0, 8.0]
-
-
 def small(model: nn.Module, micro: tuple[Tensor]) -> Total:
     return Total(model(micro[0]).float().sum() * 2.0**-26, len(micro[0]))
 

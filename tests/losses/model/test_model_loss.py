@@ -40,17 +40,6 @@ def assert_exact(loss: Callable[..., Any], batch: Any, given: Any = None) -> Any
     return report
 
 
-@dataclass(frozen=True)
-class Rows:
-    x: Tensor
-    labels: Tensor
-
-
-@pytest.mark.parametrize("batch", [(X, LABELS), [X, LABELS], Rows(X, LABELS)], ids=range(3))
-def test_batches_of_other_forms(batch: Any) -> None:
-    assert_exact(tokens, BATCH, batch)
-
-
 @pytest.mark.parametrize("micro_batch", [1, 2])
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=needs_cpu) if one == own_losses.MASKED else one for one in REFUSED]
@@ -94,48 +83,6 @@ def test_a_micro_batch_without_a_loss_adds_nothing(loss: Callable[..., Any], fir
     assert_exact(loss, batch)
     report, found = take(loss, {"x": X, "labels": torch.full_like(LABELS, -100)})
     assert (report.updated, found) == (False, {})
-
-
-@pytest.mark.parametrize("made_inside", [True, False])
-def test_evaluation_in_inference_mode_keeps_no_graph(made_inside: bool) -> None:
-    value, _ = whole_of(Own(own_losses.stacked), BATCH)
-    terms, model, seen = ModelLoss().begin(), Own(own_losses.stacked), list[Any]()
-    model.scores.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
-    with torch.inference_mode():
-        evaluated = terms.evaluate(model, {k: v.clone() for k, v in BATCH.items()} if made_inside else BATCH)
-    means = [float(evaluated.sums[name]) / float(weight) for name, weight in evaluated.weigh().items()]
-    assert relative_error(math.fsum(means), value) <= LIMIT
-    assert not any(one.requires_grad for one in evaluated.sums.values())
-    terms.evaluate(model, BATCH)
-    gc.collect()
-    assert [one() for one in seen] == [None, None]
-
-
-@pytest.mark.parametrize("name", ["own division", "root", "product", "folded rows"])
-def test_what_is_refused_in_a_cut_is_taken_whole(name: str) -> None:
-    report, found = take(REFUSED[name][0], micro_batch=None)
-    assert report.terms.keys() == {"loss"}
-    assert same(found, whole_of(Own(REFUSED[name][0]), BATCH)[1])
-
-
-def test_labels_equal_to_the_inputs_in_the_first_micro_batch_only() -> None:
-    """Two tensors match the targets there and weigh differently: the division waits."""
-    ids = torch.tensor([[0, 1], [2, 3], [4, 0], [1, 1]])
-    labels = torch.where(torch.tensor([0, 0, 1, 1])[:, None] == 1, -100, ids)
-    labels[2, 0] = 3
-    model = own_loss(words(count=5)).double()
-    _, expected = whole_of(model, batch := {"x": ids, "labels": labels})
-    report = Step(model, ModelLoss(), recorder := GradientRecorder(model), micro_batch=2)(batch)
-    assert report.weights == {"loss": 5}
-    assert relative_error(recorder.gradients, expected) <= LIMIT
-
-
-def test_a_first_micro_batch_without_several_terms_is_refused() -> None:
-    def loss(scores: Tensor, labels: Tensor) -> Tensor:
-        return or_nothing(scores, labels) + size(scores) if (labels >= 0).any() else torch.tensor(0.0)
-
-    with pytest.raises(LossError, match="Own in the first micro-batch, got a constant 0"):
-        take(loss, {"x": X, "labels": LABELS.roll(-2, 0)})
 
 
 BESIDE: dict[str, Callable[[Tensor], Any]] = {

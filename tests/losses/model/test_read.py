@@ -44,22 +44,6 @@ WATCHED: dict[str, Callable[..., Any]] = {
 IGNORED = {"x": own_losses.X, "labels": own_losses.LABELS.where(own_losses.LABELS >= 0, own_losses.CLASSES)}
 
 
-class Changing(Own):
-    """Counts its forwards, draws random numbers, and has another loss after `at` calls."""
-
-    def __init__(self, *losses: Callable[..., Any]) -> None:
-        super().__init__(losses[0])
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.then, self.at, self.calls = losses[-1], 10**9, 0
-
-    def forward(self, x: Tensor, labels: Tensor) -> Any:
-        self.calls += 1
-        self.count += 1
-        scores = self.scores(x)
-        loss = self.then if self.calls > self.at else self.loss
-        return loss(scores * (1 + torch.rand_like(scores)), labels)
-
-
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     entered, enter = list[Any](), Watch.__enter__
