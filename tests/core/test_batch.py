@@ -3,7 +3,7 @@
 import torch
 from hypothesis import given, strategies as st
 
-from anybatch.core.batch import OpenBatch, SampleBatch, TensorBatch, cut_sizes
+from anybatch.core.batch import SampleBatch, TensorBatch, cut_sizes
 
 
 @given(st.integers(1, 30), st.integers(1, 35))

@@ -1,13 +1,9 @@
 """Out of memory, in the words of every allocator; and what its error held is let go."""
 
-import gc
-import weakref
-from typing import Any
-
 import pytest
 import torch
 
-from anybatch.core.oom import free_caches, ran_out_of_memory
+from anybatch.core.oom import ran_out_of_memory
 
 WORDS = """[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory
 DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.

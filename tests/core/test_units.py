@@ -1,19 +1,13 @@
 """What a person reads: units, right at every border, and tables with every word of the text."""
 
 import re
-from typing import Any
-from xml.etree import ElementTree
 
 import pytest
-import torch
 from hypothesis import given, strategies as st
-from torch import nn
 
-import anybatch as ab
 from anybatch.core.errors import PlanError
 from anybatch.core.units import format_bytes, format_seconds, parse_bytes
 from tests.check.conftest import unhurried as unhurried
-from tests.options import flat
 
 SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import anybatch as ab
 from anybatch.core.errors import LossError
@@ -22,7 +21,6 @@ CLASS_WEIGHT = torch.linspace(0, 2, WORDS, dtype=torch.float64)
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothed": {"label_smoothing": 0.2},
-    "all smooth": {"label_smoothing": 1.0},
     "weighted": {"class_weight": CLASS_WEIGHT},
     "weighted and smoothed": {"class_weight": CLASS_WEIGHT, "label_smoothing": 0.1},
     "one class ignored": {"ignore_index": 2},
@@ -108,10 +106,7 @@ def test_autocast_is_that_of_a_linear_layer(short: torch.dtype, body: str) -> No
 H, W, Y = torch.zeros(4, 3), torch.zeros(6, 3), torch.zeros(4, dtype=torch.int64)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden": torch.zeros(4, 2)}, r"'hidden': \(4, 2\), 'weight': \(6, 3\)"),
-    ({"target": Y[:3]}, r"'target': \(3,\)"),
-    ({"weight": torch.zeros(3)}, r"'weight': \(3,\)"),
     ({"bias": torch.zeros(5)}, r"\[\(5,\)\]"),
-    ({"class_weight": torch.zeros(5)}, r"\[\(5,\)\]"),
     ({"target": torch.zeros(4)}, r"int64, got torch\.float32"),
     ({"hidden": H.bfloat16()}, r"'torch\.bfloat16', 'torch\.float32'"),
     ({"label_smoothing": 1.5}, "from 0 to 1, got 1.5"),

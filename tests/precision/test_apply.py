@@ -21,6 +21,17 @@ TRUE = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}
 ALL = ["bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
 
 
+class Spy(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.seen.append((x.dtype, out.dtype, torch.is_autocast_enabled(device.KIND)))
+        return out
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +70,6 @@ def test_weights_and_buffers_are_stored_short_but_for_batch_norm(name: str) -> N
 @pytest.mark.parametrize("pattern", ["parts.router", "parts.r?ut*", "Spy", "parts"])
 @pytest.mark.parametrize("name", ALL)
 def test_named_parts_stay_in_float32(name: str, pattern: str) -> None:
-    """Nobody calls a container: what it holds is kept."""
     model, known = Net(), find_precision(name)
     dtype = getattr(torch, str(known.store or known.compute))
     precision = Precision(**{**known.to_dict(), "loss_scale": None, "keep_float32": (pattern,)})
@@ -81,29 +91,19 @@ def test_named_parts_stay_in_float32(name: str, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRUE)
-@pytest.mark.parametrize("make", [rotary, turned])
-def test_frequencies_of_rotary_embeddings_stay_in_float32(make: Any, name: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), make())
-    full, seen = copy.deepcopy(model[1]), []
+def test_frequencies_of_rotary_embeddings_stay_in_float32(name: str) -> None:
+    angles = torch.arange(2048)[:, None] * (found := 10_000 ** -(torch.arange(4) / 4))
+    turn = Made(lambda self, x: x * self.cos[-len(x) :], inv_freq=found, cos=angles.cos())
+    full, seen, dtype = copy.deepcopy(turn), [], TRUE[name]
+    model = nn.Sequential(nn.Linear(4, 4), turn)
     lower(model, find_precision(name), model.parameters())
-    model[1].register_forward_hook(lambda _, args, output: seen.append((*args, output)))
+    turn.register_forward_hook(lambda _, args, output: seen.append((*args, output)))
     model(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
-    (entered, left), dtype = seen[0], TRUE[name]
-    assert all(b.dtype == torch.float32 for b in model[1].buffers())
-    assert left.dtype == dtype
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    with torch.no_grad():
-        assert relative_error(left.float(), full(entered.float())) <= tolerance(dtype, 8)
-
-
-def test_weights_without_a_shape_are_refused_before_anything_changes() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
-    with pytest.raises(PlanError, match=r"whose shapes are known .* got \['1'\], .* Run one forward first"):
-        stepped(model, "fp16-true")
-    assert model[0].weight.dtype == torch.float32
-    assert not any("forward" in vars(module) for module in model)
-    model(torch.ones(1, 3))
-    assert stepped(model, "fp16-true")((torch.ones(4, 3), torch.zeros(4, 2))).updated
+    assert all(b.dtype == torch.float32 for b in turn.buffers())
+    assert seen[0][1].dtype == dtype
+    assert relative_error(seen[0][1].detach().float(), full(seen[0][0].float()).detach()) <= tolerance(
+        dtype, 8
+    )
 
 
 def shared() -> Any:
@@ -113,23 +113,17 @@ def shared() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "keep", "expected", "got"),
+    ("make", "keep", "message"),
     [
-        (Net(), ("nothing.*",), "to name modules of the Net", "nothing.*"),
-        (Net(), ("parts.router", "LayerNorm"), "to name modules of the Net", "['LayerNorm']"),
-        (Net(), ("spy",), "to name modules of the Net", "spy"),  # classes as they are written
-        (shared(), ("one",), "share no weight with the others", "weight"),
-        (Net(), (), "micro_batch to be at least 1", "got 0"),
+        (Net, ("parts.router", "LayerNorm"), r"to name modules of the Net.*\['LayerNorm'\]"),
+        (shared, ("one",), "share no weight with the others.*weight"),
+        (Net, (), "micro_batch to be at least 1.*got 0"),
     ],
-    ids=["no such module", "no such class", "another case", "shared weight", "another reason"],
 )
-def test_what_is_refused_leaves_the_model_as_it_was(
-    model: nn.Module, keep: tuple[str, ...], expected: str, got: str
-) -> None:
+def test_what_is_refused_leaves_the_model_as_it_was(make: Any, keep: tuple[str, ...], message: str) -> None:
+    model = make()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(PlanError, match=r"^Expected ") as caught:
+    with pytest.raises(PlanError, match=message):
         stepped(model, Precision(store="float16", keep_float32=keep), micro_batch=None if keep else 0)
-    assert expected in str(caught.value)
-    assert got in str(caught.value)
     assert changes(before, dict(model.state_dict())) == []
     assert not any("forward" in vars(m) for m in model.modules())

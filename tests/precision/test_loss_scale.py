@@ -41,7 +41,6 @@ def small(model: nn.Module, micro: tuple[Tensor]) -> Total:
 
 @pytest.mark.parametrize("precision", ["mixed", "true"])
 def test_small_gradients_vanish_without_it_and_not_with_it(precision: str) -> None:
-    """Of 2^-26, which float16 does not hold: its smallest number is 2^-24."""
     dtype = {"compute": "float16"} if precision == "mixed" else {"store": "float16"}
     for scale in (1.0, 2.0**10, "dynamic"):
         recorder = GradientRecorder(model := nn.Linear(2, 1, bias=False))

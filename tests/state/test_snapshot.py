@@ -136,18 +136,6 @@ def test_what_was_seen_to_change_is_noted_before_each_micro_batch(effect: str) -
     assert state(model) == found
 
 
-@pytest.mark.parametrize("effect", ["torch", "buffer", "attribute", "list", "buffer in the place of another"])
-def test_what_was_never_seen_to_change_before_makes_the_step_begin_again(effect: str) -> None:
-    model = Restless()
-    del model.generator  # with one all streams are captured
-    effects = blind(model)
-    before = snapshot(model, effects)
-    assert before.undo_micro_batch()
-    ALL[effect](model)
-    assert not before.undo_micro_batch()
-    assert effects.draws is (effect == "torch")  # and next time it is noted
-
-
 def test_an_evaluation_leaves_no_trace() -> None:
     model = Restless()
     model.eval()

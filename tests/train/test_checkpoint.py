@@ -163,7 +163,6 @@ PAIRS = [(name, "LambdaLR") for name in OPTIMIZERS] + [("Adafactor", name) for n
 def test_every_optimizer_and_scheduler_goes_on(
     tmp_path: Path, optimizer: str, scheduler: str, dtype: torch.dtype
 ) -> None:
-    """Ten updates, against five, a checkpoint, new objects from another seed, and five more."""
     whole, path = Parts(0, optimizer, scheduler, dtype), tmp_path / "a"
     whole.train(range(5))
     save(path, 0, **vars(whole), random=rng.capture_process())

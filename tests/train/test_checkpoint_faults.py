@@ -101,19 +101,15 @@ def sliced(*slices: Any) -> Callable[[Index], object]:
 LIES: dict[str, Callable[[Index], object]] = {
     "overlapping": sliced((0, 2), (1, 2)),
     "missing": sliced((0, 1)),
-    "none": sliced(),
     "out of range": sliced((0, 3)),
-    "backward": sliced((2, 0)),
     "no numbers": sliced((0, "2")),
     "NaN": sliced((0, float("nan"))),
     "another dimension": weight(dim=2),
     "an absurd shape": weight(shape=[2**40, 2**40]),
     "a wider dtype": weight(dtype="float64"),
     "a dtype of the same size": weight(dtype="int32"),
-    "no dtype": weight(dtype="load"),
     "more": weight(more=1),
     "of another file": weight(slices=[["rank-1.safetensors", 0, 2]]),
-    "a value gone": lambda index: index["document"].pop("random"),
     "another format": lambda index: index.update(format="checkpoint 3"),
     "an unknown kind": lambda index: index["document"]["progress"].update(number={"$": "function"}),
     "no tensor": lambda index: index["tensors"].update(other=index["tensors"]["model/weight"]),
@@ -136,26 +132,14 @@ def renamed(name: str) -> Callable[[Path], object]:
     return lambda folder: signed(folder, lambda index: index.update(files={name: index["files"][FILE]}))
 
 
-def headed(header: bytes, size: int | None = None) -> Callable[[Path], object]:
-    """The weights' file gets another header."""
-
-    def change(folder: Path) -> None:
-        path = folder / FILE
-        data = path.read_bytes()
-        rest = data[8 + int.from_bytes(data[:8], "little") :]
-        path.write_bytes((len(header) if size is None else size).to_bytes(8, "little") + header + rest)
-        signed(folder, lambda index: None)
-
-    return change
+def headed(folder: Path) -> None:
+    """A header of 2^60 bytes."""
+    (folder / FILE).write_bytes((2**60).to_bytes(8, "little") + b"{}")
+    signed(folder, lambda index: None)
 
 
 def text(value: str) -> Callable[[Path], object]:
     return lambda folder: (folder / INDEX).write_text(value)
-
-
-def piped(folder: Path) -> None:
-    (folder / FILE).unlink()
-    os.mkfifo(folder / FILE)
 
 
 def pickled(folder: Path) -> None:
@@ -163,15 +147,11 @@ def pickled(folder: Path) -> None:
     signed(folder, lambda index: None)
 
 
-ENTRY = b'{"dtype": "F32", "shape": [2, 2], "data_offsets": [%d, %d]}'
 ODD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pickle": (pickled, "SafetensorError"),
     "a symlink": (linked, "a link or no file"),
-    "a pipe": (piped, "a link or no file"),
     "an absolute path": (renamed("/etc/passwd"), "a file named"),
-    "a header of 2^60 bytes": (headed(b"{}", 2**60), "SafetensorError"),
-    "a nested header": (headed(b"[" * 1_000_000), "SafetensorError"),
-    "a dtype of another size": (headed(b'{"model/weight": %s}' % (ENTRY % (0, 24))), "SafetensorError"),
+    "a header of 2^60 bytes": (headed, "SafetensorError"),
     "NaN": (text('{"sha256": NaN}'), "not JSON"),
     "a name twice": (text('{"sha256": "", "files": {}, "files": {}}'), "a name twice"),
     "10 MB of brackets": (text("[" * 10_000_000), "RecursionError"),
@@ -181,7 +161,6 @@ ODD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("what", ODD)
 def test_files_that_mean_harm_are_refused_by_name(tmp_path: Path, what: str) -> None:
-    """Nothing is run, followed or allocated; the earlier checkpoint is taken."""
     first = save(tmp_path, 1, model=nn.Linear(2, 2), keep=2)
     shutil.copytree(write(tmp_path / "other"), made := tmp_path / "step-00000002")
     change, told = ODD[what]

@@ -41,10 +41,8 @@ def test_callbacks_are_told_in_order_and_reports_name_what_they_count() -> None:
         assert (report.epoch, report.updates) == (epoch, epoch * UPDATES)
         assert list(report.validation) == ["loss", "accuracy"]
         assert math.isclose(report.samples_per_second * report.seconds, TRAIN)
-        own = steps[(epoch - 1) * UPDATES : epoch * UPDATES]
-        weights = [step.weights["loss"] for step in own]
-        losses = [step.loss * weight for step, weight in zip(own, weights, strict=True)]
-        assert math.isclose(report.loss, sum(losses) / sum(weights))
+        own = [(step.loss, step.weights["loss"]) for step in steps[(epoch - 1) * UPDATES :][:UPDATES]]
+        assert math.isclose(report.loss, sum(a * b for a, b in own) / sum(b for _, b in own))
     assert math.isclose(trainer.seconds, sum(report.seconds for report in reports))
     assert reports[-1].learning_rate == trainer.step.optimizers[0].param_groups[0]["lr"]
 
@@ -91,7 +89,6 @@ def numbers(path: Path, event: str = "step") -> list[int]:
 def test_after_a_resume_the_log_has_each_update_and_each_epoch_once(
     tmp_path: Path, event: tuple[str, int], save_every: int
 ) -> None:
-    """Whatever was written between the last checkpoint and the end of the process."""
     dead = make_trainer(tmp_path, save_every=save_every, callbacks=[Diary(event, raising(Killed()))])
     with pytest.raises(Killed):
         dead.fit(epochs=3)
@@ -115,7 +112,6 @@ def test_after_a_resume_the_log_has_each_update_and_each_epoch_once(
 def test_a_checkpoint_never_comes_before_the_records_of_its_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines wait for up to a second; a process killed right after a checkpoint must not lose them."""
     found, save = list[list[int]](), checkpoint.save
     note = lambda *args, **named: found.append(numbers(tmp_path)) or save(*args, **named)  # noqa: E731
     monkeypatch.setattr(checkpoint, "save", note)

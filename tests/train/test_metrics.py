@@ -74,29 +74,13 @@ def named(model: nn.Module, micro: Any) -> dict[str, Total]:
     }
 
 
-def collate(samples: list[Any]) -> Any:
-    random.random()  # as an augmentation does
-    return torch.utils.data.default_collate(samples)
-
-
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("collated", [False, True])
-def test_one_forward_per_micro_batch_and_all_as_before(collated: bool, fails: bool) -> None:
+def test_one_forward_per_micro_batch_and_all_as_before(fails: bool) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         self.forwards += 1
         assert not any(module.training for module in self.modules())
         assert not torch.is_grad_enabled()
         return self.layers(x) + torch.rand(4) * random.random() * float(np.random.rand())
-
-    layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Linear(5, 4))
-    layers[1].eval()  # a layer that somebody froze
-    model, optimizer = Made(forward, forwards=0, layers=layers), torch.optim.SGD(layers.parameters(), lr=0.1)
-    options = {"batch_norm": "micro", "collate": collate if collated else None}
-    step = Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options))
-    forwards, met = list[Any](), list[int]()  # not in an attribute, which an evaluation puts back
-    model.register_forward_pre_hook(lambda model, args: forwards.append(args))
-    x, y = X.float(), UNEVEN
-    rows = Rows(list(zip(x, y, strict=True)) if collated else (x, y), step)
 
     def metric(scores: Tensor, y: Tensor) -> Total:
         met.append(len(y))
@@ -104,6 +88,15 @@ def test_one_forward_per_micro_batch_and_all_as_before(collated: bool, fails: bo
             raise ZeroDivisionError
         return Total(0, len(y))
 
+    forwards, met = list[Any](), list[int]()  # not in an attribute, which an evaluation puts back
+    layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+    layers[1].eval()  # a layer that somebody froze
+    optimizer, collate = torch.optim.SGD(layers.parameters(), lr=0.1), torch.utils.data.default_collate
+    options = {"batch_norm": "micro", "collate": collate}
+    model = Made(forward, forwards=0, layers=layers)
+    model.register_forward_pre_hook(lambda model, args: forwards.append(args))
+    step = Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options))
+    rows = Rows(list(zip(X.float(), UNEVEN, strict=True)), step)
     with same_as_before(step), pytest.raises(ZeroDivisionError) if fails else nullcontext():
         evaluate(step, rows, {"one": metric, "two": accuracy}, micro_batch=4, batch_size=4)
     assert (met, len(forwards)) == ([4, 4, 3], 3)
@@ -114,7 +107,6 @@ def test_one_forward_per_micro_batch_and_all_as_before(collated: bool, fails: bo
     "loss", [nn.CrossEntropyLoss(weight=CLASS_WEIGHT), named, Terms(named, {"size": 0.5})]
 )
 def test_running_loss_is_that_of_all_rows(loss: Any, size: int) -> None:
-    """And so is that of an evaluation."""
     model = Perceptron(3, 4).double()
     step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.0))
     running = RunningLoss()

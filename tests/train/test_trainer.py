@@ -27,8 +27,6 @@ from tests.train.runs import EPOCHS, KINDS, TRAIN, UPDATES, make_rows, make_step
     ],
 )
 def test_resumed_run_is_identical(kind: str, precision: str, tmp_path: Path) -> None:
-    """Float32 weights and the loss scale too; stopped anywhere: a law, in `tests/laws`."""
-
     def make(out: Path | None = tmp_path, micro_batch: int = 3) -> Trainer:
         return make_trainer(out, step=make_step(kind, precision=precision, micro_batch=micro_batch))
 
