@@ -25,9 +25,8 @@ def after_steps(kind: bool | None = None, **options: Any) -> Any:
         return x
 
     torch.manual_seed(0)
-    block = nn.Sequential(
-        nn.Sequential(Made(lambda self, x: (x - 2016.5).tanh()), nn.Linear(3, 3)), nn.Linear(3, 3), nn.Tanh()
-    )
+    kept = nn.Sequential(Made(lambda self, x: (x - 2016.5).tanh()), nn.Linear(3, 3))
+    block = nn.Sequential(kept, nn.Linear(3, 3), nn.Tanh())
     model = Made(forward, blocks=nn.ModuleList([block, copy.deepcopy(block)]))
     precision = Precision(store="bfloat16", keep_float32=("blocks.*.0",))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

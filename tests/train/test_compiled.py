@@ -10,13 +10,12 @@ from torch import nn
 import anybatch as ab
 from anybatch.train import checkpoint
 from tests.compiled import Counting
-from tests.zoo import Perceptron
 
 
 def make(counting: Counting | None = None) -> ab.Trainer:
     torch.manual_seed(0)
     x, y = torch.randn(43, 4), torch.randint(3, (43,))  # batches of 20, 20 and 3
-    model = Perceptron(4, 3)
+    model: Any = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 3))
     model = model if counting is None else counting.compile(model)
     optimizer, flow = torch.optim.AdamW(model.parameters(), lr=0.01), ab.GradientFlow(model)
     step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=16, callbacks=[flow])
