@@ -133,8 +133,8 @@ def test_states_hold_the_float32_weights_and_may_be_loaded_in_part(precision: st
     weights = {"first.weight": full.model.first.weight.detach() + 1e-5}
     with pytest.raises(RuntimeError, match="Missing key"):
         short.masters.load_state_dict(short.model, weights)
-    found = short.masters.load_state_dict(short.model, weights | {"more": torch.ones(1)}, strict=False)
-    assert (found.missing_keys, found.unexpected_keys) == (["first.bias", "second.weight"], ["more"])
+    found = short.masters.load_state_dict(short.model, weights, strict=False)
+    assert found.missing_keys == ["first.bias", "second.weight"]
     assert torch.equal(short.masters.of(short.model.first.weight), weights["first.weight"])
 
 
