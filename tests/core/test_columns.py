@@ -17,22 +17,15 @@ EXACT = 1e-12
 
 
 def boxes(counts: tuple[int, ...] = (2, 0, 1, 3, 1, 2)) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        {"boxes": torch.rand(n, 4, generator=generator, dtype=torch.float64), "class": torch.arange(n) % 3}
-        for n in counts
-    ]
+    each = [torch.linspace(0, 1, 4 * n, dtype=torch.float64).view(n, 4) for n in counts]
+    return [{"boxes": one, "class": torch.arange(len(one)) % 3} for one in each]
 
 
 def images(rows: int = ROWS) -> Tensor:
     return torch.randn(rows, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
-def loose(rows: int = ROWS) -> list[Tensor]:
-    """As images of several heights."""
-    return [torch.ones(2 + row, 8, dtype=torch.float64) * row for row in range(rows)]
-
-
+LOOSE = [torch.ones(2 + row, 8, dtype=torch.float64) * row for row in range(ROWS)]  # of several heights
 Y = torch.zeros(ROWS, 1)
 
 
@@ -40,11 +33,9 @@ Y = torch.zeros(ROWS, 1)
     ("batch", "wanted"),
     [
         ((images(), boxes()), [2, 2, 2]),
-        ((tuple(loose()), tuple(boxes())), [2, 2, 2]),  # as detection's collate gives them
+        ((tuple(LOOSE), tuple(boxes())), [2, 2, 2]),  # as detection's collate gives them
         ({"pixel_values": images(), "labels": boxes()}, [2, 2, 2]),
         ({"x": images(), "names": [*"abcdef"], "y": Y}, [2, 2, 2]),
-        ((images(), [1, 2, 3, 4, 5, 6]), [2, 2, 2]),
-        ((images(), loose()), [2, 2, 2]),
         ((images(), [boxes((6,) * 6)]), [1, 1, 1]),  # deep inside
         (([torch.ones(3, 4, 4)] * 2, boxes((3, 3))), [2]),  # three colours, three boxes
     ],
@@ -63,11 +54,8 @@ def test_a_column_is_cut_with_the_rows(batch: Any, wanted: list[int]) -> None:
     "batch",
     [
         (images(), [Y, Y]),  # several targets
-        (images(), (Y, (Y, Y))),
         (images(), [{"a": Y}, {"a": Y}]),  # a pair of what all rows have
         (images(), [{"a": Y}, {"b": Y}, {"c": Y}, {"d": Y}, {"e": Y}, {"f": Y}]),
-        (images(), []),
-        (images(), [None, Y]),
         ([Y, Y], [Y, Y]),
     ],
 )

@@ -1,19 +1,13 @@
 """What a person reads: units, right at every border, and tables with every word of the text."""
 
 import re
-from typing import Any
-from xml.etree import ElementTree
 
 import pytest
-import torch
 from hypothesis import given, strategies as st
-from torch import nn
 
-import anybatch as ab
 from anybatch.core.errors import PlanError
 from anybatch.core.units import format_bytes, format_seconds, parse_bytes
 from tests.check.conftest import unhurried as unhurried
-from tests.options import flat
 
 SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 
@@ -43,27 +37,3 @@ def test_bytes_read_back(num_bytes: int) -> None:
 def test_other_bytes_are_refused(text: object) -> None:
     with pytest.raises(PlanError, match="Expected a number of bytes above 0, got "):
         parse_bytes(text)  # type: ignore[arg-type]
-
-
-def cells(page: str) -> list[tuple[str, str]]:
-    return [(cell.tag, cell.text or "") for row in ElementTree.fromstring(page).iter("tr") for cell in row]
-
-
-@pytest.mark.parametrize("kind", ["plan", "plan within a budget", "not exact", "exact"])
-def test_the_table_says_what_the_text_says(kind: str) -> None:
-    model = nn.Sequential()
-    model.add_module("a<b>&", nn.BatchNorm1d(4))
-    model.add_module("last", nn.Linear(4, 1))
-    rest: Any = nn.MSELoss(), (torch.randn(6, 4), torch.randn(6, 1))
-    if kind.startswith("plan"):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        memory = "2KB" if "budget" in kind else None
-        options: Any = {"memory": memory, "batch_norm": "frozen"}
-        found: Any = ab.plan(model, rest[0], optimizer, rest[1], **flat(options))
-    else:
-        found = ab.check(model, *rest, options=ab.Options(batch_norm="frozen" if kind == "exact" else None))
-    tags, texts = zip(*cells(found._repr_html_()), strict=True)
-    assert {*tags} == {"th", "td"}
-    assert tags[0] == "th"
-    shown = " ".join(texts)
-    assert sorted(re.findall(r"[\w<>&.,]+", str(found))) == sorted(re.findall(r"[\w<>&.,]+", shown))

@@ -35,15 +35,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A loss with one choice of options, as a function, as a module, or both.
-
-    Attributes:
-        name: as a test id.
-        forms: what makes the loss from its options, by name of the form.
-        options: fixed values, or those made from the drawn rows.
-        model: makes what is trained.
-        batch: makes what it is trained on.
-    """
+    """A loss with one choice of options (fixed, or made from drawn rows), as function, module, or both."""
 
     name: str
     forms: Mapping[str, Callable[..., Any]]

@@ -12,15 +12,7 @@ MASKS = ("none", "some", "rows", "half", "one", "all")
 
 
 class Draw:
-    """The rows of one batch, drawn one tensor after the other.
-
-    Args:
-        rows: first axis of everything drawn.
-        seed: of everything drawn.
-        mask: which targets count: all, some, those of some rows, of the second half, a single one, or no one.
-        dtype: of what is not an index.
-        options: of the loss.
-    """
+    """The rows of one batch, drawn one tensor after the other; `mask` says which targets count."""
 
     def __init__(
         self, rows: int, *, seed: int, mask: str, dtype: torch.dtype, options: Mapping[str, Any]

@@ -37,14 +37,7 @@ MOST_ROWS = 6
 
 
 class Law(NamedTuple):
-    """What holds for every case.
-
-    Attributes:
-        cases: how a case is drawn, as keywords.
-        check: fails for a case in which the law is broken.
-        few: cases in a test run.
-        share: of a campaign's examples.
-    """
+    """What holds for every case: how cases are drawn, what fails where not, and how many are tried."""
 
     cases: dict[str, st.SearchStrategy[Any]]
     check: Callable[..., None]
@@ -64,8 +57,6 @@ def run(law: Law, *, seed: int, examples: int, is_shrunk: bool = True) -> None:
     finally:
         gc.unfreeze()
 
-
-# ---- any cut is the whole batch
 
 SIZES = st.lists(st.integers(1, MOST_ROWS), min_size=1, max_size=MOST_ROWS).filter(
     lambda sizes: sum(sizes) <= MOST_ROWS
@@ -92,9 +83,6 @@ CUT = {
     "mask": st.sampled_from(MASKS),
     "number": st.integers(0, 2**16),
 }
-
-
-# ---- with a fault is the same cut without
 
 
 class Planted(NamedTuple):
@@ -141,9 +129,8 @@ def a_fault_changes_no_update(
     step, twin = (faulty.build(kind, warm=warm, momentum=0.5, lr=2.0**-6, **options) for _ in range(2))
     fault, batch = step.model.fault, faulty.make_batch()
     fault.planted = [(*one, 1) for one in faults]
-    for one in faults:
-        if one.place == "row":
-            batch[0][one.at, 0] = one.what
+    for one in (one for one in faults if one.place == "row"):
+        batch[0][one.at, 0] = one.what
     before = snapshot(step)
     try:
         with scarce_in_passes({one.at for one in faults if one.place == "allocation"}) as memory:
@@ -170,10 +157,7 @@ def a_fault_changes_no_update(
     assert take(step, "step", faulty.make_batch(11)).rows == faulty.ROWS  # and it goes on
 
 
-# ---- saved and resumed is not interrupted
-
-
-def a_training_stopped_and_resumed_is_not_interrupted(stops: list[int], kind: str) -> None:
+def a_training_stopped_is_not_interrupted(stops: list[int], kind: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for stop in (*stops, 0):
@@ -198,9 +182,6 @@ def a_training_stopped_and_resumed_is_not_interrupted(stops: list[int], kind: st
     assert_same(undisturbed(kind).state, state(trainer))
 
 
-# ---- the planned peak is the measured peak
-
-
 def the_planned_peak_is_the_measured_one(
     model: str, optimizer: str, rows: int, micro_batch: int, options: dict[str, Any]
 ) -> None:
@@ -211,9 +192,8 @@ def the_planned_peak_is_the_measured_one(
     logical = TensorBatch(given)
     planned = trace(step.plan(rows), step.task(), logical.only(range(1)))
     step(given)
-    with Meter(
-        step.model, step.optimizers, loss_module=step.loss_module, batch_leaves=logical.leaves
-    ) as meter:
+    of = {"loss_module": step.loss_module, "batch_leaves": logical.leaves}
+    with Meter(step.model, step.optimizers, **of) as meter:
         step(given)
     assert planned.peak == planned.ledger.peak == meter.peak
 
@@ -234,17 +214,12 @@ PEAKS = {
 }
 
 
+ANY = {"case": st.sampled_from([*CASES, *TOTALS])}
+STOPS = {"stops": st.lists(st.integers(1, 20), min_size=1, max_size=3), "kind": st.sampled_from([*KINDS])}
 LAWS = {
-    "any cut is the whole": Law(
-        {"case": st.sampled_from([*CASES, *TOTALS])} | CUT, any_cut_is_the_whole, few=30, share=4
-    ),
+    "any cut is the whole": Law(ANY | CUT, any_cut_is_the_whole, few=30, share=4),
     "uncut is torch": Law({"case": st.sampled_from(CASES)}, uncut_is_torch_to_the_bit, few=5, share=1),
     "a fault changes no update": Law(FAULTED, a_fault_changes_no_update, few=120, share=12),
-    "a training stopped and resumed": Law(
-        {"stops": st.lists(st.integers(1, 20), min_size=1, max_size=3), "kind": st.sampled_from([*KINDS])},
-        a_training_stopped_and_resumed_is_not_interrupted,
-        few=4,
-        share=1,
-    ),
+    "a training stopped and resumed": Law(STOPS, a_training_stopped_is_not_interrupted, few=4, share=1),
     "the planned peak": Law(PEAKS, the_planned_peak_is_the_measured_one, few=10, share=3),
 }

@@ -16,9 +16,6 @@ IMAGE = (3, 2)
 LENGTH = 4
 
 
-# ---- what is trained
-
-
 def twins(outputs: int) -> Callable[[], nn.Module]:
     return lambda: zoo.twins(outputs, features=FEATURES)
 
@@ -45,9 +42,6 @@ def perceptron(outputs: int, *then: nn.Module) -> Callable[[], nn.Module]:
 
 def conv_net(*then: nn.Module) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(zoo.conv_net(1, CLASSES), *then)
-
-
-# ---- what it is trained on
 
 
 def rows_and(target: Callable[[Draw], Any], *shape: int) -> Callable[[Draw], Any]:
@@ -120,9 +114,6 @@ IGNORED = {"ignore_index": (None, 2)}
 SMOOTH = {"label_smoothing": (None, 0.1), **CLASS_WEIGHT}
 MARGIN, FULL = {"margin": (None, 0.5)}, {"full": (None, True)}
 NEAR = {**MARGIN, "swap": (None, True)}
-
-
-# ---- the losses, and what their module and their function are
 
 
 def classifications() -> Iterator[Case]:

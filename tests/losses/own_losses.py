@@ -58,7 +58,6 @@ def size(scores: Tensor) -> Tensor:
 def in_place(scores: Tensor, labels: Tensor) -> Tensor:
     loss = tokens(scores, labels)
     loss += 0.3 * size(scores)
-    loss *= 2
     return loss
 
 
@@ -68,10 +67,6 @@ def stacked(scores: Tensor, labels: Tensor) -> Tensor:
 
 def summed(scores: Tensor, labels: Tensor) -> Tensor:
     return tokens(scores, labels, reduction="sum")
-
-
-def sum_and_mean(scores: Tensor, labels: Tensor) -> Tensor:
-    return summed(scores, labels) + size(scores)
 
 
 def or_nothing(scores: Tensor, labels: Tensor) -> Tensor:
@@ -96,7 +91,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     "scalar": tokens,
     "mapping": lambda s, y: {"loss": tokens(s, y), "scores": s},
     "attribute": lambda s, y: SimpleNamespace(loss=tokens(s, y)),
-    "list": lambda s, y: [tokens(s, y)],
     "tuple with the loss last": lambda s, y: (s, tokens(s, y)),
     "in place": in_place,
     "stack": stacked,
@@ -107,14 +101,11 @@ EXACT: dict[str, Callable[..., Any]] = {
     "in a checkpoint, even without a valid target": lambda s, y: again(tokens, s, y),
     "or nothing": or_nothing,
     "sum": summed,
-    "sum and mean": sum_and_mean,
-    "half of two": lambda s, y: (tokens(s, y) + tokens(2 * s, y)) / 2,
-    "factor 0.4": lambda s, y: tokens(s, y) + 0.4 * tokens(s.sin(), y),
+    "sum and mean": lambda s, y: summed(s, y) + size(s),
     "class weights": lambda s, y: tokens(s, y, weight=WEIGHTS, label_smoothing=0.1),
     "labels made inside": lambda s, y: tokens(s, (y + 1).clamp(0, CLASSES - 1)),
     "axes in another order": lambda s, y: s.movedim(0, 2).square().mean(),
     "one of each row": lambda s, y: error(s[torch.arange(len(s)), y.argmax(1)]),
-    "sum of a constant factor": lambda s, y: 0.01 * summed(s, y),
     "sums": lambda s, y: F.mse_loss(s, s.detach() + 1, reduction="sum") - 0.5 * torch.sum(1 - s.square()),
     "weight for every element": lambda s, y: binary(s, weight=(y >= 0)[..., None].expand_as(s).double()),
     "next token": lambda s, y: tokens(s[:, :-1], y[:, 1:]),
@@ -137,16 +128,13 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         "Own to be made of means .* a sum that is divided afterwards, .* in sum",
     ),
     "own norm": (lambda s, y: s.norm(), "Own to reach its parameters only .* 'scores.layers"),
-    "root": (lambda s, y: size(s).sqrt(), "a sum of means with constant factors"),
     "product": (lambda s, y: size(s) * tokens(s, y), "constant factors"),
     "scaled sum": (lambda s, y: summed(s, y) / len(y), "a sum that is divided"),
     "factor of the rows": (lambda s, y: size(s) * (1 + y.sum()), "same factors"),
     "folded rows": (lambda s, y: s.mean(0).square().mean(), MET),
-    "mean loss of folded rows": (lambda s, y: error(s.mean(0)), MET),
     "sum of folded rows": (lambda s, y: s.mean(0).square().sum(), UNLIKE),
     "balance": (lambda s, y: tokens(s, y) + s.softmax(-1).mean((0, 1)).square().mean(), MET),
     "loop over rows": (lambda s, y: torch.stack([*map(F.cross_entropy, s, y.clamp(min=0))]).mean(), LOOP),
-    "loop over rows, added": (lambda s, y: sum(map(error, s)), LOOP),
     "weights of the rows at hand": (
         lambda s, y: tokens(s, y, weight=y.clamp(min=0).flatten().bincount(minlength=CLASSES).double()),
         "settings of cross_entropy in Own to be the same .* weight = ",
@@ -155,20 +143,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda s, y: binary(s[..., 0], pos_weight=(y < 2).sum() / (y > 1).sum()),
         "settings of binary_cross_entropy_with_logits in Own .* pos_weight = ",
     ),
-    "threshold of the rows at hand": (
-        lambda s, y: F.huber_loss(s, -s.detach(), delta=s.detach().std().item()),
-        "settings of huber_loss in Own .* delta = ",
-    ),
     MASKED: (
         lambda s, y: tokens(s, y.masked_fill(y == 1, -100)),
         "the batch's 9 for 'loss', got 7.* If the model makes its own targets, bring",
     ),
     "contrast": (lambda s, y: F.cross_entropy(pairs(s), torch.arange(len(s))), "contrastive"),
-    "contrast by pairs": (lambda s, y: -F.logsigmoid(pairs(s)).sum(-1).mean(), UNLIKE),
     "nothing": (lambda s, y: {"scores": s}, "Own to return its loss"),
     "no scalar": (lambda s, y: F.mse_loss(s, s * 0, reduction="none"), r"shape \(\d, 3, 4\)"),
     "two scalars": (lambda s, y: (size(s), tokens(s, y)), "2 scalars with gradient"),
-    "no gradient": (lambda s, y: size(s.detach()), "without gradient"),
 }
 
 

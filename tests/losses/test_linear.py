@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import anybatch as ab
 from anybatch.core.errors import LossError
@@ -22,7 +21,6 @@ CLASS_WEIGHT = torch.linspace(0, 2, WORDS, dtype=torch.float64)
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothed": {"label_smoothing": 0.2},
-    "all smooth": {"label_smoothing": 1.0},
     "weighted": {"class_weight": CLASS_WEIGHT},
     "weighted and smoothed": {"class_weight": CLASS_WEIGHT, "label_smoothing": 0.1},
     "one class ignored": {"ignore_index": 2},
@@ -61,42 +59,10 @@ def test_blocks_are_exact(settings: dict[str, Any], rows: int | None) -> None:
     assert all(relative_error(a, b) <= LIMIT for a, b in zip(found, expected, strict=True))
 
 
-# ---- products and passes
-
-
-@pytest.mark.parametrize(
-    ("needs", "expected"),
-    [
-        ((True, True, True), 3),
-        ((True, False, False), 2),  # a frozen head
-        ((False, True, False), 2),  # a frozen body
-        ((False, False, True), 1),
-        ((False, False, False), 1),
-    ],
-)
-@pytest.mark.parametrize("gradient", [True, False])
-def test_no_product_is_made_that_nobody_needs(needs: Any, expected: float, gradient: bool) -> None:
-    values = [value.requires_grad_(need) for value, need in zip(layer(), needs, strict=True)]
-    # Torch's counter does not know `into.addmm_(a, b)`.
-    count = lambda into, a, b, **_: 2 * a[0] * a[1] * b[1]  # noqa: E731
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: count})
-    with counter, torch.set_grad_enabled(gradient):
-        total = blocks(values, IGNORED, rows=4)
-        assert total.sum.requires_grad == (gradient and any(needs))
-        if total.sum.requires_grad:
-            total.sum.backward()
-    assert [value.grad is not None for value in values] == [gradient and need for need in needs]
-    products = counter.get_total_flops() / (2 * TOKENS * WIDTH * WORDS)
-    assert products == (expected if gradient else 1)
-
-
 def test_a_gradient_of_the_gradient_is_refused() -> None:
     values = layer()
     with pytest.raises(LossError, match=r"create_graph=True for .*F\.cross_entropy"):
         torch.autograd.grad(blocks(values, IGNORED).sum, values, create_graph=True)
-
-
-# ---- precision
 
 
 def errors_against_float64(values: list[Tensor], target: Tensor, loss: Any) -> list[float]:
@@ -137,15 +103,10 @@ def test_autocast_is_that_of_a_linear_layer(short: torch.dtype, body: str) -> No
     assert all(torch.finfo(torch.float32).eps < error <= tolerance(short, TOKENS) for error in errors)
 
 
-# ---- refused
-
 H, W, Y = torch.zeros(4, 3), torch.zeros(6, 3), torch.zeros(4, dtype=torch.int64)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden": torch.zeros(4, 2)}, r"'hidden': \(4, 2\), 'weight': \(6, 3\)"),
-    ({"target": Y[:3]}, r"'target': \(3,\)"),
-    ({"weight": torch.zeros(3)}, r"'weight': \(3,\)"),
     ({"bias": torch.zeros(5)}, r"\[\(5,\)\]"),
-    ({"class_weight": torch.zeros(5)}, r"\[\(5,\)\]"),
     ({"target": torch.zeros(4)}, r"int64, got torch\.float32"),
     ({"hidden": H.bfloat16()}, r"'torch\.bfloat16', 'torch\.float32'"),
     ({"label_smoothing": 1.5}, "from 0 to 1, got 1.5"),

@@ -18,12 +18,6 @@ class OwnModule(nn.Module):
         return Total(model(micro).sum(), len(micro))
 
 
-def patched() -> nn.Module:
-    loss = nn.MSELoss()
-    loss.forward = lambda input, target: (input - target).abs().mean()  # type: ignore[method-assign]
-    return loss
-
-
 TWO_LINES = (
     'losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")\n'
     "    return ab.Total(losses.sum(), losses.numel())"
@@ -33,15 +27,12 @@ LOGITS = F.binary_cross_entropy_with_logits
 REFUSED: list[tuple[Any, str, str]] = [
     (nn.AdaptiveLogSoftmaxWithLoss(8, 4, [2]), "got AdaptiveLogSoftmaxWithLoss, a module", TWO_LINES),
     (OwnModule(), "got OwnModule, a module of your own", "ab.Terms"),
-    (patched(), "got MSELoss, a module of torch", TWO_LINES),
     (F.softplus, "got F.softplus", TWO_LINES),
     (partial(nn.MSELoss, reduction="sum"), "got the class MSELoss", "Call it"),
     (nn.MSELoss(reduction="none"), "got 'none'", "or pass it in ab.PerRow(...)"),
-    (partial(F.mse_loss, reduction="batchmean"), "got 'batchmean'", "Choose one"),
     (partial(F.mse_loss, reduce=True, size_average=True), "deprecated size_average and reduce", "Write"),
     (partial(F.cross_entropy, torch.zeros(1)), "got positional (tensor([0.]", "Name them"),
     (nn.CrossEntropyLoss(TRAINED), "`weight` of CrossEntropyLoss without gradient", "Use .detach()"),
-    (partial(LOGITS, pos_weight=TRAINED), "`pos_weight` of binary_cross", "Use .detach()"),
 ]
 
 

@@ -3,7 +3,6 @@
 import gc
 import random
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from anybatch.core.errors import TraceError
-from anybatch.memory.fake import FakeMode, drop_left_fakes, replaced_by_fakes, undisturbed
+from anybatch.memory.fake import FakeMode, replaced_by_fakes, undisturbed
 from tests.recompute.models import streams
 from tests.snapshots import same
 
@@ -31,23 +30,7 @@ def test_surroundings_are_as_before() -> None:
     assert same(before, streams())
 
 
-def test_fakes_that_are_left_are_taken_out_or_named() -> None:
-    table, kept, box = {"known": 1}, [1], SimpleNamespace()
-    with undisturbed([]):  # without the collector
-        with FakeMode():
-            table["x"] = box.made = torch.ones(1)
-            kept.append(table["x"])
-        drop_left_fakes()
-        assert (table, kept, vars(box)) == ({"known": 1}, [1], {})
-        with FakeMode():
-            for_good = (torch.ones(1),)
-        with pytest.raises(TraceError, match="got a tensor that a tuple keeps"):
-            drop_left_fakes()
-        del for_good
-
-
 def test_a_bool_is_refused_but_for_code_of_torch() -> None:
-    """No branch is guessed: in code of the caller's it may lead elsewhere than in a real step."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4), 1, enable_nested_tensor=False)
     mask = nn.Transformer.generate_square_subsequent_mask(3)
     mode = FakeMode()

@@ -1,8 +1,6 @@
-"""Casts at the doors of a model: which values, in which nests, and what is never rounded."""
+"""Blocks that run again in 16 bits take what they took: values that 8 bits do not tell apart."""
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,72 +9,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import Precision, Step
-from anybatch.precision.apply import lower
-from anybatch.precision.policy import find_precision
 from anybatch.recompute.blocks import POLICIES
 from tests.options import flat
 from tests.snapshots import changes
 from tests.zoo import Made
 
-# ---- nests
-
-
-@dataclass
-class Record:
-    x: Tensor
-
-
-def nested() -> Any:
-    def forward(self: Any, value: Any, *, more: Any = None) -> Any:
-        self.seen = value, more
-        return value, more
-
-    return Made(forward, linear=nn.Linear(2, 2))
-
-
-def test_what_is_no_float_goes_through() -> None:
-    model = nested()
-    lower(model, find_precision("fp16-true"), [])
-    tokens, mask, record = torch.arange(3), torch.tensor([True]), Record(torch.arange(3))
-    module, kind = nn.Linear(1, 1), Record
-    for value in (tokens, mask, record, {"x": tokens}, [mask], "word", 3, None, module, kind):
-        assert model(value)[0] is value
-
-
-# ---- what is never rounded
-
 YEARS = torch.tensor([[2011.0, 17.3, 1.0], [2016.0, 1029.7, 0.1], [2017.0, 1030.1, 0.7], [2024.0, 3.0, 0.2]])
 YEARS = YEARS.bfloat16().float()  # inputs are rounded at the door
-KEPT = Precision(store="bfloat16", keep_float32=("*kept*",))
-
-
-def column() -> nn.Module:
-    """Return a layer that tells apart values that 8 bits do not tell apart."""
-    return Made(lambda self, x: (x - 2016.5).tanh())
-
-
-def lowered(after: Any = None) -> tuple[Any, Any]:
-    """Return a model that ends in a part in float32 and what may come after it; and the same in float32."""
-    forward = lambda self, x: self.kept(x) if after is None else after(self.kept(x))  # noqa: E731
-    kept = nn.Sequential(column(), nn.Linear(3, 3))
-    full = copy.deepcopy(model := Made(forward, kept=kept, linear=nn.Linear(3, 3)))
-    lower(model, KEPT, model.parameters())
-    return model, full
-
-
-MODES = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-
-
-@MODES
-@pytest.mark.parametrize(
-    "change", [Tensor.neg_, lambda x: x + 0, lambda x: x[:]], ids=["in place", "new", "part"]
-)
-def test_what_the_model_makes_of_it_is_rounded(change: Any, mode: Callable[[], Any]) -> None:
-    """As all that flows between modules."""
-    model, _ = lowered(after=change)
-    with mode():
-        left = model(YEARS)
-        assert torch.equal(left, left.bfloat16().float())
 
 
 def after_steps(kind: bool | None = None, **options: Any) -> Any:
@@ -86,7 +25,8 @@ def after_steps(kind: bool | None = None, **options: Any) -> Any:
         return x
 
     torch.manual_seed(0)
-    block = nn.Sequential(nn.Sequential(column(), nn.Linear(3, 3)), nn.Linear(3, 3), nn.Tanh())
+    kept = nn.Sequential(Made(lambda self, x: (x - 2016.5).tanh()), nn.Linear(3, 3))
+    block = nn.Sequential(kept, nn.Linear(3, 3), nn.Tanh())
     model = Made(forward, blocks=nn.ModuleList([block, copy.deepcopy(block)]))
     precision = Precision(store="bfloat16", keep_float32=("blocks.*.0",))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

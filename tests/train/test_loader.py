@@ -66,30 +66,13 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
     assert epoch(make_rows(torch.arange(7)), 3, seed=1, epoch=1) == [[1, 3, 4], [6, 0, 5], [2]]
 
 
-@pytest.mark.parametrize(
-    ("data", "collate", "message"),
-    [
-        (torch.zeros(4), torch.tensor, r"a list of samples.*got Tensor"),
-        ([], torch.tensor, r"at least one sample, got \[\]"),
-        (torch.zeros(0, 3), None, r"at least one row, got an empty batch"),
-    ],
-)
-def test_what_has_no_rows_is_refused(data: Any, collate: Any, message: str) -> None:
-    with pytest.raises(BatchError, match=message):
-        make_rows(data, collate)
-
-
-# ---- loaders
-
-
 class Numbers(IterableDataset[Tensor]):
     """Rows that are their own numbers, in batches of some sizes, in an order drawn while they are read."""
 
     def __init__(self, sizes: tuple[int, ...] = (3, 1, 5, 2)) -> None:
         self.sizes, self.epoch, self.left = sizes, 0, 10**9
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+    set_epoch = lambda self, epoch: setattr(self, "epoch", epoch)  # noqa: E731
 
     def __iter__(self) -> Iterator[Tensor]:
         start = 100 * self.epoch
@@ -106,12 +89,8 @@ def loader(**options: Any) -> DataLoader[Any]:
 LOADERS: dict[str, Any] = {
     "its own generator": lambda: loader(generator=torch.Generator().manual_seed(8)),
     "no generator": loader,
-    "with replacement": lambda: loader(
-        shuffle=False, sampler=torch.utils.data.RandomSampler(range(11), replacement=True, num_samples=11)
-    ),
     "a worker": lambda: loader(num_workers=1),
     "an iterable data set": Numbers,
-    "an iterable data set, loaded": lambda: DataLoader(Numbers(), batch_size=None),
 }
 
 
@@ -144,39 +123,6 @@ def test_an_epoch_of_a_loader_can_be_repeated_from_any_batch_and_draws_nothing_o
     assert random.getstate() == streams[1]
 
 
-def test_samples_are_gathered_whether_they_come_one_by_one_or_in_lists() -> None:
-    samples = [{"x": number, "words": [number] * number} for number in range(7)]
-
-    class Samples(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return iter(samples)
-
-    for data in (Samples(), DataLoader(Samples(), batch_size=2, collate_fn=list)):
-        rows = make_rows(data, collate=list)
-        batches = [*rows.batches(batch_size=3, seed=0, epoch=0)]
-        assert batches == [samples[:3], samples[3:6], samples[6:]]
-    rows = make_rows(DataLoader(Samples(), batch_size=2, collate_fn=tuple), collate=list)
-    with pytest.raises(BatchError, match=r"lists of samples from the loader.*got a tuple.*collate_fn=list"):
-        epoch(rows)
-
-
-def test_batches_of_mappings_are_joined_and_other_shapes_refused() -> None:
-    class Parts:
-        parts = [{"x": torch.ones(size, 2), "mask": None} for size in (2, 3)]  # noqa: RUF012
-
-        def __iter__(self) -> Iterator[Any]:
-            return iter(self.parts)
-
-    def batches() -> list[Any]:
-        return [*make_rows(Parts()).batches(batch_size=9, seed=0, epoch=0)]
-
-    (batch,) = batches()
-    assert (batch["x"].shape, batch["mask"]) == ((5, 2), None)
-    Parts.parts.append({"x": torch.ones(4, 3), "mask": None})
-    with pytest.raises(BatchError, match=r"rows can be put together.*whole batches \(batch_size=None\)"):
-        batches()
-
-
 def test_data_that_cannot_be_repeated_is_said_so() -> None:
     rows = make_rows(numbers := Numbers())
     batches = rows.batches(batch_size=4, seed=0, epoch=0)
@@ -189,9 +135,6 @@ def test_data_that_cannot_be_repeated_is_said_so() -> None:
     assert again() == [3]
     numbers.sizes = (4, 5, 2)  # as many rows, but in another order
     with pytest.raises(CheckpointError, match="Numbers to give epoch 1 as before, got other rows in batch 2"):
-        again()
-    numbers.left = 1
-    with pytest.raises(CheckpointError, match=r"got 1 batches where it had 2"):
         again()
     numbers.left = 0
     with pytest.raises(BatchError, match=r"Expected a batch in epoch 2, got none from the Numbers"):

@@ -15,10 +15,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from anybatch import Step, Terms, Total
-from anybatch.core.errors import LossError
 from anybatch.testing import relative_error, tolerance
 from anybatch.train.loader import Rows
-from anybatch.train.metrics import Metric, RunningLoss, accuracy, evaluate
+from anybatch.train.metrics import RunningLoss, accuracy, evaluate
 from tests.options import flat
 from tests.snapshots import same_as_before
 from tests.zoo import Made, Perceptron
@@ -29,6 +28,9 @@ LIMIT = tolerance(torch.float64, terms=ROWS)
 CLASS_WEIGHT = torch.tensor([1.0, 5.0, 0.25, 2.0], dtype=torch.float64)
 
 
+TWO = "fit", "size"
+
+
 def targets(masked: list[bool]) -> Tensor:
     """The first row always counts; the masked ones stand together, so that means of means go wrong."""
     y = torch.randint(4, (ROWS,), generator=torch.Generator().manual_seed(1))
@@ -36,20 +38,6 @@ def targets(masked: list[bool]) -> Tensor:
 
 
 UNEVEN = targets([False, True, True, True, False, False, False, True, False, False])
-
-
-def evaluated(
-    loss: object, y: Tensor = UNEVEN, *, metrics: dict[str, Metric] | None = None, micro_batch: int
-) -> dict[str, float]:
-    model = Perceptron(3, 4).double()
-    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    return evaluate(step, Rows((X, y), step), metrics or {}, micro_batch=micro_batch, batch_size=4)
-
-
-def outputs() -> Tensor:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        return Perceptron(3, 4).double()(X)
 
 
 LOSSES: dict[str, Callable[..., Any]] = {
@@ -66,9 +54,10 @@ LOSSES: dict[str, Callable[..., Any]] = {
 @given(masked=st.lists(st.booleans(), min_size=ROWS - 1, max_size=ROWS - 1), cut=st.integers(1, ROWS + 1))
 def test_loss_and_accuracy_are_those_of_all_rows_at_once(loss: Any, masked: list[bool], cut: int) -> None:
     torch.manual_seed(0)
-    y = targets(masked)
-    found = evaluated(loss, y, metrics={"accuracy": accuracy}, micro_batch=cut)
-    scores, valid = outputs(), y != -100
+    y, model = targets(masked), Perceptron(3, 4).double()
+    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = evaluate(step, Rows((X, y), step), {"accuracy": accuracy}, micro_batch=cut, batch_size=4)
+    scores, valid = model(X).detach(), y != -100
     assert relative_error(found["loss"], loss(scores, y)) <= LIMIT
     right = int((scores.argmax(1) == y)[valid].sum())
     assert found == {"loss": found["loss"], "accuracy": right / int(valid.sum())}
@@ -85,38 +74,13 @@ def named(model: nn.Module, micro: Any) -> dict[str, Total]:
     }
 
 
-def test_metrics_without_outputs_are_refused() -> None:
-    def loss(model: nn.Module, micro: Any) -> Total:  # goes round the model
-        return Total(model.layers(micro[0]).sum(), len(micro[0]))
-
-    assert math.isfinite(evaluated(loss, micro_batch=4)["loss"])
-    with pytest.raises(LossError, match=r"call the model.*got 0 calls"):
-        evaluated(loss, metrics={"accuracy": accuracy}, micro_batch=4)
-
-
-def collate(samples: list[Any]) -> Any:
-    random.random()  # as an augmentation does
-    return torch.utils.data.default_collate(samples)
-
-
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("collated", [False, True])
-def test_one_forward_per_micro_batch_and_all_as_before(collated: bool, fails: bool) -> None:
+def test_one_forward_per_micro_batch_and_all_as_before(fails: bool) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         self.forwards += 1
         assert not any(module.training for module in self.modules())
         assert not torch.is_grad_enabled()
         return self.layers(x) + torch.rand(4) * random.random() * float(np.random.rand())
-
-    layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Linear(5, 4))
-    layers[1].eval()  # a layer that somebody froze
-    model, optimizer = Made(forward, forwards=0, layers=layers), torch.optim.SGD(layers.parameters(), lr=0.1)
-    options = {"batch_norm": "micro", "collate": collate if collated else None}
-    step = Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options))
-    forwards, met = list[Any](), list[int]()  # not in an attribute, which an evaluation puts back
-    model.register_forward_pre_hook(lambda model, args: forwards.append(args))
-    x, y = X.float(), UNEVEN
-    rows = Rows(list(zip(x, y, strict=True)) if collated else (x, y), step)
 
     def metric(scores: Tensor, y: Tensor) -> Total:
         met.append(len(y))
@@ -124,6 +88,15 @@ def test_one_forward_per_micro_batch_and_all_as_before(collated: bool, fails: bo
             raise ZeroDivisionError
         return Total(0, len(y))
 
+    forwards, met = list[Any](), list[int]()  # not in an attribute, which an evaluation puts back
+    layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+    layers[1].eval()  # a layer that somebody froze
+    optimizer, collate = torch.optim.SGD(layers.parameters(), lr=0.1), torch.utils.data.default_collate
+    options = {"batch_norm": "micro", "collate": collate}
+    model = Made(forward, forwards=0, layers=layers)
+    model.register_forward_pre_hook(lambda model, args: forwards.append(args))
+    step = Step(model, nn.CrossEntropyLoss(), optimizer, **flat(options))
+    rows = Rows(list(zip(X.float(), UNEVEN, strict=True)), step)
     with same_as_before(step), pytest.raises(ZeroDivisionError) if fails else nullcontext():
         evaluate(step, rows, {"one": metric, "two": accuracy}, micro_batch=4, batch_size=4)
     assert (met, len(forwards)) == ([4, 4, 3], 3)
@@ -134,7 +107,6 @@ def test_one_forward_per_micro_batch_and_all_as_before(collated: bool, fails: bo
     "loss", [nn.CrossEntropyLoss(weight=CLASS_WEIGHT), named, Terms(named, {"size": 0.5})]
 )
 def test_running_loss_is_that_of_all_rows(loss: Any, size: int) -> None:
-    """And so is that of an evaluation."""
     model = Perceptron(3, 4).double()
     step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.0))
     running = RunningLoss()
@@ -147,8 +119,5 @@ def test_running_loss_is_that_of_all_rows(loss: Any, size: int) -> None:
     assert relative_error(found["loss"], report.loss) <= LIMIT
     if "fit" in found:  # each term is divided by its own weight; a term of no weight is NaN
         assert math.isnan(found["other"])
-        assert (
-            relative_error([found["fit"], found["size"]], [report.terms["fit"], report.terms["size"]])
-            <= LIMIT
-        )
+        assert relative_error([found[one] for one in TWO], [report.terms[one] for one in TWO]) <= LIMIT
     assert math.isnan(RunningLoss().value({}))

@@ -1,6 +1,5 @@
 """The trainer: the same run to the last bit however often it is stopped; nothing lost, nothing half done."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -8,19 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from anybatch import Callback, Options, PerRow, Step, Total, WholeBatch
+from anybatch import Callback, PerRow, Step
 from anybatch.core import Fold
 from anybatch.core.errors import AnybatchError, CheckpointError, DataError, PlanError
 from anybatch.train import checkpoint
 from anybatch.train.trainer import Trainer
-from tests import device
 from tests.snapshots import changes, same, same_as_before
 from tests.train import runs
 from tests.train.runs import EPOCHS, KINDS, TRAIN, UPDATES, make_rows, make_step, make_trainer
-
-# ---- resume
 
 
 @pytest.mark.parametrize(
@@ -31,8 +27,6 @@ from tests.train.runs import EPOCHS, KINDS, TRAIN, UPDATES, make_rows, make_step
     ],
 )
 def test_resumed_run_is_identical(kind: str, precision: str, tmp_path: Path) -> None:
-    """Float32 weights and the loss scale too; stopped anywhere: a law, in `tests/laws`."""
-
     def make(out: Path | None = tmp_path, micro_batch: int = 3) -> Trainer:
         return make_trainer(out, step=make_step(kind, precision=precision, micro_batch=micro_batch))
 
@@ -58,24 +52,15 @@ def test_resumed_run_is_identical(kind: str, precision: str, tmp_path: Path) -> 
         other.fit(epochs=0)
 
 
-def other_model() -> Step:
-    optimizer = torch.optim.SGD((model := nn.Linear(3, 4)).parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
-    return Step(model, nn.CrossEntropyLoss(), optimizer, options=Options(scheduler=scheduler))
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         (lambda: {"train": make_rows(TRAIN + 1)}, r"rows 14 there and 15 here"),
         (lambda: {"batch_size": 5}, r"batch_size 6 there and 5 here"),
-        (lambda: {"seed": 6}, r"seed 5 there and 6 here"),
         (lambda: {"config": {"lr": 2}}, r"lr 1 there and 2 here"),
         (lambda: {"step": make_step(scheduler=())}, r"schedulers 1 there and 0 here"),
         (lambda: {"step": make_step("AdamW")}, "optimizer 0: SGD there, AdamW here"),
-        (lambda: {"step": other_model()}, r"another's: 0\.weight"),
         (lambda: {"step": make_step(precision="bf16-mixed")}, "precision float32 there and bf16-mixed here"),
-        (lambda: {"step": make_step(non_finite="skip")}, "non_finite raise there and skip here"),
     ],
 )
 def test_resume_from_another_run_is_refused(
@@ -92,17 +77,12 @@ def test_resume_from_another_run_is_refused(
     assert changes(before, runs.state(other)) == []
 
 
-# ---- the best checkpoint
-
-
 @pytest.mark.parametrize(
     ("values", "larger", "best_epoch"),
     [
         ([math.nan, math.nan], False, None),
         ([3.0, 1.0, 2.0, 1.0], False, 2),
-        ([3.0, 1.0, 2.0, 3.0], True, 1),
         ([1.0, 2.0, 3.0, 2.5], True, 3),
-        ([math.nan, 2.0, 3.0, math.nan], False, 2),
         ([math.nan, 2.0, 3.0, math.inf], False, 2),
     ],
 )
@@ -123,9 +103,6 @@ def test_best_checkpoint_is_of_the_best_epoch(
     best = checkpoint.load(tmp_path / "best").progress
     assert trainer.best == values[best_epoch - 1] == best["best"]
     assert best["epoch"] == best_epoch
-
-
-# ---- bad input
 
 
 @pytest.mark.parametrize(
@@ -177,54 +154,20 @@ def test_parameters_of_the_loss_are_kept_and_resumed(tmp_path: Path) -> None:
     assert same(ours, theirs)
 
 
-# ---- 16 bits
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [("float32", torch.float32), ("bf16-mixed", torch.bfloat16), ("bf16-true", torch.float32)],
-)
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), "whole"])
-def test_validation_computes_as_training_does_and_metrics_as_they_like(
-    loss: Any, precision: str, dtype: torch.dtype
-) -> None:
-    found: set[tuple[torch.dtype, bool]] = set()
-
-    def look(outputs: Tensor, targets: Tensor) -> Total:
-        found.add((outputs.dtype, torch.is_autocast_enabled(device.KIND)))
-        return Total(0.0, 1)
-
-    if loss == "whole":
-        loss = WholeBatch(lambda outputs, targets: nn.functional.cross_entropy(outputs.float(), targets))
-    one = make_trainer(step=make_step(precision=precision, loss=loss), metrics={"look": look})
-    one.evaluate(make_rows(7, seed=1))
-    assert found == {(dtype, False)}
-
-
-def spoiled(row: int) -> tuple[Tensor, Tensor]:
-    x, y = make_rows(TRAIN)
-    x[row] = math.nan
-    return x, y
-
-
 @pytest.mark.parametrize(("policy", "dropped", "skipped"), [("drop", 3, 0), ("skip", 0, 1)])
 def test_what_is_not_finite_is_counted_told_and_kept(
     policy: str, dropped: int, skipped: int, tmp_path: Path
 ) -> None:
+    x, y = make_rows(TRAIN)
+    x[4] = math.nan
+
     def make(out: Path, **options: Any) -> Trainer:
         step = make_step(non_finite=policy, precision="fp16-mixed")
-        return make_trainer(out, step=step, train=spoiled(4), save_every=1, **options)
+        return make_trainer(out, step=step, train=(x, y), save_every=1, **options)
 
     (report,) = make(tmp_path / "a").fit(epochs=1)
     assert (report.dropped, report.skipped, report.updates) == (dropped, skipped, UPDATES - skipped)
     assert all(map(math.isfinite, (report.loss, *report.validation.values())))
-    text = str(report)
-    assert (" rows left out" in text, " steps without update" in text) == (bool(dropped), bool(skipped))
-    steps = [json.loads(line) for line in (tmp_path / "a" / "log.jsonl").read_text().splitlines()]
-    steps = [line for line in steps if line["event"] == "step"]
-    assert sum(line.get("dropped", 0) for line in steps) == dropped
-    assert sum(not line["updated"] for line in steps) == skipped
-    assert all(line["scale"] > 1 for line in steps)
     broken = make(tmp_path / "b", callbacks=[runs.stopped(("update", UPDATES), ZeroDivisionError())])
     with pytest.raises(ZeroDivisionError):
         broken.fit(epochs=1)
