@@ -1,29 +1,22 @@
 """The self-test: what it finds and says, what it replays, and that it leaves everything as it was."""
 
-import copy
 import json
-import random
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Terms, Total, WholeBatch, check
-from anybatch.check import prepare as prepare_module
 from anybatch.core import BatchError, LossError, PlanError
 from tests.corpus.case import layer
 from tests.options import flat
 from tests.zoo import Made, Perceptron, dropout
 
 ROWS = 12
-CHECK = sys.modules[check.__module__]
 
 
 def rows(outputs: int = 2, count: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -72,18 +65,6 @@ def test_report_in_words_and_in_json() -> None:
     assert "The others do the same.\n    - ab.batch_norm_to_group_norm" in str(broken)
 
 
-def test_without_time_it_says_so_and_names_batch_norms_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CHECK, "CUTTING_S", 0.0)
-    monkeypatch.setattr(CHECK, "CHECK_S", 0.0)
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    report = check(model, nn.MSELoss(), rows())
-    assert [finding.culprit for finding in report.findings] == ["1 (BatchNorm1d)"]
-    assert len(report.cuts) == 1
-    report = check(nn.Sequential(centred(), nn.Linear(5, 2)), nn.MSELoss(), rows())
-    assert (report.exact, report.findings[0].culprit) == (False, "0 (Computed)")
-    assert "there was no time to look for the reason" in report.findings[0].what
-
-
 # ---- cuts, rows and dtypes
 
 
@@ -92,24 +73,6 @@ def test_without_time_it_says_so_and_names_batch_norms_all_the_same(monkeypatch:
 )
 def test_rows_as_asked(options: dict[str, Any], count: int) -> None:
     assert check(Perceptron(5, 2), nn.MSELoss(), rows(2, 20), **options).rows == count
-
-
-def test_a_model_that_cannot_be_widened_or_takes_too_long_runs_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def narrow(x: Tensor) -> Tensor:
-        if x.dtype != torch.float32:
-            raise TypeError("float32 only")
-        return x
-
-    report = check(nn.Sequential(computed(narrow), nn.Linear(5, 2)), nn.MSELoss(), rows())
-    assert (report.exact, report.dtype, report.limit > 1e-6) == (True, "float32", True)
-    assert "float32 only" in report.notes[0]
-    monkeypatch.setattr(prepare_module, "WIDE_S", -1.0)
-    monkeypatch.setattr(prepare_module, "BUDGET_S", 0.0)
-    report = check(Perceptron(5, 2), nn.MSELoss(), rows())
-    assert (report.dtype, report.rows) == ("float32", 2)
-    assert "too long" in report.notes[0]
 
 
 # ---- what it refuses
@@ -136,18 +99,6 @@ def test_what_no_step_takes_is_refused(
     given = {"model": Perceptron(5, 2), "loss": nn.MSELoss(), "batch": rows()} | arguments
     with pytest.raises(error, match=message):
         check(**flat(given))
-
-
-@pytest.mark.parametrize("batch_there", [True, False])
-def test_models_without_values_or_a_copy_are_refused(batch_there: bool) -> None:
-    with torch.device("meta"):
-        model, there = nn.Sequential(nn.Linear(5, 2)), rows()
-    with pytest.raises(PlanError, match=r"^Expected a model with values .* of them 0\.weight\. Make it on"):
-        check(model, nn.MSELoss(), there if batch_there else rows())
-    model = Perceptron(5, 2)
-    model.last = model(torch.ones(1, 5))  # type: ignore[assignment]
-    with pytest.raises(PlanError, match=r"copy\.deepcopy can copy, got RuntimeError: Only Tensors created"):
-        check(model, nn.MSELoss(), rows())
 
 
 # ---- random numbers
@@ -204,53 +155,6 @@ def test_dropout_on_sorted_rows_or_before_a_whole_batch_loss_is_no_false_alarm()
 
 
 # ---- nothing is changed
-
-
-class Only(Made):
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Only":
-        return self
-
-
-def disturbed(self: Any, x: Tensor) -> Tensor:
-    """Keep what is given back, and disturb the model in each call."""
-    self.calls.append(len(x))
-    self.last = self.layer(self.norm(x))
-    self.norm.running_mean = torch.ones(5)
-    self.layer.weight.data.add_(1.0)
-    self.norm.eval().requires_grad_(False)
-    self.extra = 1
-    self.register_forward_hook(lambda *_: None)
-    return self.last
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_model_without_a_copy_is_left_as_it_was(fails: bool) -> None:
-    parts: Any = {"layer": nn.Linear(5, 2), "norm": nn.BatchNorm1d(5), "last": None, "calls": []}
-    model, batch = Only(disturbed, **parts), rows()
-    gradient = model.layer.weight.grad = torch.ones(2, 5)
-    state, given = copy.deepcopy(model.state_dict()), [leaf.clone() for leaf in batch]
-    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    seen: list[int] = []
-
-    def loss(model: nn.Module, micro: Any) -> Total:
-        seen.append(len(micro[0]))
-        micro[0].mul_(2)
-        torch.rand(1), random.random(), np.random.rand()
-        if fails:
-            raise RuntimeError("no")
-        return sum_of_squares(model, micro)
-
-    with pytest.raises(RuntimeError, match="no") if fails else nullcontext():
-        check(model, loss, batch)
-    assert (model.last, model.calls, hasattr(model, "extra"), seen) == (None, [], False, [])
-    assert model.layer.weight.grad is gradient
-    assert gradient.equal(torch.ones(2, 5))
-    assert all(value.equal(state[name]) for name, value in model.state_dict().items())
-    assert all(module.training and not module._forward_hooks for module in model.modules())
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    assert all(a.equal(b) for a, b in zip(batch, given, strict=True))
-    assert torch.get_rng_state().equal(streams[0])
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == streams[1:]
 
 
 @pytest.mark.parametrize("wrap", [None, partial, Terms])

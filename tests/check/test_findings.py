@@ -1,6 +1,5 @@
 """From cuts that differ to findings: state, padding, losses, gradients next to nothing."""
 
-import math
 from typing import Any
 
 import pytest
@@ -89,20 +88,6 @@ def test_the_first_module_is_found_at_any_depth_and_sound_ones_are_not() -> None
     assert kinds(model, nn.MSELoss(), rows())
 
 
-def test_what_cannot_be_explained_is_said() -> None:
-    def whole_only(model: nn.Module, micro: Any) -> Total:
-        if len(micro[0]) < 8:
-            raise RuntimeError("too few rows")
-        return sum_of_squares(model, micro)
-
-    report = check(Perceptron(5, 2), whole_only, rows(2, 8), rows=8)
-    (finding,) = report.findings
-    assert finding.kind == "unexplained"
-    assert finding.what.startswith("Cut as 3+3+2, it differs from the whole batch")
-    assert "too few rows" in finding.what
-    assert (report.error, report.loss_error) == (math.inf, math.inf)
-
-
 def test_a_loss_that_a_step_refuses_is_told_first() -> None:
     def masked(model: nn.Module, micro: Any) -> Tensor:
         return (model(micro[0]) * micro[1]).sum() / micro[1].sum()
@@ -112,21 +97,6 @@ def test_a_loss_that_a_step_refuses_is_told_first() -> None:
     assert (finding.kind, finding.culprit, finding.ways_out) == ("refused", "masked", ())
     assert finding.what.startswith("Expected the loss of Linear to be made of means")
     assert str(report).startswith("NOT exact: a step refuses this loss, on 12 rows cut as ")
-
-
-@pytest.mark.parametrize("is_noisy", [False, True])
-def test_samples_are_collated_once_where_that_draws_numbers(is_noisy: bool) -> None:
-    samples = [torch.ones(length, 5) for length in (3, 1, 2, 3, 4, 1)]
-
-    def collate(chosen: list[Tensor]) -> Any:
-        padded = nn.utils.rnn.pad_sequence(chosen, batch_first=True)
-        return padded + torch.rand_like(padded) * is_noisy, torch.ones(len(chosen), 1, 2)
-
-    model = nn.Sequential(computed(lambda x: x.sum(1, keepdim=True)), nn.Linear(5, 2))
-    report = check(model, nn.MSELoss(), samples, collate=collate)
-    assert report.exact, str(report)
-    assert [("random" in note) for note in report.notes] == [True] * is_noisy
-    assert any("as `collate` makes it" in words for words in report.cuts) != is_noisy
 
 
 def test_gradient_next_to_nothing_is_never_called_exact_without_a_word() -> None:

@@ -107,25 +107,3 @@ def test_the_first_add_of_a_window_is_compared_with_the_second(sizes: Any, colla
     assert add_all(nn.CrossEntropyLoss()).checked
     with pytest.raises(LossError, match=r"for every split|that add up"):
         add_all(mean_as_sum)
-
-
-@pytest.mark.parametrize("door", [by_step, by_batch_loss])
-def test_a_due_update_takes_one_forward_of_all_rows_and_refuses_before_it_is_made(
-    door: Any, capsys: Any
-) -> None:
-    loss, model = Loud(), Perceptron(4, 3)
-    update = door(model, loss)
-    for _ in range(15):
-        update(rows())
-    capsys.readouterr()
-    update(rows())
-    printed = capsys.readouterr().out.split()
-    assert printed.count("40") == 1
-    assert printed.count("5") < 2 * 8  # the micro-batches run once
-    for _ in range(15):
-        update(rows())
-    loss.is_mixed = True
-    before = [one.detach().clone() for one in model.parameters()]
-    with pytest.raises(LossError, match="same loss from 40 rows"):
-        update(rows())
-    assert all(map(torch.equal, before, model.parameters()))

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core.errors import LossError
-from anybatch.memory.meter import Meter
 from tests.options import flat
 from tests.snapshots import assert_same, same_as_before, snapshot
 from tests.zoo import Made, Perceptron, dropout
@@ -106,18 +105,6 @@ def test_samples_with_an_empty_tensor_are_looked_at(options: dict[str, Any]) -> 
     assert ab.check(Perceptron(4, 3), of_boxes, samples[:4], collate=collate_boxes).exact
 
 
-@pytest.mark.parametrize("options", [{"memory": "64MB"}, {"micro_batch": 4}])
-def test_it_adds_nothing_to_gradients_of_the_batch(options: Any) -> None:
-    model = nn.Linear(3, 2)
-    x, target = torch.randn(16, 3, requires_grad=True), torch.randint(2, (16,))
-    ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.0), **flat(options))(
-        (x, target)
-    )
-    (expected,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), target), [x])
-    assert x.grad is not None
-    assert torch.allclose(x.grad, expected)
-
-
 def test_it_changes_nothing() -> None:
     """One step with the look gives the very weights, buffers and numbers of one without it."""
 
@@ -140,48 +127,12 @@ def test_it_changes_nothing() -> None:
     assert_same(*found)
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 5, 10])
-@pytest.mark.parametrize(("room", "most"), [(1 << 30, 8), (1, 0)])
-def test_eight_rows_go_through_together_if_they_fit(
-    micro_batch: int, room: int, most: int, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("anybatch.compare.look.parse_memory", lambda *_: room)
-    for way in ("whole", "refuse"):
-        monkeypatch.setattr(f"anybatch.compare.Witness.{way}", lambda *_: None)
-
-    def loss(model: nn.Module, micro: Tensor) -> ab.Total:
-        print(len(micro))  # a list would be put back
-        return ab.Total(model(micro).square().sum(), len(micro))
-
-    step, report = step_on(nn.Linear(4, 1), loss, torch.randn(20, 4), micro_batch=micro_batch)
-    looked = [*map(int, capsys.readouterr().out.split())][: -report.micro_batches]
-    assert max(looked) == (most or max(2, min(8, micro_batch + (micro_batch == 2))))
-    looks = []
-    for _ in range(7):
-        again = step(torch.randn(20, 4))
-        looks.append(len(capsys.readouterr().out.split()) > again.micro_batches)
-    assert looks == [True, False, True, False, False, False, True]  # updates 2, 4 and 8
-
-
 def test_a_hook_on_a_parameter_is_named_as_a_cause() -> None:
     model = Perceptron(4, 3)
     name, weight = next(iter(model.named_parameters()))
     weight.register_hook(lambda gradient: gradient / gradient.norm())
     with pytest.raises(LossError, match=rf"a hook on '{name}' changes the gradient of each micro-batch"):
         look(by_labels, model=model)
-
-
-def test_it_keeps_little() -> None:
-    """Of two sets of gradients only a sketch of one is kept, beside what a micro-batch takes."""
-    model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
-    batch = torch.randn(16, 256), torch.randn(16, 256)
-    peaks = []
-    for check in (True, False):
-        step = make(model, nn.MSELoss(), 8, check=check)
-        with Meter(model) as meter:
-            step(batch)
-        peaks.append(meter.peak - meter.held)
-    assert peaks[0] < 1.2 * peaks[1]
 
 
 def by_numbers(out: Tensor, numbers: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Faults: rows meet, places, calls or padding matter, gradients or rows get lost, losses divide wrongly."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -62,24 +61,6 @@ def crowded() -> nn.Module:
     return experts
 
 
-def before(forward: Any, **more: Any) -> Case:
-    case = classifier(**more)
-    return replace(case, model=nn.Sequential(layer("Meeting", forward), case.model))
-
-
-def marked(x: Tensor) -> Tensor:
-    """Rows meet behind a switch that only leaves have."""
-    if x.requires_grad and not x.is_leaf:
-        raise RuntimeError("you can only change requires_grad flags of leaf variables")
-    x.requires_grad = True
-    return x - x.mean(0)
-
-
-def with_a_twin() -> Vectors:
-    x, y = vectors()
-    return x.index_copy(0, torch.tensor([5]), x[:1]), y
-
-
 def between(forward: Callable[[Tensor], Tensor]) -> Any:
     return lambda: classifier(layer("Meeting", forward), nn.Linear(6, 6), nn.Tanh())
 
@@ -87,10 +68,6 @@ def between(forward: Callable[[Tensor], Tensor]) -> Any:
 FAULTS.of(
     "meeting", r"Meeting[^$]*[17] other rows of 8 change", "Rows affect",
     a_row_in_the_middle_leads=between(lambda x: x + x[len(x) // 2]),
-    rows_that_look_for_their_like=lambda: before(
-        lambda x: x * (x[:, None] == x).all(2).sum(1, keepdim=True), batch=with_a_twin()
-    ),
-    inputs_that_ask_for_gradients=lambda: before(marked, doors=()),
 )  # fmt: skip
 FAULTS.of(
     "meeting", "BatchNorm1d",
@@ -164,13 +141,6 @@ def queueing(self: Any, x: Tensor) -> Tensor:
     return x * self.queue
 
 
-def fading(self: Any, x: Tensor) -> Tensor:
-    """The same numbers, whose gradient depends on earlier calls."""
-    level = self.level
-    self.level = 0.9 * level
-    return x.detach() + (x - x.detach()) * level
-
-
 def spectral_norm_in_training() -> Case:
     """One power iteration for each call in training mode, on a weight that has just been updated."""
     norm = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
@@ -187,12 +157,6 @@ FAULTS.of(
 )  # fmt: skip
 
 # ---- without gradient, without output
-
-
-def half_detached(x: Tensor) -> Tensor:
-    """Trains on the second half of its rows only: one forgot that both halves are fresh."""
-    half = len(x) // 2
-    return torch.cat([x[:half].detach(), x[half:]])
 
 
 class Bent(torch.autograd.Function):
@@ -214,8 +178,7 @@ def bent(bend: Callable[[Tensor], Tensor]) -> nn.Module:
 
 FAULTS.of(
     "unexplained",
-    gradient_fades=lambda: keeping(fading, level=torch.ones(())),
-    first_half_detached=between(half_detached),
+    first_half_detached=between(lambda x: torch.cat([x[: len(x) // 2].detach(), x[len(x) // 2 :]])),
     # Rows meet in backward alone.
     gradient_normalised_over_the_rows=lambda: classifier(bent(lambda g: g / (g.norm() + 1e-8))),
     gradient_of_the_mean_row=lambda: classifier(bent(lambda g: g - g.mean(0))),
@@ -278,25 +241,6 @@ FAULTS.of(
         model=mlp(nn.Dropout(0.3)), loss=lambda model, micro: each(model, micro).mean(), batch=vectors()
     ),
 )  # fmt: skip
-
-
-@FAULTS.loss("denominator", IN_THE_LOSS, model=tagger, batch=sentences, collate=pad)
-def divided_by_the_longest_row(model: nn.Module, micro: Batch) -> ab.Total:
-    logits, labels = model(micro["input_ids"]).flatten(0, 1), micro["labels"]
-    return ab.Total(F.cross_entropy(logits, labels.flatten(), reduction="sum"), labels.shape[1])
-
-
-KNOWN = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 1], [0, 1, 0], [1, 0, 0], [0, 0, 1], [1, 1, 1], [0, 1, 0]])
-
-
-@FAULTS.loss(
-    "denominator", "mask", model=lambda: mlp(outputs=3),
-    batch=lambda: features(y=torch.rand(8, 3).round(), label_mask=KNOWN.to(torch.get_default_dtype())),
-)  # fmt: skip
-def masked_bce_mean(model: nn.Module, micro: Batch) -> ab.Total:
-    losses = F.binary_cross_entropy_with_logits(model(micro["x"]), micro["y"], reduction="none")
-    mean = (losses * micro["label_mask"]).sum() / micro["label_mask"].sum().clamp(min=1)
-    return ab.Total(mean * len(losses), len(losses))
 
 
 @FAULTS.loss("denominator, meeting, unexplained", IN_THE_LOSS, model=tagger, batch=padded_sentences)
@@ -393,17 +337,11 @@ for bend in BENDS:
 # ---- both sides of a comparison are alike
 
 
-def chunked(*, data: bool = False) -> nn.Module:
+def chunked() -> nn.Module:
     """A product whose parts are changed in place, as kernels of torch do."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        left, right = self.inner(x).unsafe_chunk(2, 1)
-        if data:
-            left.data.add_(right.data)
-            return left.sin()
-        return left.add_(right).sin()
-
-    return nn.Sequential(layer("Chunked", forward, inner=nn.Linear(6, 12)), nn.Linear(6, CLASSES))
+    forward = lambda x: torch.Tensor.add_(*x.unsafe_chunk(2, 1)).sin()  # noqa: E731
+    inner = nn.Sequential(nn.Linear(6, 12), layer("Chunked", forward))
+    return nn.Sequential(inner, nn.Linear(6, CLASSES))
 
 
 def selective(model: nn.Module, part: str, *shape: int) -> Case:
@@ -412,11 +350,8 @@ def selective(model: nn.Module, part: str, *shape: int) -> Case:
 
 
 AT_DOORS.of(
-    **{
-        "selective GRU": lambda: selective(zoo.recurrence(kind=nn.GRU), "body", 5, FEATURES),
-        "selective chunks": lambda: selective(chunked(), "0"),
-        "selective .data": lambda: selective(chunked(data=True), "0"),
-    }
+    selective_gru=lambda: selective(zoo.recurrence(kind=nn.GRU), "body", 5, FEATURES),
+    selective_chunks=lambda: selective(chunked(), "0"),
 )
 
 # ---- a center that moves, a loss that draws and mixes
@@ -444,28 +379,20 @@ def mixup(model: nn.Module, batch: Vectors) -> ab.Total:
     return ab.Total((out - batch[2]).square().mean(1).sum(), len(other))
 
 
-@of_many("", "", "draws random numbers")
-def random_negatives(model: nn.Module, batch: Vectors) -> ab.Total:
-    out = model(batch[0])
-    other = out[torch.randint(len(out), (len(out),))]
-    return ab.Total(F.softplus((out * other).sum(1) - (out * batch[2]).sum(1)).sum(), len(out))
+@of_many("denominator", r"batch\[3\]|micro\[3\]", "Rows affect")
+def masked_mean(model: nn.Module, batch: Vectors) -> ab.Total:
+    return ab.Total((each(model, batch) * batch[3]).sum() / batch[3].sum() * len(batch[3]), len(batch[3]))
 
 
 @of_many("", "", "Rows affect")
 def noisy_and_wrong(model: nn.Module, batch: Vectors) -> ab.Total:
-    losses = each(model, (batch[0] + 1e-6 * torch.randn_like(batch[0]), batch[1]))
-    return ab.Total((losses * batch[3]).sum() / batch[3].sum() * len(losses), len(losses))
+    return masked_mean(model, (batch[0] + 1e-6 * torch.randn_like(batch[0]), *batch[1:]))
 
 
-def figure(value: Callable[[nn.Module, Vectors], Tensor]) -> Any:
-    return lambda: Case(model=mlp(), loss=ab.ModelLoss(call=value), batch=columns())
-
-
-# In the first two the gradient is right, and the value of the loss is not.
+# In the first the gradient is right, and the value of the loss is not.
 AT_DOORS.of(
-    constant_added=figure(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]) + 3),
-    constant_and_mean=figure(
-        lambda model, batch: 2 - 2 * F.cosine_similarity(model(batch[0]), batch[2]).mean()
+    constant_added=lambda: Case(
+        model=mlp(), loss=ab.ModelLoss(call=lambda m, b: F.cross_entropy(m(b[0]), b[1]) + 3), batch=columns()
     ),
     # That of the update before is dropped after the window was filled.
     gradient_dropped_late=lambda: classifier(doors=("batch_loss window",)),

@@ -14,7 +14,6 @@ from tests import zoo
 from tests.corpus.case import (
     CLASSES,
     DOORS,
-    FEATURES,
     ROWS,
     WIDTH,
     WORDS,
@@ -57,7 +56,7 @@ SOUND.of(**{f"{name} of the zoo": partial(of_zoo, name) for name, kind in zoo.ZO
 SOUND.of(
     backward_that_is_linear=lambda: classifier(
         bent(lambda g: 3 * g), options={"non_finite": "drop"}, doors=("step", "window")
-    ),
+    )
 )
 
 # ---- random numbers
@@ -78,14 +77,14 @@ class Drop(nn.Module):
         return x if self.by != "row" and draw < self.p else x + out
 
 
-def of_python() -> Case:
-    return classifier(*[Drop("Python") for _ in range(3)], is_warned=True, doors=("step",))
+def twice(by: str) -> list[nn.Module]:
+    return [Drop(by), Drop(by)]
 
 
 SOUND.of(
-    drop_path_by_row=lambda: classifier(Drop("row"), Drop("row")),
-    layers_dropped_by_one_draw=lambda: classifier(*[Drop("torch") for _ in range(3)]),
-    layers_dropped_by_python=of_python,
+    drop_path_by_row=lambda: classifier(*twice("row")),
+    layers_dropped_by_one_draw=lambda: classifier(*twice("torch")),
+    layers_dropped_by_python=lambda: classifier(*twice("Python"), is_warned=True, doors=("step",)),
     experts_with_dropout=lambda: classifier(Experts(3, dropout=0.3)),
 )
 
@@ -97,11 +96,6 @@ def counted(self: Any, x: Tensor) -> Tensor:
     self.total += x.detach().sum(dim=0)
     self.calls, self.rows, self.last = self.calls + 1, self.rows + len(x), [x.detach()]
     return x
-
-
-def bfloat16_parameters() -> Case:
-    case = classifier(nn.Dropout(0.1))
-    return replace(case, model=case.model.bfloat16(), batch=(case.batch[0].bfloat16(), case.batch[1]))
 
 
 def hooks_and_gradients_of_the_users_own() -> Case:
@@ -120,20 +114,11 @@ SOUND.of(
     float32_inside=lambda: replace(
         classifier(layer("Narrow", lambda x: F.rms_norm(x.float(), (6,)).to(x.dtype))), dtype=torch.float32
     ),
-    bfloat16_parameters=bfloat16_parameters,
     hooks_and_gradients_of_the_users_own=hooks_and_gradients_of_the_users_own,
 )
 
 
 # ---- sequences
-
-
-def time_first(reader: nn.Module, width: int) -> Case:
-    forward = lambda self, x: self.head(self.read(x.transpose(0, 1)).mean(0))  # noqa: E731
-    read = lambda self, x: out[0] if isinstance(out := self.reader(x), tuple) else out  # noqa: E731
-    model = layer("Series", forward, reader=reader, head=nn.Linear(width, CLASSES))
-    type(model).read = read  # pyright: ignore
-    return Case(model=model, loss=nn.CrossEntropyLoss(), batch=vectors(5, FEATURES))
 
 
 def causal(dropout: float) -> nn.Module:
@@ -149,16 +134,6 @@ def causal(dropout: float) -> nn.Module:
     model: Any = words(forward, position=torch.randn(16, WIDTH), dropout_p=dropout, **parts)
     model.head.weight = model.embedding.weight
     return model
-
-
-def encoder(dropout: float) -> nn.Module:
-    def forward(self: Any, input_ids: Tensor, mask: Tensor) -> Tensor:
-        x = self.encoder(self.embedding(input_ids), src_key_padding_mask=mask == 0)
-        shares = mask[:, :, None].to(x.dtype)
-        return self.head((x * shares).sum(dim=1) / shares.sum(dim=1))
-
-    inner = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout, batch_first=True)
-    return words(forward, CLASSES, padding_idx=0, encoder=nn.TransformerEncoder(inner, 2, None, False))
 
 
 def packed(dropout: float) -> nn.Module:
@@ -180,12 +155,9 @@ def zero_is_a_word_like_any_other() -> Case:
 
 
 SOUND.of(
-    encoder_with_time_first=lambda: time_first(nn.TransformerEncoderLayer(FEATURES, 2, 8, 0.2), FEATURES),
-    lstm_with_dropout_and_time_first=lambda: time_first(nn.LSTM(FEATURES, 5, num_layers=2, dropout=0.3), 5),
     causal_language_model=lambda: collated(causal(0.0), tag_loss),
     # Shorter micro-batches draw fewer numbers for each row.
     dropout_in_attention_of_ragged_rows=lambda: collated(causal(0.3), tag_loss),
-    encoder_of_ragged_rows_with_dropout=lambda: collated(encoder(0.2), topic_loss),
     # What is drawn between the layers has a line for each word, sorted by time, not by row.
     packed_lstm_with_dropout=lambda: tensors(packed(0.3), topic_loss),
     zero_is_a_word_like_any_other=zero_is_a_word_like_any_other,
@@ -218,12 +190,6 @@ of_many = partial(SOUND.loss, model=lambda: mlp(nn.Dropout(0.3)), batch=lambda: 
 
 
 @AT_DOORS.loss(batch=lambda: columns(40))
-def distance_to_itself(model: nn.Module, batch: Vectors) -> ab.Total:
-    likely = model(batch[0]).log_softmax(1)
-    return ab.Total(F.kl_div(likely, model(batch[0] * 1).softmax(1), reduction="sum"), len(likely))
-
-
-@AT_DOORS.loss(batch=lambda: columns(40))
 def cancelling(model: nn.Module, batch: Vectors) -> ab.Total:
     return ab.Total((model(batch[0]) - model(batch[0] * (1 + 1e-15))).sum(), len(batch[0]))
 
@@ -232,17 +198,6 @@ def cancelling(model: nn.Module, batch: Vectors) -> ab.Total:
 def penalty_of_the_parameters(model: nn.Module, batch: Vectors) -> Any:
     size = torch.stack([one.square().sum() for one in model.parameters()]).sum()
     return {"loss": summed(each(model, batch)), "penalty": ab.Total(0.01 * size, 1)}
-
-
-@of_many()
-def two_tasks(model: nn.Module, batch: Vectors) -> Any:
-    out = model(batch[0])
-    return {"class": summed(out.logsumexp(1)), "value": 0.3 * summed((out - batch[2]).square())}
-
-
-@of_many()
-def masked_total(model: nn.Module, batch: Vectors) -> ab.Total:
-    return ab.Total((each(model, batch) * batch[3]).sum(), batch[3].sum())
 
 
 def focal(out: Tensor, target: Tensor) -> Tensor:

@@ -20,12 +20,7 @@ from tests.corpus.sound import SOUND
 from tests.snapshots import same_as_before
 
 ALL_FAULTS, ALL_SOUND = FAULTS | faults.AT_DOORS, SOUND | sound.AT_DOORS
-OPTIONS: Any = (
-    {},
-    {"non_finite": "drop"},
-    {"recompute": True},
-    {"accumulate": torch.float64},
-)
+OPTIONS: Any = ({}, {"non_finite": "drop"}, {"recompute": True}, {"accumulate": torch.float64})
 
 
 def checked(case: Case) -> Any:

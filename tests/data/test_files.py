@@ -5,6 +5,7 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
@@ -74,7 +75,7 @@ def read(folder: Path, data: bytes, name: str = "some-idx") -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: Any) -> Path:
     return tmp_path_factory.mktemp("idx")
 
 
@@ -109,29 +110,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, data: bytes, message:
         read(tmp_path, gzip.compress(data) if gzipped else data)
 
 
-def test_a_gzip_file_with_a_changed_byte_is_refused_or_the_same(folder: Path) -> None:
-    values = images(3, 4, 5)
-    data = gzip.compress(idx_bytes(values), mtime=0)
-    refused = 0
-    for place in range(len(data)):
-        changed = bytearray(data)
-        changed[place] ^= 0x10
-        try:
-            found = read(folder, bytes(changed))
-        except DataError as error:
-            assert "some-idx" in str(error)  # noqa: PT017
-            refused += 1
-        else:
-            assert torch.equal(found, values), f"byte {place}"
-    assert refused >= len(data) - 10  # gzip's own header says when and where it was packed: no data
-    for damaged in (*[data[:size] for size in range(len(data))], data + b"more"):
-        with pytest.raises(DataError, match="some-idx: expected"):
-            read(folder, damaged)
-
-
-def test_what_is_no_file_or_breaks_off_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_file_or_breaks_off_is_refused_by_name(tmp_path: Path, monkeypatch: Any) -> None:
     class Failing(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:
             raise OSError(5, "Input/output error")

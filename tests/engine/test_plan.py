@@ -14,10 +14,7 @@ from anybatch.core.errors import PlanError
 from anybatch.engine import Plan
 from anybatch.precision.policy import NAMED
 
-PRECISIONS = [
-    *NAMED.values(),
-    Precision(store="float16", loss_scale=8.0, keep_float32=("norm", "*.router")),
-]
+PRECISIONS = [*NAMED.values(), Precision(store="float16", loss_scale=8.0, keep_float32=("norm", "*.router"))]
 
 
 OPTIONS = st.fixed_dictionaries(

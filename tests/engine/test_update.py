@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from anybatch import Options, Step, Total
 from anybatch.core.errors import NonFiniteLossError, OutOfMemoryError
-from anybatch.engine import TornUpdateError, owned, step_optimizers
+from anybatch.engine import owned, step_optimizers
 
 
 def make_parameters() -> list[nn.Parameter]:
@@ -45,7 +44,7 @@ def partial(**group: Any) -> Partial:
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
+def known(monkeypatch: Any) -> None:
     monkeypatch.setattr(Partial, "__module__", "torch.optim.sgd")
 
 
@@ -60,44 +59,6 @@ def test_memory_that_runs_out_before_the_first_write_changes_nothing() -> None:
     assert optimizer.updates == 3
     parameters = owned([optimizer])
     assert all(torch.equal(p.detach(), -p.grad) for p in parameters if p.grad is not None)
-
-
-@pytest.mark.parametrize("when", ["own", "pre", "post", "every pre", "every post", "instance", "fused"])
-def test_nobody_knows_what_somebody_else_has_written(when: str, request: pytest.FixtureRequest) -> None:
-    if when != "own":
-        request.getfixturevalue("known")
-    optimizer = partial(**({"fused": True} if when == "fused" else {}))
-    calls: list[object] = []
-    register: dict[str, Any] = {
-        "pre": optimizer.register_step_pre_hook,
-        "post": optimizer.register_step_post_hook,
-        "every pre": register_optimizer_step_pre_hook,
-        "every post": register_optimizer_step_post_hook,
-    }
-    hook = register[when](lambda *_: calls.append(when)) if when in register else None
-    if when == "instance":
-        own = optimizer.step
-        optimizer.step = lambda closure=None: calls.append(when) or own(closure)  # type: ignore[func-returns-value, method-assign]
-    with pytest.raises(TornUpdateError, match="It is unknown what has been updated"):
-        step_optimizers({}, [optimizer])
-    if hook is not None:
-        hook.remove()
-    assert calls == [when] * (when in ("pre", "every pre", "instance"))
-
-
-def test_gradients_that_were_added_to_are_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    add, parameter = torch._foreach_add_, nn.Parameter(torch.ones(2))  # type: ignore[attr-defined]
-
-    def lacking(values: list[Tensor], *args: Any, **kwargs: Any) -> None:
-        if values[0] is parameter:  # after the momentum was added to the gradient
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        add(values, *args, **kwargs)
-
-    monkeypatch.setattr(torch, "_foreach_add_", lacking)
-    optimizer = SGD([parameter], lr=0.5, momentum=0.9, nesterov=True, foreach=True)
-    with pytest.raises(TornUpdateError):
-        step_optimizers({parameter: torch.ones(2)}, [optimizer])
-    assert torch.equal(parameter.detach(), torch.ones(2))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])

@@ -15,7 +15,6 @@ from anybatch.core.errors import NonFiniteLossError, PlanError
 from anybatch.observe import GradientNoise
 from anybatch.observe.flow_figures import Flow, find_marks
 from anybatch.observe.flow_picture import draw
-from tests.device import needs_sparse
 from tests.options import flat
 from tests.snapshots import same, same_as_before
 from tests.step.test_dry_run import busy
@@ -172,38 +171,6 @@ def test_one_call_shows_the_whole_gradient_and_touches_nothing(
     found = ab.gradient_flow(make_net(), nn.MSELoss(), exact, micro_batch=options.get("micro_batch"))
     for norm, figures in zip(found.norm, whole, strict=True):
         assert norm is None or abs(norm - figures[2]) < EXACT * norm
-
-
-@needs_sparse
-def test_sparse_complex_and_empty_parameters_have_figures() -> None:
-    class Odd(nn.Module):
-        def __init__(self, *, sparse: bool) -> None:
-            super().__init__()
-            self.words = nn.Embedding(50, 2, sparse=sparse)
-            self.turn = nn.ParameterList([nn.Parameter(torch.tensor([1 + 2j, 2 - 1j]))])
-            self.nothing = nn.ParameterList([nn.Parameter(torch.zeros(0))])
-            self.whole = nn.ParameterList([nn.Parameter(torch.arange(3), requires_grad=False)])
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return (self.words(tokens) * self.turn[0]).abs().sum(1, keepdim=True) + self.nothing[0].sum()
-
-    batch = torch.tensor([1, 1, 4]), torch.ones(3, 1)
-    found = []
-    for sparse in (False, True):
-        torch.manual_seed(0)
-        model = Odd(sparse=sparse)
-        found.append(ab.gradient_flow(model, nn.MSELoss(), batch, micro_batch=2))
-        flow = ab.GradientFlow(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ab.Step(model, nn.MSELoss(), optimizer, micro_batch=1, callbacks=[flow])(batch)
-        assert all(ratio for ratio in flow.history[0].ratio[:2])
-    dense, sparse = found
-    assert dense.layers == ("words", "turn", "nothing")
-    assert math.isclose(dense.zeros[0] or 0, 0.96)
-    assert (dense.norm[2], dense.marks[2]) == (None, "unused")
-    for name in FIGURES[:4]:
-        pairs = zip(getattr(dense, name), getattr(sparse, name), strict=True)
-        assert all(one is other is None or math.isclose(one, other, rel_tol=1e-6) for one, other in pairs)
 
 
 def test_nan_is_marked_and_what_is_undone_is_not_kept() -> None:

@@ -30,10 +30,3 @@ def test_sizes_that_were_not_read_follow_from_those_that_were(form: str) -> None
         true = FORMS[form](*size)
         assert law(size) == pytest.approx(true, rel=LIMIT)
         assert true < law.bound(size) < 1.25 * true
-
-
-def test_a_single_row_with_kernels_of_its_own_is_kept_apart() -> None:
-    law = law_of([(1, 10), (2, 10), (4, 10)], lambda m, n: 900 if m == 1 else 150 * m)
-    assert law((1, 10)) == 900
-    assert law((1, 20)) == 1_800
-    assert law((8, 10)) == pytest.approx(1_200)

@@ -1,6 +1,5 @@
 """Programs of any kind: hooks that update, notes on errors, odd modules."""
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -69,8 +68,3 @@ def test_an_error_names_its_micro_batch(in_backward: bool) -> None:
         step(model, micro_batch=3, check=False)(ROWS)
     place = "This error was raised in micro-batch 2 (rows 6 to 6 of the batch; the cut 3+3+1 leaves one row)."
     assert caught.value.__notes__[-1] == place
-
-
-class Odd(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(name)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
-from anybatch.core.errors import OptimizerError, PlanError
 from anybatch.testing import relative_error, tolerance
 from tests import device
 from tests.faults.faulty import spread
@@ -24,7 +23,6 @@ from tests.zoo import own_loss
 EXACT, ROWS, CROSS, CUT = 1e-12, 37, nn.CrossEntropyLoss(), {"micro_batch": 5}
 WAYS: dict[str, Any] = {"uncut": {}, "window": {}, "scarce": {}, "cut": CUT, "budget": {"memory": "300KB"}}
 WAYS["drop"] = CUT | {"non_finite": "drop"}
-SERVER = ab.ParameterServer()
 
 
 def fail(_: nn.Module, args: tuple[Tensor]) -> None:
@@ -176,21 +174,6 @@ def test_autocast_of_the_host(dtype: torch.dtype, size: float, way: str) -> None
         assert torch.is_autocast_enabled(device.KIND)
     value.backward()
     assert error(model, plain if dtype == torch.bfloat16 else exact) <= tolerance(dtype, ROWS)
-
-
-def test_what_is_refused() -> None:
-    model, x, y = make()
-    update = ({"clip_norm": 1}, {"clip_value": 1}, {"scheduler": 1}, {"strategy": SERVER})
-    for option in (*update, {"precision": "fp16-true"}):
-        with pytest.raises(PlanError, match=r"ab\.Step"):
-            ab.BatchLoss(model, CROSS, **flat(option))
-    for optimizer in (None, ()):
-        with pytest.raises(OptimizerError, match=r"Expected an optimizer, got .*ab\.BatchLoss"):
-            ab.Step(model, CROSS, optimizer)
-    batch_loss = ab.BatchLoss(model, CROSS, micro_batch=8)
-    model[0].weight.register_hook(lambda gradient: 2 * gradient)
-    with pytest.raises(OptimizerError, match="gradient hooks"):
-        batch_loss((x, y))
 
 
 def test_failed_call_leaves_all_as_before() -> None:

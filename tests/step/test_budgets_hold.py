@@ -61,7 +61,7 @@ def test_a_budget_survives_any_number_of_out_of_memory_errors(seed: int) -> None
 
 @pytest.mark.parametrize(("where", "place"), [(strategy, "norm_of"), (window, "clip")])
 def test_memory_that_runs_out_after_the_last_micro_batch_is_tried_in_smaller_parts(
-    where: ModuleType, place: str, monkeypatch: pytest.MonkeyPatch
+    where: ModuleType, place: str, monkeypatch: Any
 ) -> None:
     found, calls = getattr(where, place), list[int]()
 

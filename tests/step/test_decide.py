@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import anybatch as ab
-from anybatch.core import torch_private as private
 from anybatch.core.errors import PlanError
 from anybatch.engine import Plan
 from anybatch.testing import relative_error
@@ -24,11 +22,9 @@ from tests.budgets import (
     rows_of,
     sgd,
 )
-from tests.options import flat
-from tests.snapshots import assert_same, same_as_before, snapshot
+from tests.snapshots import assert_same, snapshot
 
 LIMIT = 1e-12
-CROSS_ENTROPY = nn.CrossEntropyLoss()
 ROWS = 12
 
 
@@ -115,37 +111,7 @@ def test_single_rows_that_batch_norm_refuses_are_nobodys_plan() -> None:
         assert min(step(rows_of(rows)).cut) > 1
 
 
-def test_a_step_plans_nothing_and_foresee_asks_once(made: list[Any]) -> None:
-    step = make(net, memory=2_000_000)
-    with pytest.raises(PlanError, match=r"memory=2000000, got 12 rows\. Call step\.foresee"):
-        step.plan(ROWS)
-    step(long())
-    step(long(rows=7))
-    assert not made
-    assert step.foresee(long(), memory=10**7).plan.rows == ROWS
-    assert len(made) == 1
-
-
 # ---- what memory has taught
 
 
 # ---- told before there is a step
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "fp16-true", "bf16-mixed"])
-def test_nothing_is_changed_whatever_is_planned_for(precision: Any) -> None:
-    step, batch = make(lambda: Net(0.1, 2)), vectors()
-    step(batch)
-    step.model.blocks[0].eval()
-    model, optimizer = step.model, step.optimizers[0]
-
-    def held() -> list[Any]:
-        hooks = [len(vars(optimizer)[name]) for name in private.LOAD_HOOKS]
-        return [*[(p.data_ptr(), p.dtype) for p in model.parameters()], *map(id, model.modules()), *hooks]
-
-    wanted: Any = {"memory": 60_000, "precision": precision}
-    before = held()
-    with same_as_before(step):
-        report = ab.plan(model, CROSS_ENTROPY, optimizer, batch, **flat(wanted))
-    assert held() == before
-    assert str(report.plan.precision) == precision

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch import Step
-from anybatch.core import BudgetError, PlanError
-from anybatch.engine import admit
+from anybatch.core import BudgetError
 from anybatch.testing import relative_error
 from tests.budgets import metered, refused
 from tests.options import flat
-from tests.snapshots import same_as_before
 from tests.zoo import Made
 
 ROWS, WIDTH = 24, 64
@@ -60,18 +58,6 @@ def test_steps_keep_to_the_budget_and_are_those_of_the_whole_batch(
     assert relative_error(dict(step.model.named_parameters()), dict(whole.model.named_parameters())) <= 1e-3
 
 
-def test_rows_that_meet_are_not_cut_and_the_reason_is_told_where_they_do_not_fit() -> None:
-    def loss(model: nn.Module, micro: Any) -> ab.Total:
-        out = model(micro[0])
-        return ab.Total(((out - 9 * out.mean()) ** 2).sum(), len(out))
-
-    torch.manual_seed(0)
-    batch = batch_of(8)
-    assert make(10**8, loss=loss)(batch).cut == (8,)
-    with pytest.raises(ab.BudgetError, match="Rows affect each other"):
-        make(1_000_000, loss=loss)(batch)
-
-
 # ---- blocks that run again
 
 
@@ -109,22 +95,6 @@ def test_a_loss_over_all_rows_is_read_and_counts(made: list[Any]) -> None:
     assert not made
 
 
-def test_where_random_numbers_are_drawn_the_cut_stays() -> None:
-    step = make("auto", dropout=0.5)
-    cuts = [step(batch_of()).cut for _ in range(9)]
-    assert len(set(cuts[3:])) == 1
-
-
-def test_beside_a_profiler_of_the_callers_a_step_needs_readings_from_before(made: list[Any]) -> None:
-    step = make(4_000_000)
-    with torch.profiler.profile(), same_as_before(step), pytest.raises(PlanError, match="a profiler is open"):
-        step(batch_of())
-    cut = step(batch_of()).cut
-    with torch.profiler.profile():
-        assert sum(step(batch_of()).cut) == sum(cut)
-    assert not made
-
-
 def heavy() -> nn.Module:
     """Return a model of many parameters and few activations."""
     layers = [nn.Linear(512, 512) for _ in range(6)]
@@ -148,19 +118,6 @@ def test_a_budget_below_what_is_always_held_is_refused_with_one_that_holds(made:
     assert metered(step, lambda: step(batch), batch) <= least
     refused(make(int(0.9 * least), model=model), batch, "smallest")
     assert not made
-
-
-def test_what_the_update_takes_for_a_moment_is_within_the_budget() -> None:
-    def step(memory: int) -> Step:
-        model = heavy()
-        return Step(model, nn.MSELoss(), torch.optim.AdamW(model.parameters(), foreach=True), memory=memory)
-
-    batch, tight = batch_of(96, 1), step(memory := 4 * HEAVY + 5_000_000)
-    for _ in range(3):  # the second update is read; all parameters at once do not fit
-        tight(batch)
-    task = tight.task()
-    assert tight.planning.plan_for(task, admit(batch, task, None))[0].foreach is False
-    assert metered(tight, lambda: tight(batch), batch) <= memory
 
 
 def test_what_collate_makes_is_within_the_budget(made: list[Any]) -> None:

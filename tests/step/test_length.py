@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 import anybatch as ab
 from anybatch.core.errors import AnybatchError, BatchError, LossError
-from anybatch.losses import find_paddings
 from anybatch.step import ByLength
 from anybatch.testing import GradientRecorder, reference_step, relative_error
 from tests.options import flat
@@ -219,32 +218,3 @@ def test_a_column_as_wide_as_the_rows_are_long_is_named_and_may_be_kept(name: An
     assert report.checked
     with pytest.raises(BatchError, match="'tokens'" if name != 1 else "0, 1, 2"):
         ab.Step(*given, options=ab.Options(order=ByLength(keep=("feature",))))(batch)
-
-
-@pytest.mark.parametrize(
-    ("batch", "is_left", "axes"),
-    [
-        ({"x": FEATURES, "key_padding_mask": ~LEFT}, True, [(0, 1), (1, 1)]),
-        ({"x": TOKENS * LEFT, "mask": LEFT.float()}, True, [(0, 1), (1, 1)]),
-        ({"x": TOKENS * RIGHT, "many": FEATURES[:, 0, :1].expand(ROWS, LONGEST), "attention_mask": RIGHT},
-         False, [(0, 1), (2, 1)]),  # as many features as places
-        ({"pair_mask": RIGHT[:, None, :, None] & RIGHT[:, None, None], "attention_mask": RIGHT,
-          "pixels": torch.randn(ROWS, 3, LONGEST, LONGEST)}, False, [(0, 2), (0, 3), (1, 1)]),
-        ({"x": TOKENS, "global_attention_mask": torch.eye(ROWS)[:, :LONGEST]}, False, None),
-    ],
-)  # fmt: skip
-def test_what_is_trimmed_and_where(batch: Any, is_left: bool, axes: Any) -> None:
-    found = [*find_paddings(batch, nn.Identity())]
-    assert len(found) == (axes is not None)
-    for one in found:
-        assert (one.is_left, one.valid) == (is_left, tuple(LENGTHS.tolist()))
-        assert sorted(one.axes) == axes
-
-
-def test_a_label_in_padding_is_kept_and_a_row_of_padding_is_not_trimmed() -> None:
-    labels = TAGS.clone()
-    labels[4, 7] = 1
-    mask = RIGHT.clone()
-    mask[9] = False
-    (found,) = find_paddings({"attention_mask": mask, "labels": labels}, nn.Identity())
-    assert (found.valid[4], found.valid[9], found.valid[1]) == (8, LONGEST, 9)
