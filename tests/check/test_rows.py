@@ -1,4 +1,4 @@
-"""Tables: on which axis rows lie, which rows are chosen, where padding is, what may be a denominator."""
+"""Where padding is."""
 
 from typing import Any
 
@@ -26,18 +26,14 @@ WORDS, SAME = nn.Embedding(9, 2, padding_idx=0), nn.Identity()
         ({"x": TOKENS, "key_padding_mask": ~MASK}, SAME, LENGTHS),
         ({"x": TOKENS, "mask": MASK.float()}, SAME, LENGTHS),
         ((TOKENS, MASK, TOKENS), SAME, LENGTHS),
-        ({"x": TOKENS, "target_padding_mask": MASK}, SAME, LENGTHS),
-        (((TOKENS, MASK), torch.zeros(8)), SAME, LENGTHS),
         ((TOKENS, torch.zeros(8)), WORDS, LENGTHS),
         ((TOKENS, TARGETS), WORDS, LONGER),
         ((TOKENS,), nn.Embedding(9, 2), None),
         ({"x": TOKENS, "mask": torch.tensor([[1, 0, 1, 0, 1]] * 8)}, SAME, None),  # picks places
         ({"x": TOKENS, "mask": torch.ones(8, 5)}, SAME, None),
-        ({"x": TOKENS, "mask": torch.rand(8, 5)}, SAME, None),
         ((TOKENS.clamp(min=1),), WORDS, None),
         ({"x": TOKENS, "y": MASK}, SAME, None),  # ordinal targets
         ((torch.randn(8, 5), MASK), SAME, None),
-        ({"x": torch.randn(8, 5, 2), "target_mask": MASK.float()}, SAME, None),
         ({"x": torch.randn(8, 5, 2), "loss_mask": MASK.float()}, SAME, None),
         ((torch.tensor([[1, 0, 2], [3, 4, 0]]),), WORDS, None),  # a word too
     ],

@@ -1,6 +1,5 @@
 """`anybatch train --ranks N`: the run of one process, and one sentence when a rank ends."""
 
-import json
 import os
 import signal
 import subprocess
@@ -92,15 +91,3 @@ def test_a_killed_rank_ends_all_with_one_sentence_and_the_run_goes_on(tmp_path: 
     assert found.progress["updates"] == expected.progress["updates"]
     for name, weight in expected.model.items():
         torch.testing.assert_close(found.model[name], weight, rtol=FLOAT64, atol=FLOAT64)
-
-
-@pytest.mark.slow
-def test_an_error_is_told_once(tmp_path: Path) -> None:
-    code, out, err = run(tmp_path, "lenet5", "--data", "nowhere", "--ranks", "2", "--json")
-    assert code == 1
-    assert err.count("\n") == 1
-    assert err.startswith("anybatch train: nowhere: expected 'digits'")
-    assert json.loads(out)["error"] in err
-    assert not os.listdir(tmp_path)
-    code, _, err = run(tmp_path, "lenet5", "--data", "digits", "--ranks", "0")
-    assert (code, "Expected --ranks to be at least 1, got 0" in err) == (1, True)

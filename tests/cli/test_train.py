@@ -15,62 +15,7 @@ from tests.parallel.inline import Inline
 from tests.parallel.test_server import EndAt
 from tests.snapshots import same
 
-SOURCE = """
-import torch
-from torch import nn
-
-def rows(count=20):
-    x = torch.arange(3.0 * count).view(count, 3).sin()
-    return x, x.sum(1, keepdim=True)
-
-def make():
-    return nn.Linear(3, 1), nn.MSELoss(), rows()
-
-def held_out():
-    return *make(), rows(6)
-
-def drawn():
-    return *make(), (torch.randn(6, 3), torch.randn(6, 1))
-
-def wide():
-    return nn.Sequential(nn.Linear(3, 300), nn.Linear(300, 300), nn.Linear(300, 1)), nn.MSELoss(), rows()
-
-def samples():
-    def collate(many):
-        x = torch.stack([torch.tensor(one) for one in many])
-        return x, x.sum(1, keepdim=True)
-    return *make()[:2], rows()[0].tolist(), collate
-
-def own_optimizer():
-    model, loss, batch = make()
-    return model, loss, batch, torch.optim.Adam(model.parameters(), lr=0.02)
-
-def loader():
-    model, loss, batch = make()
-    return model, loss, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch), batch_size=5)
-
-def without_parameters():
-    return nn.Tanh(), nn.MSELoss(), rows()
-
-def pair():
-    return make()[:2]
-
-def five():
-    return *make(), rows(6), "more"
-
-def without_rows():
-    return nn.Linear(3, 1), nn.MSELoss(), 3
-"""
 FAST = ["--batch-size", "8", "--micro-batch", "3", "--quiet", "--device", "cpu"]
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: Any) -> str:
-    name = f"trained_{tmp_path.name}".replace("-", "_")
-    (tmp_path / f"{name}.py").write_text(SOURCE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    return name
 
 
 @pytest.mark.parametrize("function", ["make", "held_out", "samples", "own_optimizer"])
@@ -83,13 +28,11 @@ def test_a_function_is_trained_resumed_and_evaluated(here: str, function: str, c
     assert (code, json.loads(printed)["updates"]) == (0, 3 * (3 if function == "held_out" else 2)), error
     whole, parts = (checkpoint.load(Path(name)) for name in ("whole", "parts"))
     assert same(whole.model, parts.model)
-    kinds = {"held_out": "SGD", "own_optimizer": "Adam"}
     assert json.loads(Path("parts/settings.json").read_text())["recipe"] == f"{here}:{function}"
     _, printed, _ = run(capsys, "eval", "whole", "--json")
     assert json.loads(printed)["rows"] == (6 if function == "held_out" else 20)
-    assert whole.progress["config"].get("optimizer") == {"SGD": None, "Adam": None}.get(
-        kinds.get(function, ""), "adamw"
-    )
+    kind = "adamw" if function in ("make", "samples") else None
+    assert whole.progress["config"].get("optimizer") == kind
 
 
 def flows(folder: str) -> dict[int, dict[str, list[float]]]:
@@ -110,9 +53,7 @@ def test_a_run_records_its_gradient_flow_within_the_budget_and_shows_it(
     assert [*whole] == [*parts] == [1, 11, 21]
     assert {name: parts[21][name] for name in whole[21]} == whole[21]
     assert min(whole[21]["ratio"]) > 0
-    assert (
-        run(capsys, *command[:1], f"{here}:loader", *command[2:], "--epochs", 1)[0] == 0
-    )  # needs no rows first
+    assert run(capsys, "train", f"{here}:loader", *command[2:], "--epochs", 1)[0] == 0  # needs no rows first
     run(capsys, "report", "whole")
     assert '<figure id="flow"' in Path("whole/report.html").read_text()
     for memory, has_ratio in (("2.2MB", False), ("4MB", True)):  # weights of 363 kB
@@ -140,23 +81,16 @@ def test_a_served_run_tells_what_servers_did(here: str, capsys: Any, monkeypatch
     page = Path("run/report.html").read_text()
     assert "<h2>Servers and workers</h2>" in page
     assert '<figure id="flow"' not in page
-    settings = json.loads(Path("run/settings.json").read_text()) | {"rule": "dynsgd"}  # of version 0.2
-    Path("run/settings.json").write_text(json.dumps(settings))
-    code, _, told = run(capsys, "train", "--resume", "run", "--epochs", 3)
-    assert (code, "settings.json: expected options of a run, got 'rule'" in told) == (1, True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["{}:pair"], "['Linear', 'MSELoss']"),
-        (["{}:five"], "'tuple', 'str'"),
         (["{}:without_rows"], "got"),
-        (["{}:nothing"], "'nothing'"),
         (["{}:loader", "--validation", "0.2"], "counted to hold some out, got DataLoader"),
         (["{}:without_parameters"], "got Tanh with none"),
         (["{}:make", "--data", "digits"], "no options of recipes"),
-        (["{}:make", "--width", "3"], "got width"),
         (["{}:own_optimizer", "--lr", "0.1"], "which makes its own, got lr"),
         (["gpt", "--data", "{}.txt"], "{}.txt"),
         (["gpt", "--data", "{}.py", "--block-size", "300"], "ten blocks of 300"),
@@ -213,19 +147,14 @@ def test_a_config_is_the_run_of_its_flags_and_flags_win(here: str, capsys: Any) 
     ("text", "words"),
     [
         ('{"micro-batchs": 3}', "got 'micro-batchs'. Did you mean micro_batch?"),
-        ('{"accumulate_steps": 3}', "got 'accumulate_steps'. Did you mean micro_batch?"),
         ('{"resume": "run"}', "got 'resume'"),
         ('{"lr": "0.1"}', "expected lr to be a number or null, got '0.1'"),
-        ('{"epochs": 2.0}', "expected epochs to be a whole number, got 2.0"),
         ('{"epochs": true}', "expected epochs to be a whole number, got True"),
-        ('{"seed": null}', "expected seed to be a whole number, got None"),
         ('{"data": {"of": 1}}', "expected data to be a text or null"),
         ('{"optimizer": "lion"}', "expected optimizer to be one of sgd, adamw, adam or null, got 'lion'"),
         ('{"lr": -1}', "Expected --lr to be above 0, got -1"),
-        ('{"lr": NaN}', "NaN"),
         ('{"lr": 1, "lr": 2}', "a name twice"),
         ("[1]", "options of a run as JSON or TOML"),
-        ("[" * 10**6, "options of a run as JSON or TOML"),
         ("lr = 0.1", "options of a run as JSON or TOML"),
     ],
 )
@@ -241,10 +170,7 @@ def test_a_config_that_is_wrong_is_told_with_its_key(here: str, capsys: Any, tex
     [
         ("--micro_batch", "got --micro_batch. Did you mean --micro-batch?"),
         ("--accumulate", "got --accumulate. Did you mean --micro-batch?"),
-        ("--gradient-accumulation-steps=4", "Did you mean --micro-batch?"),
         ("--max-grad-norm", "Did you mean --clip-norm?"),
-        ("--nproc-per-node", "Did you mean --ranks?"),
-        ("--output-dir", "Did you mean --out?"),
         ("--batchsize", "Did you mean --batch-size?"),
         ("--zzz", "Known are --json, "),
     ],

@@ -1,7 +1,6 @@
 """Before the first cut a few rows must give the same loss and gradient for every split."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,15 +33,6 @@ def step_on(model: nn.Module, loss: Any, batch: Any, micro_batch: int = 4, **opt
     return step, step(batch)
 
 
-def look(loss: Any, *, model: nn.Module | None = None, batch: Any = None, **options: Any) -> None:
-    step_on(Perceptron(4, 3) if model is None else model, loss, batch or make_batch(), **options)
-
-
-def by_labels(model: nn.Module, micro: Any) -> ab.Total:
-    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="sum")
-    return ab.Total(losses, (micro[1] != -100).sum())
-
-
 def by_rows(model: nn.Module, micro: Any) -> ab.Total:
     return ab.Total(F.cross_entropy(model(micro[0]), micro[1]) * len(micro[0]), len(micro[0]))
 
@@ -56,53 +46,17 @@ def broadcast(model: nn.Module, micro: Any) -> ab.Total:
     return ab.Total(errors.sum(), errors.numel())
 
 
-class Meeting(nn.Module):
-    """A function over rows between two layers."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor], inputs: int = 4) -> None:
-        super().__init__()
-        self.first, self.function, self.last = nn.Linear(inputs, 4), function, nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.function(self.first(x)))
-
-
-def less_mean(x: Tensor) -> Tensor:
-    return x - x.mean(0)
-
-
 @pytest.mark.parametrize("micro_batch", [1, 12])
 @pytest.mark.parametrize("loss", [by_rows, mean_of_means, broadcast])
 def test_a_wrong_weight_is_refused_where_the_batch_is_cut(loss: Any, micro_batch: int) -> None:
     model, batch = Perceptron(4, 3), make_batch()
     step = make(model, loss, micro_batch)
     for _ in range(2):  # and it stays refused
-        with (
-            same_as_before(step),
-            pytest.raises(LossError, match=rf"{loss.__name__} for every split.*check=False"),
-        ):
+        told = rf"{loss.__name__} for every split.*check=False"
+        with same_as_before(step), pytest.raises(LossError, match=told):
             step(batch)
     for allowed in ({"micro_batch": None}, {"check": False}):
         assert make(model, loss, **allowed)(make_batch(12)).updated
-
-
-def collate_boxes(samples: list[Any]) -> Any:
-    """Stack images; concatenate their boxes, of which an image may have none."""
-    places = torch.cat([torch.full((len(boxes),), place) for place, (_, boxes) in enumerate(samples)])
-    return torch.stack([x for x, _ in samples]), torch.cat([boxes for _, boxes in samples]), places
-
-
-def of_boxes(model: nn.Module, micro: Any) -> ab.Total:
-    x, boxes, places = micro
-    return ab.Total((model(x)[places] - boxes).square().sum(), len(boxes))
-
-
-@pytest.mark.parametrize("options", [{}, {"order": "length"}, {"micro_batch": None, "memory": "1GiB"}])
-def test_samples_with_an_empty_tensor_are_looked_at(options: dict[str, Any]) -> None:
-    samples = [(torch.randn(4), torch.rand(row % 3, 3)) for row in range(ROWS)]
-    step = make(Perceptron(4, 3), of_boxes, collate=collate_boxes, **options)
-    assert step(samples).checked
-    assert ab.check(Perceptron(4, 3), of_boxes, samples[:4], collate=collate_boxes).exact
 
 
 def test_it_changes_nothing() -> None:
@@ -127,14 +81,6 @@ def test_it_changes_nothing() -> None:
     assert_same(*found)
 
 
-def test_a_hook_on_a_parameter_is_named_as_a_cause() -> None:
-    model = Perceptron(4, 3)
-    name, weight = next(iter(model.named_parameters()))
-    weight.register_hook(lambda gradient: gradient / gradient.norm())
-    with pytest.raises(LossError, match=rf"a hook on '{name}' changes the gradient of each micro-batch"):
-        look(by_labels, model=model)
-
-
 def by_numbers(out: Tensor, numbers: Tensor) -> Tensor:
     return F.cross_entropy(out @ out.T, numbers)
 
@@ -150,5 +96,5 @@ def test_targets_that_number_the_rows_number_those_that_are_compared(numbers: Te
     batch, loss = (torch.randn(40, 4), numbers), ab.WholeBatch(by_numbers)
     assert make(Perceptron(4, 3), loss, **options)(batch).checked
     with pytest.raises(LossError, match="Rows affect"):
-        look(loss, batch=batch, model=Meeting(less_mean))
+        make(Made(lambda self, x: self.of(x - x.mean(0)), of=Perceptron(4, 3)), loss)(batch)
     assert ab.check(Perceptron(4, 3), loss, batch, rows=8).exact

@@ -1,3 +1,4 @@
+# ruff: noqa: F405  (what cases are made of)
 """Faults: rows meet, places, calls or padding matter, gradients or rows get lost, losses divide wrongly."""
 
 from collections.abc import Callable
@@ -10,39 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
-from tests import zoo
-from tests.corpus.case import (
-    CLASSES,
-    FEATURES,
-    WIDTH,
-    Batch,
-    Case,
-    Corpus,
-    Experts,
-    Vectors,
-    classifier,
-    collated,
-    columns,
-    each,
-    features,
-    layer,
-    mlp,
-    pad,
-    padded_sentences,
-    regression,
-    sentences,
-    summed,
-    tag_loss,
-    tagger,
-    tensors,
-    topic_loss,
-    vectors,
-    words,
-)
+from tests.corpus.case import *  # noqa: F403
 
 FAULTS, AT_DOORS = Corpus(), Corpus()  # AT_DOORS: nothing that the self-test has to see
-
-# ---- rows meet
 
 
 def across_rows() -> Case:
@@ -72,9 +43,7 @@ FAULTS.of(
 FAULTS.of(
     "meeting", "BatchNorm1d",
     # `eval()` does not help here: there is nothing to use but the batch.
-    batch_norm_without_running_statistics=lambda: classifier(
-        nn.BatchNorm1d(6, track_running_stats=False).eval()
-    ),
+    batch_norm_without_statistics=lambda: classifier(nn.BatchNorm1d(6, track_running_stats=False).eval()),
     batch_norm_before_dropout=lambda: classifier(nn.BatchNorm1d(6), nn.Dropout(0.4)),
 )  # fmt: skip
 FAULTS.of(
@@ -90,16 +59,12 @@ FAULTS.of(
     "meeting, position", "Experts|Mixup",
     router_with_capacity=lambda: classifier(crowded()),
     # Each row is mixed with another, chosen at random.
-    rows_mixed_at_random=lambda: regression(
-        layer("Mixup", lambda x: 0.7 * x + 0.3 * x[torch.randperm(len(x))])
-    ),
+    mixed_at_random=lambda: regression(layer("Mixup", lambda x: 0.7 * x + 0.3 * x[torch.randperm(len(x))])),
 )  # fmt: skip
 FAULTS.of(
     "meeting, unexplained", "Share",
     divided_by_the_number_of_rows=lambda: regression(layer("Share", lambda x: x / len(x))),
 )  # fmt: skip
-
-# ---- by position
 
 
 def masked_by_a_seed(self: Any, x: Tensor) -> Tensor:
@@ -114,16 +79,12 @@ def reseeded(x: Tensor) -> Tensor:
 
 FAULTS.of(
     "position", "Own|from NumPy",
-    dropout_from_a_seed_of_its_own=lambda: classifier(
-        layer("Own", masked_by_a_seed, generator=torch.Generator())
-    ),
+    dropout_of_own_seed=lambda: classifier(layer("Own", masked_by_a_seed, generator=torch.Generator())),
     global_seed_set_in_forward=lambda: classifier(layer("Own", reseeded), doors=()),
     noise_from_numpy=lambda: classifier(
         layer("Noise", lambda x: x + torch.as_tensor(np.random.rand(*x.shape), dtype=x.dtype))
     ),
 )  # fmt: skip
-
-# ---- state
 
 
 def keeping(rule: Any, **state: Any) -> Case:
@@ -156,24 +117,17 @@ FAULTS.of(
     spectral_norm_in_training=spectral_norm_in_training,
 )  # fmt: skip
 
-# ---- without gradient, without output
-
-
-class Bent(torch.autograd.Function):
-    """The identity, with another backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bend: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.bend = bend
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.bend(gradients[0]), None
-
 
 def bent(bend: Callable[[Tensor], Tensor]) -> nn.Module:
-    return layer("Bent", lambda x: Bent.apply(x, bend))
+    """The identity, with another backward."""
+
+    def forward(x: Tensor) -> Tensor:
+        out = x.clone()
+        if out.requires_grad:
+            out.register_hook(bend)
+        return out
+
+    return layer("Bent", forward)
 
 
 FAULTS.of(
@@ -189,9 +143,6 @@ FAULTS.of(
 def odd_row_dropped_by_the_model(model: nn.Module, micro: Vectors) -> ab.Total:
     losses = model(micro[0]).square().sum(1) + 1
     return ab.Total(losses.sum(), losses.numel())
-
-
-# ---- what fills short rows up is seen by the rest
 
 
 def attention() -> nn.Module:
@@ -216,8 +167,6 @@ FAULTS.of(
     last_state_after_padding=lambda: collated(last_state(), topic_loss),
 )  # fmt: skip
 
-# ---- losses
-
 IN_THE_LOSS = r"\A.*loss"  # the culprit itself, not only the sentence about it
 
 
@@ -241,12 +190,6 @@ FAULTS.of(
         model=mlp(nn.Dropout(0.3)), loss=lambda model, micro: each(model, micro).mean(), batch=vectors()
     ),
 )  # fmt: skip
-
-
-@FAULTS.loss("denominator, meeting, unexplained", IN_THE_LOSS, model=tagger, batch=padded_sentences)
-def two_means_added(model: nn.Module, micro: Batch) -> Tensor:
-    """No single denominator is right: one mean is over tokens, the other over rows."""
-    return token_mean(model, micro) + model(micro["input_ids"]).mean(dim=(1, 2)).square().mean()
 
 
 @FAULTS.loss("meeting", r"\A.*(loss|in_batch)", batch=lambda: features(text=torch.randn(8, FEATURES)))
@@ -275,8 +218,6 @@ def gradient_penalty_of_a_mean(model: nn.Module, micro: Any) -> ab.Total:
     return ab.Total((slope.norm(dim=1) - 1).square().sum(), len(x))
 
 
-# ---- wrong from more rows on than are compared
-
 of_many: Any = partial(FAULTS.loss, batch=lambda: columns(40))
 
 
@@ -296,65 +237,26 @@ FAULTS.of(room_for_8_rows_at_least=lambda: classifier(Experts(2, room=0.25, leas
 
 
 @of_many()
-def info_nce_in_small_parts(model: nn.Module, batch: Vectors) -> ab.Total:
-    scores = model(batch[0]) @ batch[2].T
-    return ab.Total(F.cross_entropy(scores, torch.arange(len(scores)), reduction="sum"), len(scores))
-
-
-@of_many()
 def class_balance(model: nn.Module, batch: Vectors) -> ab.Total:
     weight = (1 / torch.bincount(batch[1], minlength=4).clamp(min=1))[batch[1]].to(batch[0])
     return ab.Total((each(model, batch) * weight).sum(), weight.sum())
 
-
-# ---- backward is not linear: seen where the end divides
 
 BENDS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda g: g.clamp(-2e-3, 2e-3),
     "sign": lambda g: g.sign() * 1e-3,
     "norm of a row": lambda g: g / (1e-3 + g.norm(dim=-1, keepdim=True)),
     "8 bits": lambda g: (g * 2**13).round() / 2**13,
-    "clamp by a hook": lambda g: g.clamp(-2e-3, 2e-3),
 }
 
 
-def bending(name: str, doors: tuple[str, ...], **options: Any) -> Case:
-    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(BENDS[name])
-
-    case = classifier(*() if "hook" in name else [bent(BENDS[name])], options=options, doors=doors)
-    if "hook" in name:
-        case.model[0].register_forward_hook(hook)
-    return case
+def bending(name: str, *doors: str, **options: Any) -> Case:
+    return classifier(bent(BENDS[name]), options=options, doors=doors)
 
 
-for bend in BENDS:
-    late = partial(bending, bend, ("step", "batch_loss"), non_finite="drop")
-    AT_DOORS.of("", "", "not linear", **{bend: partial(bending, bend, ("window",)), f"{bend}, drop": late})
-
-
-# ---- both sides of a comparison are alike
-
-
-def chunked() -> nn.Module:
-    """A product whose parts are changed in place, as kernels of torch do."""
-    forward = lambda x: torch.Tensor.add_(*x.unsafe_chunk(2, 1)).sin()  # noqa: E731
-    inner = nn.Sequential(nn.Linear(6, 12), layer("Chunked", forward))
-    return nn.Sequential(inner, nn.Linear(6, CLASSES))
-
-
-def selective(model: nn.Module, part: str, *shape: int) -> Case:
-    options = {"recompute": {part: "selective"}}
-    return Case(model=model, loss=nn.CrossEntropyLoss(), batch=vectors(*shape), options=options)
-
-
-AT_DOORS.of(
-    selective_gru=lambda: selective(zoo.recurrence(kind=nn.GRU), "body", 5, FEATURES),
-    selective_chunks=lambda: selective(chunked(), "0"),
-)
-
-# ---- a center that moves, a loss that draws and mixes
+for bend in BENDS:  # seen where the end divides
+    late = partial(bending, bend, "step", "batch_loss", non_finite="drop")
+    AT_DOORS.of("", "", "not linear", **{bend: partial(bending, bend, "window"), f"{bend}, drop": late})
 
 
 def centred() -> Case:

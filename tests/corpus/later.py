@@ -93,24 +93,6 @@ def of_padding(model: nn.Module, batch: Vectors) -> ab.Total:
     return ab.Total(losses.mean() * len(losses), len(losses))
 
 
-def kinds(model: nn.Module, batch: Vectors) -> ab.Total:
-    out = model(batch[0])
-    return ab.Total(
-        out.square().sum() + len(out) * (batch[3].max() > 5) * out.mean(0).square().sum(), len(out)
-    )
-
-
-def growing(start: int, rows: int, kind: float = 1.0) -> Callable[[int], Vectors]:
-    """More rows from then on, which an `add` of a window does not see."""
-
-    def batch(update: int) -> Vectors:
-        made = columns(60 if update >= start else rows)
-        made[3].fill_(kind if update >= start else 1.0)
-        return made
-
-    return batch
-
-
 def padded(start: int) -> Case:
     def batch(update: int) -> list[Tensor]:
         lengths = [9 if update >= start and not row else 5 for row in range(40)]
@@ -132,12 +114,12 @@ LATER["table of a module"] = changing(table)
 LATER["first ignored label"] = from_then(1, -100, labelled)
 LATER["first zero of a mask"] = from_then(3, 0, masked_mean)
 LATER["padding by collate"] = padded
-LATER["more rows of another kind"] = lambda start: Case(
-    model=Perceptron(), loss=kinds, batch=growing(start, 40, kind=9.0), doors=("step", "batch_loss")
-)
 AT_ONCE.update(LATER)
 LATER["more rows"] = lambda start: Case(
-    model=Perceptron(), loss=first_16, batch=growing(start, 16), doors=("step", "batch_loss")
+    model=Perceptron(),
+    loss=first_16,
+    batch=lambda update: columns(60 if update >= start else 16),
+    doors=("step", "batch_loss"),
 )
 LATER["ramp"] = changing(lambda model, loss, wrong: setattr(loss, "weight", 0.02 * wrong))
 LATER["counter"] = changing(lambda model, loss, wrong: setattr(loss, "count", wrong))

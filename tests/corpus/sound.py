@@ -1,3 +1,4 @@
+# ruff: noqa: F405  (what cases are made of)
 """Sound layers, models of sequences and losses: nothing here depends on the cut."""
 
 import random
@@ -11,34 +12,7 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from tests import zoo
-from tests.corpus.case import (
-    CLASSES,
-    DOORS,
-    ROWS,
-    WIDTH,
-    WORDS,
-    Batch,
-    Case,
-    Corpus,
-    Experts,
-    Vectors,
-    classifier,
-    collated,
-    columns,
-    each,
-    features,
-    layer,
-    mlp,
-    padded_sentences,
-    summed,
-    tag_loss,
-    tagger,
-    tensors,
-    token_losses,
-    topic_loss,
-    vectors,
-    words,
-)
+from tests.corpus.case import *  # noqa: F403
 from tests.corpus.faults import bent
 
 SOUND, AT_DOORS = Corpus(), Corpus()  # AT_DOORS: nothing but rounding, of which the self-test says so
@@ -58,8 +32,6 @@ SOUND.of(
         bent(lambda g: 3 * g), options={"non_finite": "drop"}, doors=("step", "window")
     )
 )
-
-# ---- random numbers
 
 
 class Drop(nn.Module):
@@ -88,8 +60,6 @@ SOUND.of(
     experts_with_dropout=lambda: classifier(Experts(3, dropout=0.3)),
 )
 
-# ---- what models carry
-
 
 def counted(self: Any, x: Tensor) -> Tensor:
     """Counts calls, keeps the last output, and adds up rows, which are the same in every cut."""
@@ -116,9 +86,6 @@ SOUND.of(
     ),
     hooks_and_gradients_of_the_users_own=hooks_and_gradients_of_the_users_own,
 )
-
-
-# ---- sequences
 
 
 def causal(dropout: float) -> nn.Module:
@@ -167,8 +134,6 @@ SOUND.of(
     ),
 )
 
-# ---- losses
-
 
 @SOUND.loss(model=tagger, batch=lambda: padded_sentences((7, 1, 5, 1, 6, 1, 1, 3)))
 def valid_tokens_counted_after_the_shift(model: nn.Module, micro: Batch) -> ab.Total:
@@ -176,14 +141,6 @@ def valid_tokens_counted_after_the_shift(model: nn.Module, micro: Batch) -> ab.T
     labels = micro["labels"][:, 1:]
     losses = token_losses(model(micro["input_ids"])[:, :-1], labels)
     return ab.Total(losses.sum(), (labels != -100).sum())
-
-
-@SOUND.loss(model=lambda: mlp(outputs=1), batch=features)
-def gradient_penalty_by_row(model: nn.Module, micro: Batch) -> ab.Total:
-    """The scores are summed, not averaged, before they are differentiated."""
-    x = micro["x"].detach().clone().requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return ab.Total((slope.norm(dim=1) - 1).square().sum(), len(x))
 
 
 of_many = partial(SOUND.loss, model=lambda: mlp(nn.Dropout(0.3)), batch=lambda: columns(40))
@@ -216,13 +173,6 @@ def ppo(model: nn.Module, batch: Vectors) -> Tensor:
     return -torch.min(ratio * batch[2], ratio.clamp(0.8, 1.2) * batch[2]).mean() - 0.01 * entropy.mean()
 
 
-def ctc(model: nn.Module, batch: Vectors) -> Tensor:
-    scores = (model(batch[0])[:, None].repeat(1, 5, 1) + torch.arange(5)[:, None]).log_softmax(2)
-    lengths = torch.full((len(scores),), 5), torch.full((len(scores),), 2)
-    aims = torch.stack([batch[1] % 3 + 1, (batch[1] + 1) % 3 + 1], 1)
-    return F.ctc_loss(scores.transpose(0, 1), aims, *lengths)
-
-
 def own(call: Any) -> ab.ModelLoss:
     return ab.ModelLoss(call=call)
 
@@ -234,7 +184,6 @@ LOSSES: dict[str, Any] = {
     "InfoNCE": ab.WholeBatch(lambda out, y: F.cross_entropy(out @ y.T, torch.arange(len(out)))),
     "distillation": own(distill),
     "PPO with entropy": own(ppo),
-    "CTC": own(ctc),
     "mean of chosen tokens": own(lambda m, b: -((m(b[0]) - b[2]).exp() * b[2])[b[3] > 0].mean()),
     "DPO in two columns": own(lambda m, b: -F.logsigmoid((m(b[0]) - b[2])[:, :2].diff(dim=1)).mean()),
     "rewards in pairs": own(lambda m, b: -F.logsigmoid(m(b[0]) - m(b[0].flip(1)))[:, 0].mean()),

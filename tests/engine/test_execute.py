@@ -42,9 +42,8 @@ def weights(x: Tensor) -> Mapping[str, Tensor | int]:
 def test_each_term_is_divided_by_its_own_weight(micro_batch: int, weight: Any, options: Any) -> None:
     model, seen = scale(), list[Any]()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer.register_step_pre_hook(
-        lambda *_: seen.extend(p.grad and p.grad.item() for p in model.parameters())
-    )
+    noted = lambda *_: seen.extend(p.grad and p.grad.item() for p in model.parameters())  # noqa: E731
+    optimizer.register_step_pre_hook(noted)
     loss = Terms(terms, coefficients={"size": 0.5, "seen": 0.0, "odd": 0.0}, weight=weight)
     report = Step(model, loss, optimizer, micro_batch=micro_batch, **flat(options, check=False))(X)
     assert seen == [2.5 + 0.5 * 4, None]

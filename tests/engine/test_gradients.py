@@ -40,9 +40,6 @@ def found(gradients: Ways, factors: Mapping[str, float] | None = None) -> dict[n
     return finish(gradients.parted(), factors or {})
 
 
-# ---- dtypes of sums
-
-
 @pytest.mark.parametrize("mode", [{}, {"accumulate": torch.float64}], ids=str)
 def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[str, Any]) -> None:
     model = nn.Linear(3, 2)
@@ -65,11 +62,6 @@ def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[
     assert gone() is None
     assert not model.weight._post_accumulate_grad_hooks
 
-
-# ---- what was accepted, and what is looked at
-
-
-# ---- sums have memory of their own, whoever else holds that of the first gradients
 
 SHARED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "with the cotangent": lambda a, b, _: a.sum() + b[0].view(()),

@@ -22,13 +22,7 @@ def make(loss: Any = F.mse_loss, **options: Any) -> Step:
     return Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), **flat(options))
 
 
-# ---- attributes
-
-
-NAMES = ["clip_norm", "precision", "model", "callbacks", "open_window", "microbatch"]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["clip_norm", "model", "open_window", "microbatch"])
 def test_attributes_of_a_step_and_a_window_are_only_read(name: str) -> None:
     step = make()
     found = vars(step).copy()
@@ -50,9 +44,6 @@ def test_micro_batch_may_be_set_to_what_a_step_takes(wrong: Any) -> None:
         with pytest.raises(PlanError, match="micro_batch"):
             refused()
     assert step((X, Y)).micro_batches == 2
-
-
-# ---- warnings
 
 
 def test_an_optimizer_of_other_parameters_is_warned_about_and_does_what_is_said() -> None:
@@ -101,9 +92,3 @@ def test_a_scheduler_that_the_caller_steps_too_is_warned_about_once() -> None:
     assert told[0].filename == __file__
     schedulers[1].step()
     step((X, Y))  # once is enough
-
-
-# ---- what it shows
-
-
-# ---- what goes around it
