@@ -2,6 +2,7 @@
 
 import math
 import sys
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from anybatch.check import prepare
 
 
 @pytest.fixture(autouse=True)
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+def unhurried(monkeypatch: Any) -> None:
     """No limit of time; tests of a limit set it themselves."""
     for name in ("CUTTING_S", "CHECK_S"):
         monkeypatch.setattr(sys.modules[check.__module__], name, math.inf)

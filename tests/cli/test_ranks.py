@@ -1,6 +1,5 @@
 """`anybatch train --ranks N`: the run of one process, and one sentence when a rank ends."""
 
-import json
 import os
 import signal
 import subprocess
@@ -18,7 +17,6 @@ from anybatch.parallel.checkpoint import load
 from anybatch.testing import tolerance
 
 FLOAT64 = tolerance(torch.float64, 1000)
-FLOAT32 = tolerance(torch.float32, 100)
 TARGET = """
 import os
 from pathlib import Path
@@ -67,21 +65,6 @@ def wait_for_more_than(done: int, folder: Path, process: Any) -> None:
 
 
 @pytest.mark.slow
-def test_digits_on_two_ranks_is_the_run_of_one(tmp_path: Path) -> None:
-    options = ["lenet5", "--data", "digits", "--epochs", "1", "--validation", "0.1", "--quiet", "--json"]
-    results = []
-    for count in ("1", "2"):
-        code, out, err = run(tmp_path, *options, "--ranks", count, "--out", f"ranks{count}")
-        assert (code, err) == (0, "")
-        results.append(json.loads(out))
-    first, second = results
-    assert second["accuracy"] == first["accuracy"]
-    assert second["loss"] == pytest.approx(first["loss"], rel=FLOAT32)
-    assert second["updates"] == first["updates"]
-    assert sorted(os.listdir(tmp_path)) == ["ranks1", "ranks2"]
-
-
-@pytest.mark.slow
 def test_a_killed_rank_ends_all_with_one_sentence_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TARGET)
     options = ["--quiet", "--epochs"]
@@ -108,15 +91,3 @@ def test_a_killed_rank_ends_all_with_one_sentence_and_the_run_goes_on(tmp_path: 
     assert found.progress["updates"] == expected.progress["updates"]
     for name, weight in expected.model.items():
         torch.testing.assert_close(found.model[name], weight, rtol=FLOAT64, atol=FLOAT64)
-
-
-@pytest.mark.slow
-def test_an_error_is_told_once(tmp_path: Path) -> None:
-    code, out, err = run(tmp_path, "lenet5", "--data", "nowhere", "--ranks", "2", "--json")
-    assert code == 1
-    assert err.count("\n") == 1
-    assert err.startswith("anybatch train: nowhere: expected 'digits'")
-    assert json.loads(out)["error"] in err
-    assert not os.listdir(tmp_path)
-    code, _, err = run(tmp_path, "lenet5", "--data", "digits", "--ranks", "0")
-    assert (code, "Expected --ranks to be at least 1, got 0" in err) == (1, True)

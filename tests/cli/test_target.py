@@ -1,7 +1,6 @@
 """What `anybatch check` and `anybatch plan` are pointed at, and what they say of it."""
 
 import json
-import sys
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
@@ -16,64 +15,6 @@ from anybatch.engine.plan import Plan
 from tests.check.conftest import unhurried as unhurried
 from tests.cli.test_main import run
 
-SOURCE = """
-import torch
-from torch import nn
-from tests.budgets import Net
-
-def net():
-    return Net(), nn.CrossEntropyLoss(), (torch.zeros(2, 5, 8), torch.zeros(2, dtype=torch.long))
-
-def on_meta():
-    with torch.device("meta"):
-        return net()
-
-def with_optimizer():
-    model, loss, batch = net()
-    return model, loss, batch, torch.optim.SGD(model.parameters(), lr=0.1)
-
-def with_two():
-    return *with_optimizer(), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-
-def collate(rows):
-    return torch.zeros(len(rows), 5, 8), torch.zeros(len(rows), dtype=torch.long)
-
-def with_collate():
-    return [*net()[:2], [0, 1, 2, 3], collate]
-
-def sound():
-    return nn.Linear(3, 1), nn.MSELoss(), (torch.ones(9, 3), torch.arange(9.0)[:, None])
-
-def meeting():
-    layers = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
-    return layers, nn.MSELoss(), (torch.eye(9)[:, :3], torch.arange(9.0)[:, None])
-
-def talking():
-    print("I print what I like")
-    return sound()
-
-def endless():
-    raise KeyboardInterrupt
-
-def failing():
-    return nn.Linear(2, 1), nn.MSELoss(), (torch.ones(9, 3), torch.arange(9.0)[:, None])
-
-def wrong():
-    return nn.MSELoss(), (torch.ones(4, 2), torch.ones(4, 1))
-
-broken = 3
-"""
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    name = f"target_{tmp_path.name}".replace("-", "_")
-    (tmp_path / f"{name}.py").write_text(SOURCE)
-    (tmp_path / f"{name}_late.py").write_text("import no_such_module_at_all\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    return name
-
 
 @pytest.mark.parametrize(
     ("name", "words"),
@@ -82,10 +23,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("{here}:nowhere", "'nowhere'"),
         ("{here}:broken", "of type int"),
         ("{here}:wrong", "['MSELoss', 'tuple']"),
-        ("{here}:with_two", "'SGD', 'SGD'"),
+        ("{here}:with_two", "'Adam', 'Adam'"),
         ("no.such.module:f", "'no.such.module'"),
-        ("{here}.deeper:f", "deeper"),
-        (":f", "''"),
     ],
 )
 def test_refusals_say_what_came(here: str, name: str, words: str) -> None:
@@ -96,8 +35,8 @@ def test_refusals_say_what_came(here: str, name: str, words: str) -> None:
         target.find(f"{here}_late:f", "digits")
 
 
-def test_check_says_exact_and_only_then_returns_0(here: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, printed, _ = run(capsys, "check", f"{here}:sound", "--rows", 5, "--json")
+def test_check_says_exact_and_only_then_returns_0(here: str, capsys: Any) -> None:
+    code, printed, _ = run(capsys, "check", f"{here}:make", "--rows", 5, "--json")
     assert (code, json.loads(printed)["exact"]) == (0, True)
     code, printed, _ = run(capsys, "check", f"{here}:meeting", "--micro-batch", 4, "--json")
     told = json.loads(printed)
@@ -108,29 +47,25 @@ def test_check_says_exact_and_only_then_returns_0(here: str, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "told"),
     [
         (["check", "{}:on_meta"], "Expected a model with values to check, got"),
-        (["plan", "{}:sound", "--memory", "much"], "'much'"),
-        (["plan", "{}:sound", "--device", "tpu"], "'tpu'"),
+        (["plan", "{}:make", "--memory", "much"], "'much'"),
+        (["plan", "{}:make", "--device", "tpu"], "'tpu'"),
         (["plan", "{}:failing", "--memory", "1MB"], "Error"),
-        (["plan", "{}:sound", "--memory", "10"], "learn the smallest"),
+        (["plan", "{}:make", "--memory", "10"], "learn the smallest"),
         (["check", "{}:failing"], "could not check: RuntimeError"),
     ],
 )
-def test_targets_that_cannot_be_checked_or_planned(
-    here: str, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
-) -> None:
+def test_targets_that_cannot_be_checked_or_planned(here: str, capsys: Any, arguments: Any, told: str) -> None:
     code, printed, error = run(capsys, *[one.format(here) for one in arguments])
     assert (code, printed) == (2 if arguments[0] == "check" else 1, "")
     assert error.startswith(f"anybatch {arguments[0]}: ")
-    assert words in error
+    assert told in error
 
 
 @pytest.mark.parametrize("command", ["check", "plan"])
-def test_json_is_all_that_is_printed_whatever_the_target_prints(
-    here: str, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_json_is_all_that_is_printed_whatever_the_target_prints(here: str, capsys: Any, command: str) -> None:
     code, printed, error = run(capsys, command, f"{here}:talking", "--json")
     assert (code, printed.count("\n"), error) == (0, 1, "I print what I like\n")
     assert json.loads(printed)
@@ -142,15 +77,14 @@ def planned(*arguments: str) -> tuple[dict[str, Any], str]:
     return plan_action.plan(parse(ArgumentParser(), PlanOptions, arguments))
 
 
-def test_plan_is_a_table_and_one_json_object(here: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", f"{here}:sound", "--batch-size", 30, "--memory", "1MB", "--json"]
+def test_plan_is_a_table_and_one_json_object(here: str, capsys: Any) -> None:
+    arguments = ["plan", f"{here}:make", "--batch-size", 30, "--memory", "1MB", "--json"]
     code, printed, _ = run(capsys, *arguments, "--plot", "memory.svg")
     told = json.loads(printed)
     assert code == 0
     assert Plan.from_json(json.dumps(told["plan"])) == Plan(rows=30, micro_batch=30)
-    assert (
-        max(sum(one["bytes"]) for one in told["ledger"]["moments"]) == told["peak"] <= told["budget"] == 10**6
-    )
+    peak = max(sum(one["bytes"]) for one in told["ledger"]["moments"])
+    assert peak == told["peak"] <= told["budget"] == 10**6
     assert Path("memory.svg").exists()
 
 
@@ -160,16 +94,3 @@ def test_plan_is_a_table_and_one_json_object(here: str, capsys: pytest.CaptureFi
 def test_recompute_is_a_policy_or_a_pattern(here: str, recompute: str, blocks: int) -> None:
     found, _ = planned(f"{here}:net", "--memory", "1MB", "--recompute", recompute)
     assert len(found["plan"]["blocks"]) == blocks
-
-
-def test_samples_precisions_and_no_budget_with_which_nothing_is_chosen(here: str) -> None:
-    free = "--memory", "none", "--batch-size"
-    found, told = planned(f"{here}:with_collate", *free, "7", "--micro-batch", "3")
-    assert (found["budget"], found["plan"]["rows"]) == (None, 7)
-    assert "3, 3, 1 rows" in told
-    whole, _ = planned(f"{here}:net", *free, "64")
-    mixed, _ = planned(f"{here}:net", *free, "64", "--precision", "bf16-mixed")
-    short, told = planned(f"{here}:net", *free, "64", "--precision", "bf16-true")
-    assert "precision    bf16-true" in told
-    assert mixed["plan"]["precision"]["compute"] == "bfloat16"
-    assert short["peak"] < whole["peak"]

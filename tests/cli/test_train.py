@@ -9,75 +9,17 @@ from typing import Any
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
 
-from anybatch.core import parse_bytes
 from anybatch.train import checkpoint
 from tests.cli.test_main import run
 from tests.parallel.inline import Inline
 from tests.parallel.test_server import EndAt
 from tests.snapshots import same
 
-SOURCE = """
-import torch
-from torch import nn
-
-def rows(count=20):
-    x = torch.arange(3.0 * count).view(count, 3).sin()
-    return x, x.sum(1, keepdim=True)
-
-def make():
-    return nn.Linear(3, 1), nn.MSELoss(), rows()
-
-def held_out():
-    return *make(), rows(6)
-
-def drawn():
-    return *make(), (torch.randn(6, 3), torch.randn(6, 1))
-
-def wide():
-    return nn.Sequential(nn.Linear(3, 300), nn.Linear(300, 300), nn.Linear(300, 1)), nn.MSELoss(), rows()
-
-def samples():
-    def collate(many):
-        x = torch.stack([torch.tensor(one) for one in many])
-        return x, x.sum(1, keepdim=True)
-    return *make()[:2], rows()[0].tolist(), collate
-
-def own_optimizer():
-    model, loss, batch = make()
-    return model, loss, batch, torch.optim.Adam(model.parameters(), lr=0.02)
-
-def loader():
-    model, loss, batch = make()
-    return model, loss, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch), batch_size=5)
-
-def without_parameters():
-    return nn.Tanh(), nn.MSELoss(), rows()
-
-def pair():
-    return make()[:2]
-
-def five():
-    return *make(), rows(6), "more"
-
-def without_rows():
-    return nn.Linear(3, 1), nn.MSELoss(), 3
-"""
 FAST = ["--batch-size", "8", "--micro-batch", "3", "--quiet", "--device", "cpu"]
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    name = f"trained_{tmp_path.name}".replace("-", "_")
-    (tmp_path / f"{name}.py").write_text(SOURCE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    return name
-
-
 @pytest.mark.parametrize("function", ["make", "held_out", "samples", "own_optimizer"])
-def test_a_function_is_trained_resumed_and_evaluated(
-    here: str, function: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_function_is_trained_resumed_and_evaluated(here: str, function: str, capsys: Any) -> None:
     options = [*FAST, "--validation", "0.2"] if function != "held_out" else [*FAST, "--optimizer", "sgd"]
     command = ["train", f"{here}:{function}", *options]
     assert run(capsys, *command, "--epochs", 3, "--out", "whole")[0] == 0
@@ -86,13 +28,11 @@ def test_a_function_is_trained_resumed_and_evaluated(
     assert (code, json.loads(printed)["updates"]) == (0, 3 * (3 if function == "held_out" else 2)), error
     whole, parts = (checkpoint.load(Path(name)) for name in ("whole", "parts"))
     assert same(whole.model, parts.model)
-    kinds = {"held_out": "SGD", "own_optimizer": "Adam"}
     assert json.loads(Path("parts/settings.json").read_text())["recipe"] == f"{here}:{function}"
     _, printed, _ = run(capsys, "eval", "whole", "--json")
     assert json.loads(printed)["rows"] == (6 if function == "held_out" else 20)
-    assert whole.progress["config"].get("optimizer") == {"SGD": None, "Adam": None}.get(
-        kinds.get(function, ""), "adamw"
-    )
+    kind = "adamw" if function in ("make", "samples") else None
+    assert whole.progress["config"].get("optimizer") == kind
 
 
 def flows(folder: str) -> dict[int, dict[str, list[float]]]:
@@ -102,7 +42,7 @@ def flows(folder: str) -> dict[int, dict[str, list[float]]]:
 
 
 def test_a_run_records_its_gradient_flow_within_the_budget_and_shows_it(
-    here: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: str, capsys: Any, monkeypatch: Any
 ) -> None:
     """Every tenth update, also after a resume; weights are copied only where the budget has room."""
     command = ["train", f"{here}:make", *FAST, "--memory", "1MB"]
@@ -113,9 +53,7 @@ def test_a_run_records_its_gradient_flow_within_the_budget_and_shows_it(
     assert [*whole] == [*parts] == [1, 11, 21]
     assert {name: parts[21][name] for name in whole[21]} == whole[21]
     assert min(whole[21]["ratio"]) > 0
-    assert (
-        run(capsys, *command[:1], f"{here}:loader", *command[2:], "--epochs", 1)[0] == 0
-    )  # needs no rows first
+    assert run(capsys, "train", f"{here}:loader", *command[2:], "--epochs", 1)[0] == 0  # needs no rows first
     run(capsys, "report", "whole")
     assert '<figure id="flow"' in Path("whole/report.html").read_text()
     for memory, has_ratio in (("2.2MB", False), ("4MB", True)):  # weights of 363 kB
@@ -128,9 +66,7 @@ def test_a_run_records_its_gradient_flow_within_the_budget_and_shows_it(
     assert same(ends[0], ends[2])
 
 
-def test_a_served_run_tells_what_servers_did(
-    here: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_served_run_tells_what_servers_did(here: str, capsys: Any, monkeypatch: Any) -> None:
     """Gradient flow, which only workers could see, is left out."""
     end = EndAt("Worker", "fold", "after", 3)
     monkeypatch.setattr("anybatch.parallel.parameter_server._cluster", lambda *_: Inline(1, end))
@@ -145,23 +81,16 @@ def test_a_served_run_tells_what_servers_did(
     page = Path("run/report.html").read_text()
     assert "<h2>Servers and workers</h2>" in page
     assert '<figure id="flow"' not in page
-    settings = json.loads(Path("run/settings.json").read_text()) | {"rule": "dynsgd"}  # of version 0.2
-    Path("run/settings.json").write_text(json.dumps(settings))
-    code, _, told = run(capsys, "train", "--resume", "run", "--epochs", 3)
-    assert (code, "settings.json: expected options of a run, got 'rule'" in told) == (1, True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["{}:pair"], "['Linear', 'MSELoss']"),
-        (["{}:five"], "'tuple', 'str'"),
         (["{}:without_rows"], "got"),
-        (["{}:nothing"], "'nothing'"),
         (["{}:loader", "--validation", "0.2"], "counted to hold some out, got DataLoader"),
         (["{}:without_parameters"], "got Tanh with none"),
         (["{}:make", "--data", "digits"], "no options of recipes"),
-        (["{}:make", "--width", "3"], "got width"),
         (["{}:own_optimizer", "--lr", "0.1"], "which makes its own, got lr"),
         (["gpt", "--data", "{}.txt"], "{}.txt"),
         (["gpt", "--data", "{}.py", "--block-size", "300"], "ten blocks of 300"),
@@ -169,9 +98,7 @@ def test_a_served_run_tells_what_servers_did(
         (["resnet18", "--norm", "whole", "--micro-batch", "9"], "BatchNorm"),
     ],
 )
-def test_refusals_are_one_message(
-    here: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals_are_one_message(here: str, arguments: list[str], words: str, capsys: Any) -> None:
     options = [argument.format(here) for argument in arguments]
     code, printed, error = run(capsys, "train", *options, "--epochs", 1, "--quiet", "--device", "cpu")
     assert (code, printed) == (1, "")
@@ -179,7 +106,7 @@ def test_refusals_are_one_message(
     assert "Traceback" not in error
 
 
-def test_a_text_model_is_evaluated_on_its_own_text(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_model_is_evaluated_on_its_own_text(here: str, capsys: Any) -> None:
     Path("one.txt").write_text("abcd efgh " * 60)
     Path("two.txt").write_text("abcd efgx " * 60)
     options = ["--block-size", 8, *FAST, "--batch-size", 32, "--epochs", 2, "--out", "run", "--json"]
@@ -194,9 +121,7 @@ def test_a_text_model_is_evaluated_on_its_own_text(here: str, capsys: pytest.Cap
 CONFIG = {"batch_size": 8, "micro_batch": 3, "lr": 0.02, "clip_norm": 9, "device": "cpu", "memory": None}
 
 
-def test_a_config_is_the_run_of_its_flags_and_flags_win(
-    here: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_is_the_run_of_its_flags_and_flags_win(here: str, capsys: Any) -> None:
     given = ["--lr", 0.02, "--clip-norm", 9, "--epochs", 2, "--seed", 3, "--quiet"]
     run(capsys, "train", f"{here}:make", *FAST, *given, "--out", "flags")
     Path("run.json").write_text(json.dumps(CONFIG | {"recipe": f"{here}:make", "seed": 1}))
@@ -222,25 +147,18 @@ def test_a_config_is_the_run_of_its_flags_and_flags_win(
     ("text", "words"),
     [
         ('{"micro-batchs": 3}', "got 'micro-batchs'. Did you mean micro_batch?"),
-        ('{"accumulate_steps": 3}', "got 'accumulate_steps'. Did you mean micro_batch?"),
         ('{"resume": "run"}', "got 'resume'"),
         ('{"lr": "0.1"}', "expected lr to be a number or null, got '0.1'"),
-        ('{"epochs": 2.0}', "expected epochs to be a whole number, got 2.0"),
         ('{"epochs": true}', "expected epochs to be a whole number, got True"),
-        ('{"seed": null}', "expected seed to be a whole number, got None"),
         ('{"data": {"of": 1}}', "expected data to be a text or null"),
         ('{"optimizer": "lion"}', "expected optimizer to be one of sgd, adamw, adam or null, got 'lion'"),
         ('{"lr": -1}', "Expected --lr to be above 0, got -1"),
-        ('{"lr": NaN}', "NaN"),
         ('{"lr": 1, "lr": 2}', "a name twice"),
         ("[1]", "options of a run as JSON or TOML"),
-        ("[" * 10**6, "options of a run as JSON or TOML"),
         ("lr = 0.1", "options of a run as JSON or TOML"),
     ],
 )
-def test_a_config_that_is_wrong_is_told_with_its_key(
-    here: str, capsys: pytest.CaptureFixture[str], text: str, words: str
-) -> None:
+def test_a_config_that_is_wrong_is_told_with_its_key(here: str, capsys: Any, text: str, words: str) -> None:
     Path("run.json").write_text(text)
     code, printed, error = run(capsys, "train", f"{here}:make", "--config", "run.json")
     assert (code, printed, error.count("\n"), Path("runs").exists()) == (1, "", 1, False)
@@ -252,17 +170,12 @@ def test_a_config_that_is_wrong_is_told_with_its_key(
     [
         ("--micro_batch", "got --micro_batch. Did you mean --micro-batch?"),
         ("--accumulate", "got --accumulate. Did you mean --micro-batch?"),
-        ("--gradient-accumulation-steps=4", "Did you mean --micro-batch?"),
         ("--max-grad-norm", "Did you mean --clip-norm?"),
-        ("--nproc-per-node", "Did you mean --ranks?"),
-        ("--output-dir", "Did you mean --out?"),
         ("--batchsize", "Did you mean --batch-size?"),
         ("--zzz", "Known are --json, "),
     ],
 )
-def test_an_unknown_flag_is_told_the_right_one(
-    here: str, capsys: pytest.CaptureFixture[str], flag: str, words: str
-) -> None:
+def test_an_unknown_flag_is_told_the_right_one(here: str, capsys: Any, flag: str, words: str) -> None:
     code, printed, error = run(capsys, "train", f"{here}:make", flag, "8", "--json")
     assert (code, json.loads(printed)["error"] in error, words in error) == (1, True, True)
 
@@ -272,44 +185,3 @@ def test_help_imports_no_torch() -> None:
     code += "try: main()\nexcept SystemExit: sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, "train a recipe" in done.stdout) == (0, True), done.stderr
-
-
-def test_a_run_that_cannot_begin_leaves_no_folder(here: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--width", 4, "--norm", "whole", "--micro-batch", 16, "--out", "run"]
-    code, _, error = run(capsys, "train", "resnet18", *options)
-    assert (code, "BatchNorm" in error, Path("run").exists()) == (1, True, False)
-
-
-LEARNED = 0.1  # of the first loss at least is gone at the end; a budget may cost a tenth of what was learned
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "options", "more", "budget"), [
-    ("resnet18", ["--width", 4, "--batch-size", 128], ["--epochs", 4, "--lr", 0.02], "18MiB"),
-    ("bert", ["--batch-size", 64, "--block-size", 32], ["--epochs", 3], "20MiB"),
-    ("gpt", ["--batch-size", 64, "--block-size", 32], ["--epochs", 1], "36MiB"),
-])  # fmt: skip
-def test_within_half_of_its_peak_a_recipe_learns_as_without_a_budget(
-    here: str,
-    recipe: str,
-    options: list[Any],
-    more: list[Any],
-    budget: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    if recipe == "bert":
-        pytest.importorskip("transformers")
-    _, printed, _ = run(capsys, "plan", recipe, *options, "--memory", "none", "--json")
-    assert parse_bytes(budget) < json.loads(printed)["peak"] / 2
-    losses: list[float] = []
-    for name, memory in (("plain", []), ("within", ["--memory", budget])):
-        said = [*options, *more, *memory, "--out", name, "--quiet", "--json"]
-        code, printed, error = run(capsys, "train", recipe, *said)
-        assert code == 0, error
-        losses.append(json.loads(printed)["loss"])
-    steps = [json.loads(line) for line in Path("plain", "log.jsonl").read_text().splitlines()]
-    first = next(step["loss"] for step in steps if step["event"] == "step")
-    assert losses[0] < (1 - LEARNED) * first
-    assert losses[1] - losses[0] < LEARNED * (first - losses[0])
-    assert run(capsys, "report", "within")[0] == 0
-    assert "budget of a step" in Path("within", "report.html").read_text()

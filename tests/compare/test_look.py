@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core.errors import LossError
-from anybatch.memory.meter import Meter
-from tests.corpus.case import layer
 from tests.options import flat
 from tests.snapshots import assert_same, same_as_before, snapshot
 from tests.zoo import Made, Perceptron, dropout
@@ -35,15 +33,6 @@ def step_on(model: nn.Module, loss: Any, batch: Any, micro_batch: int = 4, **opt
     return step, step(batch)
 
 
-def look(loss: Any, *, model: nn.Module | None = None, batch: Any = None, **options: Any) -> None:
-    step_on(Perceptron(4, 3) if model is None else model, loss, batch or make_batch(), **options)
-
-
-def by_labels(model: nn.Module, micro: Any) -> ab.Total:
-    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="sum")
-    return ab.Total(losses, (micro[1] != -100).sum())
-
-
 def by_rows(model: nn.Module, micro: Any) -> ab.Total:
     return ab.Total(F.cross_entropy(model(micro[0]), micro[1]) * len(micro[0]), len(micro[0]))
 
@@ -62,41 +51,12 @@ def broadcast(model: nn.Module, micro: Any) -> ab.Total:
 def test_a_wrong_weight_is_refused_where_the_batch_is_cut(loss: Any, micro_batch: int) -> None:
     model, batch = Perceptron(4, 3), make_batch()
     step = make(model, loss, micro_batch)
-    words = rf"{loss.__name__} for every split.*check=False"
     for _ in range(2):  # and it stays refused
-        with same_as_before(step), pytest.raises(LossError, match=words):
+        told = rf"{loss.__name__} for every split.*check=False"
+        with same_as_before(step), pytest.raises(LossError, match=told):
             step(batch)
     for allowed in ({"micro_batch": None}, {"check": False}):
         assert make(model, loss, **allowed)(make_batch(12)).updated
-
-
-def collate_boxes(samples: list[Any]) -> Any:
-    """Stack images; concatenate their boxes, of which an image may have none."""
-    places = torch.cat([torch.full((len(boxes),), place) for place, (_, boxes) in enumerate(samples)])
-    return torch.stack([x for x, _ in samples]), torch.cat([boxes for _, boxes in samples]), places
-
-
-def of_boxes(model: nn.Module, micro: Any) -> ab.Total:
-    x, boxes, places = micro
-    return ab.Total((model(x)[places] - boxes).square().sum(), len(boxes))
-
-
-@pytest.mark.parametrize("options", [{}, {"order": "length"}, {"micro_batch": None, "memory": "1GiB"}])
-def test_samples_with_an_empty_tensor_are_looked_at(options: dict[str, Any]) -> None:
-    samples = [(torch.randn(4), torch.rand(row % 3, 3)) for row in range(ROWS)]
-    step = make(Perceptron(4, 3), of_boxes, collate=collate_boxes, **options)
-    assert step(samples).checked
-    assert ab.check(Perceptron(4, 3), of_boxes, samples[:4], collate=collate_boxes).exact
-
-
-@pytest.mark.parametrize("options", [{"memory": "64MB"}, {"micro_batch": 4}])
-def test_it_adds_nothing_to_gradients_of_the_batch(options: Any) -> None:
-    model = nn.Linear(3, 2)
-    x, target = torch.randn(16, 3, requires_grad=True), torch.randint(2, (16,))
-    (expected,) = torch.autograd.grad(F.cross_entropy(model(x), target), [x])
-    make(model, nn.CrossEntropyLoss(), **{"micro_batch": None} | options)((x, target))
-    assert x.grad is not None
-    assert torch.allclose(x.grad, expected)
 
 
 def test_it_changes_nothing() -> None:
@@ -121,50 +81,6 @@ def test_it_changes_nothing() -> None:
     assert_same(*found)
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 5, 10])
-@pytest.mark.parametrize(("room", "most"), [(1 << 30, 8), (1, 0)])
-def test_eight_rows_go_through_together_if_they_fit(
-    micro_batch: int, room: int, most: int, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("anybatch.compare.look.parse_memory", lambda *_: room)
-    for way in ("whole", "refuse"):
-        monkeypatch.setattr(f"anybatch.compare.Witness.{way}", lambda *_: None)
-
-    def loss(model: nn.Module, micro: Tensor) -> ab.Total:
-        print(len(micro))  # a list would be put back
-        return ab.Total(model(micro).square().sum(), len(micro))
-
-    step, report = step_on(nn.Linear(4, 1), loss, torch.randn(20, 4), micro_batch=micro_batch)
-    looked = [*map(int, capsys.readouterr().out.split())][: -report.micro_batches]
-    assert max(looked) == (most or max(2, min(8, micro_batch + (micro_batch == 2))))
-    looks = []
-    for _ in range(7):
-        again = step(torch.randn(20, 4))
-        looks.append(len(capsys.readouterr().out.split()) > again.micro_batches)
-    assert looks == [True, False, True, False, False, False, True]  # updates 2, 4 and 8
-
-
-def test_a_hook_on_a_parameter_is_named_as_a_cause() -> None:
-    model = Perceptron(4, 3)
-    name, weight = next(iter(model.named_parameters()))
-    weight.register_hook(lambda gradient: gradient / gradient.norm())
-    with pytest.raises(LossError, match=rf"a hook on '{name}' changes the gradient of each micro-batch"):
-        look(by_labels, model=model)
-
-
-def test_it_keeps_little() -> None:
-    """Of two sets of gradients only a sketch of one is kept, beside what a micro-batch takes."""
-    model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
-    batch = torch.randn(16, 256), torch.randn(16, 256)
-    peaks = []
-    for check in (True, False):
-        step = make(model, nn.MSELoss(), 8, check=check)
-        with Meter(model) as meter:
-            step(batch)
-        peaks.append(meter.peak - meter.held)
-    assert peaks[0] < 1.2 * peaks[1]
-
-
 def by_numbers(out: Tensor, numbers: Tensor) -> Tensor:
     return F.cross_entropy(out @ out.T, numbers)
 
@@ -180,9 +96,5 @@ def test_targets_that_number_the_rows_number_those_that_are_compared(numbers: Te
     batch, loss = (torch.randn(40, 4), numbers), ab.WholeBatch(by_numbers)
     assert make(Perceptron(4, 3), loss, **options)(batch).checked
     with pytest.raises(LossError, match="Rows affect"):
-        look(
-            loss,
-            batch=batch,
-            model=nn.Sequential(layer("Meeting", lambda x: x - x.mean(0)), Perceptron(4, 3)),
-        )
+        make(Made(lambda self, x: self.of(x - x.mean(0)), of=Perceptron(4, 3)), loss)(batch)
     assert ab.check(Perceptron(4, 3), loss, batch, rows=8).exact

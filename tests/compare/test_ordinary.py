@@ -10,15 +10,6 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core.errors import LossError
 
-CALLS = 0
-pytestmark = pytest.mark.filterwarnings("error")
-
-
-class Counted:
-    """A class whose attribute a loss moves."""
-
-    calls = 0
-
 
 def batch(rows: int = 24) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 8), torch.randint(3, (rows,))
@@ -55,16 +46,3 @@ def test_large_values_that_cancel_in_the_mean_are_rounding(check: Any) -> None:
         returns = 1000 * torch.randn(64)
         made = step(nn.Linear(8, 3), ab.ModelLoss(call=surrogate), options=ab.Options(check=check))
         assert made((*batch(64), returns - returns.mean())).compared == 1
-
-
-def test_global_names_and_attributes_of_classes_are_put_back() -> None:
-    def loss(model: nn.Module, rows: Any) -> ab.Total:
-        global CALLS
-        CALLS += 1
-        Counted.calls += 1
-        return ab.Total(F.cross_entropy(model(rows[0]), rows[1], reduction="sum"), len(rows[0]))
-
-    before, made = (CALLS, Counted.calls), step(nn.Linear(8, 3), loss)
-    for _ in range(4):
-        made(batch())
-    assert (CALLS - before[0], Counted.calls - before[1]) == (24, 24)

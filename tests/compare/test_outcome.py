@@ -16,14 +16,11 @@ from tests.zoo import Made
 
 def outcome(gradient: float, loss: float = 1.0, **more: Any) -> Any:
     """An outcome of one weight in float32, or of `more` than one."""
-    gradients = {"weight": torch.tensor([gradient, 0.0])} | {
-        key: torch.tensor(one) for key, one in more.items()
-    }
+    gradients = {"weight": torch.tensor([gradient, 0.0])} | {k: torch.tensor(v) for k, v in more.items()}
     size = math.hypot(*[one.norm().item() for one in gradients.values()])
     report = SimpleNamespace(loss=loss, terms={"loss": loss})
-    return SimpleNamespace(
-        gradient=gradients, size=size, scale=abs(loss), report=report, rows=8, dtypes={torch.float32}
-    )
+    given: Any = {"gradient": gradients, "size": size, "scale": abs(loss), "report": report}
+    return SimpleNamespace(**given, rows=8, dtypes={torch.float32})
 
 
 def test_distance_is_relative_to_the_reference_or_to_a_larger_part() -> None:

@@ -22,33 +22,20 @@ Vectors = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
-    """What goes into a step or the self-test, and what must come out.
-
-    Attributes:
-        model, loss, collate: as for `ab.Step`; the loss may also return a bare mean.
-        batch: as for `ab.Step`, or a function of the update's number.
-        change: called with model, loss and the update's number before it.
-        options: of the step.
-        doors: through which the case is played.
-        kinds: kinds of findings of which the self-test must make one.
-        culprit: a pattern that the culprit or the text of such a finding must match.
-        says: a pattern of what a door says, if it is not exact.
-        is_warned: a door warns although the case is sound, because it cannot replay the numbers drawn.
-        dtype: in which the case can be run; float32 where the user's own code holds on to it.
-    """
+    """What goes into a step or the self-test, and what must come out."""
 
     model: nn.Module
-    loss: Any
-    batch: Any
+    loss: Any  # it may also return a bare mean
+    batch: Any  # or a function of the update's number
     collate: Collate | None = None
-    change: Callable[[Any, Any, int], None] = lambda model, loss, update: None
+    change: Callable[[Any, Any, int], None] = lambda model, loss, update: None  # before each update
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     doors: tuple[str, ...] = DOORS
-    kinds: frozenset[str] = frozenset()
-    culprit: str = ""
-    says: str = ""
-    is_warned: bool = False
-    dtype: torch.dtype = torch.float64
+    kinds: frozenset[str] = frozenset()  # of findings, of which the self-test must make one
+    culprit: str = ""  # a pattern for the culprit or the text of such a finding
+    says: str = ""  # a pattern for what a door says, if it is not exact
+    is_warned: bool = False  # although it is sound, because numbers that are drawn cannot be replayed
+    dtype: torch.dtype = torch.float64  # float32 where the user's own code holds on to it
 
     def rows_of(self, update: int) -> Any:
         return self.batch(update) if callable(self.batch) else self.batch
@@ -72,28 +59,15 @@ class Corpus(dict[str, Make]):
 
             self[name] = seeded
 
-    def loss(
-        self,
-        kinds: str = "",
-        culprit: str = "",
-        says: str = "",
-        *,
-        model: Callable[[], nn.Module] = lambda: mlp(),
-        batch: Callable[[], Any] = lambda: vectors(),
-        name: str = "",
-        **more: Any,
-    ) -> Callable[[Any], Any]:
-        """A decorator: the function is the loss of a case of its name, or another."""
+    def loss(self, *told: str, model: Any = None, batch: Any = None, name: str = "", **more: Any) -> Any:
+        """A decorator: the function is the loss of a case of its name, or another; `told` as in `of`."""
 
         def add(function: Any) -> Any:
-            make = lambda: Case(model=model(), loss=function, batch=batch(), **more)  # noqa: E731
-            self.of(kinds, culprit, says, **{name or function.__name__: make})
+            make = lambda: Case(model=(model or mlp)(), loss=function, batch=(batch or vectors)(), **more)  # noqa: E731
+            self.of(*told, **{name or function.__name__: make})
             return function
 
         return add
-
-
-# ---- rows
 
 
 def vectors(*shape: int, rows: int = ROWS) -> Vectors:
@@ -133,9 +107,6 @@ def padded_sentences(lengths: Sequence[int] = LENGTHS) -> Batch:
     return pad(sentences(lengths))
 
 
-# ---- models and losses that several cases share
-
-
 def layer(name: str, forward: Callable[..., Any], **parts: Any) -> nn.Module:
     """A module of a class of this name that computes a function: of itself, too, if it has parts."""
     made = type(name, (nn.Module,), {"forward": forward if parts else lambda self, x: forward(x)})()
@@ -164,10 +135,7 @@ def words(forward: Any, outputs: int = WORDS, *, width: int = WIDTH, **layers: A
 
 
 class Experts(nn.Module):
-    """Each row goes to one expert, which sees any number of them; those for which there is no room pass by.
-
-    What an expert draws has as many lines as rows were sent to it.
-    """
+    """Each row goes to one expert, which sees any number of them; without room it passes by."""
 
     def __init__(self, count: int, *, room: float = 1.0, least: int = 1, dropout: float = 0.0) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
+# ruff: noqa: F405  (what cases are made of)
 """Faults: rows meet, places, calls or padding matter, gradients or rows get lost, losses divide wrongly."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,39 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
-from tests import zoo
-from tests.corpus.case import (
-    CLASSES,
-    FEATURES,
-    WIDTH,
-    Batch,
-    Case,
-    Corpus,
-    Experts,
-    Vectors,
-    classifier,
-    collated,
-    columns,
-    each,
-    features,
-    layer,
-    mlp,
-    pad,
-    padded_sentences,
-    regression,
-    sentences,
-    summed,
-    tag_loss,
-    tagger,
-    tensors,
-    topic_loss,
-    vectors,
-    words,
-)
+from tests.corpus.case import *  # noqa: F403
 
 FAULTS, AT_DOORS = Corpus(), Corpus()  # AT_DOORS: nothing that the self-test has to see
-
-# ---- rows meet
 
 
 def across_rows() -> Case:
@@ -62,24 +32,6 @@ def crowded() -> nn.Module:
     return experts
 
 
-def before(forward: Any, **more: Any) -> Case:
-    case = classifier(**more)
-    return replace(case, model=nn.Sequential(layer("Meeting", forward), case.model))
-
-
-def marked(x: Tensor) -> Tensor:
-    """Rows meet behind a switch that only leaves have."""
-    if x.requires_grad and not x.is_leaf:
-        raise RuntimeError("you can only change requires_grad flags of leaf variables")
-    x.requires_grad = True
-    return x - x.mean(0)
-
-
-def with_a_twin() -> Vectors:
-    x, y = vectors()
-    return x.index_copy(0, torch.tensor([5]), x[:1]), y
-
-
 def between(forward: Callable[[Tensor], Tensor]) -> Any:
     return lambda: classifier(layer("Meeting", forward), nn.Linear(6, 6), nn.Tanh())
 
@@ -87,17 +39,11 @@ def between(forward: Callable[[Tensor], Tensor]) -> Any:
 FAULTS.of(
     "meeting", r"Meeting[^$]*[17] other rows of 8 change", "Rows affect",
     a_row_in_the_middle_leads=between(lambda x: x + x[len(x) // 2]),
-    rows_that_look_for_their_like=lambda: before(
-        lambda x: x * (x[:, None] == x).all(2).sum(1, keepdim=True), batch=with_a_twin()
-    ),
-    inputs_that_ask_for_gradients=lambda: before(marked, doors=()),
 )  # fmt: skip
 FAULTS.of(
     "meeting", "BatchNorm1d",
     # `eval()` does not help here: there is nothing to use but the batch.
-    batch_norm_without_running_statistics=lambda: classifier(
-        nn.BatchNorm1d(6, track_running_stats=False).eval()
-    ),
+    batch_norm_without_statistics=lambda: classifier(nn.BatchNorm1d(6, track_running_stats=False).eval()),
     batch_norm_before_dropout=lambda: classifier(nn.BatchNorm1d(6), nn.Dropout(0.4)),
 )  # fmt: skip
 FAULTS.of(
@@ -113,16 +59,12 @@ FAULTS.of(
     "meeting, position", "Experts|Mixup",
     router_with_capacity=lambda: classifier(crowded()),
     # Each row is mixed with another, chosen at random.
-    rows_mixed_at_random=lambda: regression(
-        layer("Mixup", lambda x: 0.7 * x + 0.3 * x[torch.randperm(len(x))])
-    ),
+    mixed_at_random=lambda: regression(layer("Mixup", lambda x: 0.7 * x + 0.3 * x[torch.randperm(len(x))])),
 )  # fmt: skip
 FAULTS.of(
     "meeting, unexplained", "Share",
     divided_by_the_number_of_rows=lambda: regression(layer("Share", lambda x: x / len(x))),
 )  # fmt: skip
-
-# ---- by position
 
 
 def masked_by_a_seed(self: Any, x: Tensor) -> Tensor:
@@ -137,16 +79,12 @@ def reseeded(x: Tensor) -> Tensor:
 
 FAULTS.of(
     "position", "Own|from NumPy",
-    dropout_from_a_seed_of_its_own=lambda: classifier(
-        layer("Own", masked_by_a_seed, generator=torch.Generator())
-    ),
+    dropout_of_own_seed=lambda: classifier(layer("Own", masked_by_a_seed, generator=torch.Generator())),
     global_seed_set_in_forward=lambda: classifier(layer("Own", reseeded), doors=()),
     noise_from_numpy=lambda: classifier(
         layer("Noise", lambda x: x + torch.as_tensor(np.random.rand(*x.shape), dtype=x.dtype))
     ),
 )  # fmt: skip
-
-# ---- state
 
 
 def keeping(rule: Any, **state: Any) -> Case:
@@ -164,13 +102,6 @@ def queueing(self: Any, x: Tensor) -> Tensor:
     return x * self.queue
 
 
-def fading(self: Any, x: Tensor) -> Tensor:
-    """The same numbers, whose gradient depends on earlier calls."""
-    level = self.level
-    self.level = 0.9 * level
-    return x.detach() + (x - x.detach()) * level
-
-
 def spectral_norm_in_training() -> Case:
     """One power iteration for each call in training mode, on a weight that has just been updated."""
     norm = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
@@ -186,36 +117,22 @@ FAULTS.of(
     spectral_norm_in_training=spectral_norm_in_training,
 )  # fmt: skip
 
-# ---- without gradient, without output
-
-
-def half_detached(x: Tensor) -> Tensor:
-    """Trains on the second half of its rows only: one forgot that both halves are fresh."""
-    half = len(x) // 2
-    return torch.cat([x[:half].detach(), x[half:]])
-
-
-class Bent(torch.autograd.Function):
-    """The identity, with another backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bend: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.bend = bend
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.bend(gradients[0]), None
-
 
 def bent(bend: Callable[[Tensor], Tensor]) -> nn.Module:
-    return layer("Bent", lambda x: Bent.apply(x, bend))
+    """The identity, with another backward."""
+
+    def forward(x: Tensor) -> Tensor:
+        out = x.clone()
+        if out.requires_grad:
+            out.register_hook(bend)
+        return out
+
+    return layer("Bent", forward)
 
 
 FAULTS.of(
     "unexplained",
-    gradient_fades=lambda: keeping(fading, level=torch.ones(())),
-    first_half_detached=between(half_detached),
+    first_half_detached=between(lambda x: torch.cat([x[: len(x) // 2].detach(), x[len(x) // 2 :]])),
     # Rows meet in backward alone.
     gradient_normalised_over_the_rows=lambda: classifier(bent(lambda g: g / (g.norm() + 1e-8))),
     gradient_of_the_mean_row=lambda: classifier(bent(lambda g: g - g.mean(0))),
@@ -226,9 +143,6 @@ FAULTS.of(
 def odd_row_dropped_by_the_model(model: nn.Module, micro: Vectors) -> ab.Total:
     losses = model(micro[0]).square().sum(1) + 1
     return ab.Total(losses.sum(), losses.numel())
-
-
-# ---- what fills short rows up is seen by the rest
 
 
 def attention() -> nn.Module:
@@ -253,8 +167,6 @@ FAULTS.of(
     last_state_after_padding=lambda: collated(last_state(), topic_loss),
 )  # fmt: skip
 
-# ---- losses
-
 IN_THE_LOSS = r"\A.*loss"  # the culprit itself, not only the sentence about it
 
 
@@ -278,31 +190,6 @@ FAULTS.of(
         model=mlp(nn.Dropout(0.3)), loss=lambda model, micro: each(model, micro).mean(), batch=vectors()
     ),
 )  # fmt: skip
-
-
-@FAULTS.loss("denominator", IN_THE_LOSS, model=tagger, batch=sentences, collate=pad)
-def divided_by_the_longest_row(model: nn.Module, micro: Batch) -> ab.Total:
-    logits, labels = model(micro["input_ids"]).flatten(0, 1), micro["labels"]
-    return ab.Total(F.cross_entropy(logits, labels.flatten(), reduction="sum"), labels.shape[1])
-
-
-KNOWN = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 1], [0, 1, 0], [1, 0, 0], [0, 0, 1], [1, 1, 1], [0, 1, 0]])
-
-
-@FAULTS.loss(
-    "denominator", "mask", model=lambda: mlp(outputs=3),
-    batch=lambda: features(y=torch.rand(8, 3).round(), label_mask=KNOWN.to(torch.get_default_dtype())),
-)  # fmt: skip
-def masked_bce_mean(model: nn.Module, micro: Batch) -> ab.Total:
-    losses = F.binary_cross_entropy_with_logits(model(micro["x"]), micro["y"], reduction="none")
-    mean = (losses * micro["label_mask"]).sum() / micro["label_mask"].sum().clamp(min=1)
-    return ab.Total(mean * len(losses), len(losses))
-
-
-@FAULTS.loss("denominator, meeting, unexplained", IN_THE_LOSS, model=tagger, batch=padded_sentences)
-def two_means_added(model: nn.Module, micro: Batch) -> Tensor:
-    """No single denominator is right: one mean is over tokens, the other over rows."""
-    return token_mean(model, micro) + model(micro["input_ids"]).mean(dim=(1, 2)).square().mean()
 
 
 @FAULTS.loss("meeting", r"\A.*(loss|in_batch)", batch=lambda: features(text=torch.randn(8, FEATURES)))
@@ -331,8 +218,6 @@ def gradient_penalty_of_a_mean(model: nn.Module, micro: Any) -> ab.Total:
     return ab.Total((slope.norm(dim=1) - 1).square().sum(), len(x))
 
 
-# ---- wrong from more rows on than are compared
-
 of_many: Any = partial(FAULTS.loss, batch=lambda: columns(40))
 
 
@@ -352,74 +237,26 @@ FAULTS.of(room_for_8_rows_at_least=lambda: classifier(Experts(2, room=0.25, leas
 
 
 @of_many()
-def info_nce_in_small_parts(model: nn.Module, batch: Vectors) -> ab.Total:
-    scores = model(batch[0]) @ batch[2].T
-    return ab.Total(F.cross_entropy(scores, torch.arange(len(scores)), reduction="sum"), len(scores))
-
-
-@of_many()
 def class_balance(model: nn.Module, batch: Vectors) -> ab.Total:
     weight = (1 / torch.bincount(batch[1], minlength=4).clamp(min=1))[batch[1]].to(batch[0])
     return ab.Total((each(model, batch) * weight).sum(), weight.sum())
 
-
-# ---- backward is not linear: seen where the end divides
 
 BENDS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda g: g.clamp(-2e-3, 2e-3),
     "sign": lambda g: g.sign() * 1e-3,
     "norm of a row": lambda g: g / (1e-3 + g.norm(dim=-1, keepdim=True)),
     "8 bits": lambda g: (g * 2**13).round() / 2**13,
-    "clamp by a hook": lambda g: g.clamp(-2e-3, 2e-3),
 }
 
 
-def bending(name: str, doors: tuple[str, ...], **options: Any) -> Case:
-    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(BENDS[name])
-
-    case = classifier(*() if "hook" in name else [bent(BENDS[name])], options=options, doors=doors)
-    if "hook" in name:
-        case.model[0].register_forward_hook(hook)
-    return case
+def bending(name: str, *doors: str, **options: Any) -> Case:
+    return classifier(bent(BENDS[name]), options=options, doors=doors)
 
 
-for bend in BENDS:
-    late = partial(bending, bend, ("step", "batch_loss"), non_finite="drop")
-    AT_DOORS.of("", "", "not linear", **{bend: partial(bending, bend, ("window",)), f"{bend}, drop": late})
-
-
-# ---- both sides of a comparison are alike
-
-
-def chunked(*, data: bool = False) -> nn.Module:
-    """A product whose parts are changed in place, as kernels of torch do."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        left, right = self.inner(x).unsafe_chunk(2, 1)
-        if data:
-            left.data.add_(right.data)
-            return left.sin()
-        return left.add_(right).sin()
-
-    return nn.Sequential(layer("Chunked", forward, inner=nn.Linear(6, 12)), nn.Linear(6, CLASSES))
-
-
-def selective(model: nn.Module, part: str, *shape: int) -> Case:
-    options = {"recompute": {part: "selective"}}
-    return Case(model=model, loss=nn.CrossEntropyLoss(), batch=vectors(*shape), options=options)
-
-
-AT_DOORS.of(
-    **{
-        "selective GRU": lambda: selective(zoo.recurrence(kind=nn.GRU), "body", 5, FEATURES),
-        "selective chunks": lambda: selective(chunked(), "0"),
-        "selective .data": lambda: selective(chunked(data=True), "0"),
-    }
-)
-
-# ---- a center that moves, a loss that draws and mixes
+for bend in BENDS:  # seen where the end divides
+    late = partial(bending, bend, "step", "batch_loss", non_finite="drop")
+    AT_DOORS.of("", "", "not linear", **{bend: partial(bending, bend, "window"), f"{bend}, drop": late})
 
 
 def centred() -> Case:
@@ -444,28 +281,20 @@ def mixup(model: nn.Module, batch: Vectors) -> ab.Total:
     return ab.Total((out - batch[2]).square().mean(1).sum(), len(other))
 
 
-@of_many("", "", "draws random numbers")
-def random_negatives(model: nn.Module, batch: Vectors) -> ab.Total:
-    out = model(batch[0])
-    other = out[torch.randint(len(out), (len(out),))]
-    return ab.Total(F.softplus((out * other).sum(1) - (out * batch[2]).sum(1)).sum(), len(out))
+@of_many("denominator", r"batch\[3\]|micro\[3\]", "Rows affect")
+def masked_mean(model: nn.Module, batch: Vectors) -> ab.Total:
+    return ab.Total((each(model, batch) * batch[3]).sum() / batch[3].sum() * len(batch[3]), len(batch[3]))
 
 
 @of_many("", "", "Rows affect")
 def noisy_and_wrong(model: nn.Module, batch: Vectors) -> ab.Total:
-    losses = each(model, (batch[0] + 1e-6 * torch.randn_like(batch[0]), batch[1]))
-    return ab.Total((losses * batch[3]).sum() / batch[3].sum() * len(losses), len(losses))
+    return masked_mean(model, (batch[0] + 1e-6 * torch.randn_like(batch[0]), *batch[1:]))
 
 
-def figure(value: Callable[[nn.Module, Vectors], Tensor]) -> Any:
-    return lambda: Case(model=mlp(), loss=ab.ModelLoss(call=value), batch=columns())
-
-
-# In the first two the gradient is right, and the value of the loss is not.
+# In the first the gradient is right, and the value of the loss is not.
 AT_DOORS.of(
-    constant_added=figure(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]) + 3),
-    constant_and_mean=figure(
-        lambda model, batch: 2 - 2 * F.cosine_similarity(model(batch[0]), batch[2]).mean()
+    constant_added=lambda: Case(
+        model=mlp(), loss=ab.ModelLoss(call=lambda m, b: F.cross_entropy(m(b[0]), b[1]) + 3), batch=columns()
     ),
     # That of the update before is dropped after the window was filled.
     gradient_dropped_late=lambda: classifier(doors=("batch_loss window",)),

@@ -1,7 +1,6 @@
 """Cases that are exact until an update from which rows meet or weights are wrong."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
-from tests.corpus.case import Case, Vectors, columns, each, layer, mlp
-from tests.corpus.faults import first_16
+from tests.corpus.case import Case, Vectors, columns, layer, mlp
+from tests.corpus.faults import first_16, masked_mean
 from tests.zoo import WORDS, Perceptron, Transformer
 
 LATER: dict[str, Callable[[int], Case]] = {}  # called with the update from which it is wrong
@@ -22,11 +21,11 @@ class Ramp:
     """Cross entropy plus a term in which rows meet, by attributes that change."""
 
     def __init__(self) -> None:
-        self.weight, self.mode, self.count, self.is_on = 0.0, "plain", 0, False
+        self.weight, self.mode, self.count = 0.0, "plain", 0
 
     def __call__(self, model: nn.Module, batch: Vectors) -> ab.Total:
         out, rows = model(batch[0]), len(batch[0])
-        share = self.weight or float(self.is_on or self.mode == "contrast" or self.count > 0)
+        share = self.weight or float(self.mode == "contrast" or self.count > 0)
         meet = out.mean(0).square().sum() * rows if share else 0.0
         return ab.Total(F.cross_entropy(out, batch[1], reduction="sum") + share * meet, rows)
 
@@ -84,37 +83,14 @@ def from_then(column: int, value: float, loss: Any) -> Callable[[int], Case]:
     return make
 
 
-def labelled(model: nn.Module, batch: Vectors, ignored: int = -100) -> ab.Total:
-    losses = F.cross_entropy(model(batch[0]), batch[1], ignore_index=ignored)
-    return ab.Total(losses * len(batch[0]), len(batch[0]))
-
-
-def masked(model: nn.Module, batch: Vectors) -> ab.Total:
-    return ab.Total((each(model, batch) * batch[3]).sum() / batch[3].sum() * len(batch[3]), len(batch[3]))
+def labelled(model: nn.Module, batch: Vectors) -> ab.Total:
+    return ab.Total(F.cross_entropy(model(batch[0]), batch[1]) * len(batch[0]), len(batch[0]))
 
 
 def of_padding(model: nn.Module, batch: Vectors) -> ab.Total:
     scores = model(batch[0][:, :-1])
     losses = F.cross_entropy(scores, batch[0][:, 1:], reduction="none", ignore_index=0)
     return ab.Total(losses.mean() * len(losses), len(losses))
-
-
-def kinds(model: nn.Module, batch: Vectors) -> ab.Total:
-    out = model(batch[0])
-    return ab.Total(
-        out.square().sum() + len(out) * (batch[3].max() > 5) * out.mean(0).square().sum(), len(out)
-    )
-
-
-def growing(start: int, rows: int, kind: float = 1.0) -> Callable[[int], Vectors]:
-    """More rows from then on, which an `add` of a window does not see."""
-
-    def batch(update: int) -> Vectors:
-        made = columns(60 if update >= start else rows)
-        made[3].fill_(kind if update >= start else 1.0)
-        return made
-
-    return batch
 
 
 def padded(start: int) -> Case:
@@ -132,20 +108,18 @@ def set_on(name: str, value: Any, *, model: bool = False) -> Callable[[int], Cas
 
 LATER["coefficient"] = set_on("weight", 0.3)
 LATER["string"] = set_on("mode", "contrast")
-LATER["flag"] = set_on("is_on", True)
 LATER["attribute of the model"] = set_on("share", 0.2, model=True)
 LATER["mode of a layer"] = changing(lambda model, loss, wrong: model.inner.train())
 LATER["table of a module"] = changing(table)
 LATER["first ignored label"] = from_then(1, -100, labelled)
-LATER["first ignored label 0"] = from_then(1, 0, partial(labelled, ignored=0))
-LATER["first zero of a mask"] = from_then(3, 0, masked)
+LATER["first zero of a mask"] = from_then(3, 0, masked_mean)
 LATER["padding by collate"] = padded
-LATER["more rows of another kind"] = lambda start: Case(
-    model=Perceptron(), loss=kinds, batch=growing(start, 40, kind=9.0), doors=("step", "batch_loss")
-)
 AT_ONCE.update(LATER)
 LATER["more rows"] = lambda start: Case(
-    model=Perceptron(), loss=first_16, batch=growing(start, 16), doors=("step", "batch_loss")
+    model=Perceptron(),
+    loss=first_16,
+    batch=lambda update: columns(60 if update >= start else 16),
+    doors=("step", "batch_loss"),
 )
 LATER["ramp"] = changing(lambda model, loss, wrong: setattr(loss, "weight", 0.02 * wrong))
 LATER["counter"] = changing(lambda model, loss, wrong: setattr(loss, "count", wrong))

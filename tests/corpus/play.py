@@ -58,9 +58,13 @@ def whole(loss: Any, model: nn.Module, batch: Any) -> Tensor:
         return (values * weights).sum() / weights.expand_as(values).sum()
     found = loss(model, batch)
     totals: Iterable[Any] = found.values() if isinstance(found, Mapping) else [found]
-    return torch.stack(
-        [one if isinstance(one, Tensor) else torch.as_tensor(one.sum / one.weight) for one in totals]
-    ).sum()
+    values = [one if isinstance(one, Tensor) else torch.as_tensor(one.sum / one.weight) for one in totals]
+    return torch.stack(values).sum()
+
+
+def trained(model: nn.Module, loss: Any) -> list[Tensor]:
+    every = [*model.parameters(), *module_of(loss).parameters()]
+    return [one for one in every if one.requires_grad]
 
 
 class Played:
@@ -68,18 +72,10 @@ class Played:
 
     def __init__(self, case: Case, door: str, micro: Any) -> None:
         self.case, self.door, self.micro, self.noted = case, door, micro, ""
-        self.parameters = [
-            one
-            for module in (case.model, module_of(case.loss))
-            for one in module.parameters()
-            if one.requires_grad
-        ]
+        self.parameters = trained(case.model, case.loss)
         self.optimizer = torch.optim.SGD(self.parameters, lr=RATE)
-        keywords: dict[str, Any] = {
-            "micro_batch": None if "window" in door else micro,
-            "collate": case.collate,
-            "options": ab.Options(**case.options),
-        }
+        keywords: dict[str, Any] = {"collate": case.collate, "options": ab.Options(**case.options)}
+        keywords["micro_batch"] = None if "window" in door else micro
         if door.startswith("batch_loss"):
             self.step: Any = ab.BatchLoss(case.model, case.loss, **keywords)
         else:
@@ -94,8 +90,7 @@ class Played:
     def truth(self, batch: Any) -> tuple[list[Tensor], float]:
         """Gradients and value of one plain backward on copies; random streams stay where they are."""
         model, loss = copy.deepcopy((self.case.model, self.case.loss))
-        held = [one for module in (model, module_of(loss)) for one in module.parameters()]
-        held = [one for one in held if one.requires_grad]
+        held = trained(model, loss)
         for one in held:
             one.grad = None
         of_python, of_numpy = random.getstate(), np.random.get_state()
@@ -104,22 +99,17 @@ class Played:
             value.backward()
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-        return [
-            torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in held
-        ], value.item()
+        grads = [torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in held]
+        return grads, value.item()
 
     def gradient(self, batch: Any) -> tuple[list[Tensor], Any]:
         before = [one.detach().clone() for one in self.parameters]
-        if self.door == "batch_loss":
-            self.optimizer.zero_grad()
-            self.step(batch).backward()
-            self.optimizer.step()
-            report = self.step.report
-        elif self.door == "batch_loss window":  # the gradient of the update before is dropped late
-            window = self.step.window()
-            self.add(window, batch)
-            self.optimizer.zero_grad()
-            self.step(window).backward()
+        if self.door.startswith("batch_loss"):
+            given = self.step.window() if "window" in self.door else batch
+            if given is not batch:
+                self.add(given, batch)
+            self.optimizer.zero_grad()  # that of the update before; late, if a window was filled
+            self.step(given).backward()
             self.optimizer.step()
             report = self.step.report
         elif self.door == "window":

@@ -1,3 +1,4 @@
+# ruff: noqa: F405  (what cases are made of)
 """Sound layers, models of sequences and losses: nothing here depends on the cut."""
 
 import random
@@ -11,35 +12,7 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from tests import zoo
-from tests.corpus.case import (
-    CLASSES,
-    DOORS,
-    FEATURES,
-    ROWS,
-    WIDTH,
-    WORDS,
-    Batch,
-    Case,
-    Corpus,
-    Experts,
-    Vectors,
-    classifier,
-    collated,
-    columns,
-    each,
-    features,
-    layer,
-    mlp,
-    padded_sentences,
-    summed,
-    tag_loss,
-    tagger,
-    tensors,
-    token_losses,
-    topic_loss,
-    vectors,
-    words,
-)
+from tests.corpus.case import *  # noqa: F403
 from tests.corpus.faults import bent
 
 SOUND, AT_DOORS = Corpus(), Corpus()  # AT_DOORS: nothing but rounding, of which the self-test says so
@@ -57,10 +30,8 @@ SOUND.of(**{f"{name} of the zoo": partial(of_zoo, name) for name, kind in zoo.ZO
 SOUND.of(
     backward_that_is_linear=lambda: classifier(
         bent(lambda g: 3 * g), options={"non_finite": "drop"}, doors=("step", "window")
-    ),
+    )
 )
-
-# ---- random numbers
 
 
 class Drop(nn.Module):
@@ -78,18 +49,16 @@ class Drop(nn.Module):
         return x if self.by != "row" and draw < self.p else x + out
 
 
-def of_python() -> Case:
-    return classifier(*[Drop("Python") for _ in range(3)], is_warned=True, doors=("step",))
+def twice(by: str) -> list[nn.Module]:
+    return [Drop(by), Drop(by)]
 
 
 SOUND.of(
-    drop_path_by_row=lambda: classifier(Drop("row"), Drop("row")),
-    layers_dropped_by_one_draw=lambda: classifier(*[Drop("torch") for _ in range(3)]),
-    layers_dropped_by_python=of_python,
+    drop_path_by_row=lambda: classifier(*twice("row")),
+    layers_dropped_by_one_draw=lambda: classifier(*twice("torch")),
+    layers_dropped_by_python=lambda: classifier(*twice("Python"), is_warned=True, doors=("step",)),
     experts_with_dropout=lambda: classifier(Experts(3, dropout=0.3)),
 )
-
-# ---- what models carry
 
 
 def counted(self: Any, x: Tensor) -> Tensor:
@@ -97,11 +66,6 @@ def counted(self: Any, x: Tensor) -> Tensor:
     self.total += x.detach().sum(dim=0)
     self.calls, self.rows, self.last = self.calls + 1, self.rows + len(x), [x.detach()]
     return x
-
-
-def bfloat16_parameters() -> Case:
-    case = classifier(nn.Dropout(0.1))
-    return replace(case, model=case.model.bfloat16(), batch=(case.batch[0].bfloat16(), case.batch[1]))
 
 
 def hooks_and_gradients_of_the_users_own() -> Case:
@@ -120,20 +84,8 @@ SOUND.of(
     float32_inside=lambda: replace(
         classifier(layer("Narrow", lambda x: F.rms_norm(x.float(), (6,)).to(x.dtype))), dtype=torch.float32
     ),
-    bfloat16_parameters=bfloat16_parameters,
     hooks_and_gradients_of_the_users_own=hooks_and_gradients_of_the_users_own,
 )
-
-
-# ---- sequences
-
-
-def time_first(reader: nn.Module, width: int) -> Case:
-    forward = lambda self, x: self.head(self.read(x.transpose(0, 1)).mean(0))  # noqa: E731
-    read = lambda self, x: out[0] if isinstance(out := self.reader(x), tuple) else out  # noqa: E731
-    model = layer("Series", forward, reader=reader, head=nn.Linear(width, CLASSES))
-    type(model).read = read  # pyright: ignore
-    return Case(model=model, loss=nn.CrossEntropyLoss(), batch=vectors(5, FEATURES))
 
 
 def causal(dropout: float) -> nn.Module:
@@ -149,16 +101,6 @@ def causal(dropout: float) -> nn.Module:
     model: Any = words(forward, position=torch.randn(16, WIDTH), dropout_p=dropout, **parts)
     model.head.weight = model.embedding.weight
     return model
-
-
-def encoder(dropout: float) -> nn.Module:
-    def forward(self: Any, input_ids: Tensor, mask: Tensor) -> Tensor:
-        x = self.encoder(self.embedding(input_ids), src_key_padding_mask=mask == 0)
-        shares = mask[:, :, None].to(x.dtype)
-        return self.head((x * shares).sum(dim=1) / shares.sum(dim=1))
-
-    inner = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout, batch_first=True)
-    return words(forward, CLASSES, padding_idx=0, encoder=nn.TransformerEncoder(inner, 2, None, False))
 
 
 def packed(dropout: float) -> nn.Module:
@@ -180,12 +122,9 @@ def zero_is_a_word_like_any_other() -> Case:
 
 
 SOUND.of(
-    encoder_with_time_first=lambda: time_first(nn.TransformerEncoderLayer(FEATURES, 2, 8, 0.2), FEATURES),
-    lstm_with_dropout_and_time_first=lambda: time_first(nn.LSTM(FEATURES, 5, num_layers=2, dropout=0.3), 5),
     causal_language_model=lambda: collated(causal(0.0), tag_loss),
     # Shorter micro-batches draw fewer numbers for each row.
     dropout_in_attention_of_ragged_rows=lambda: collated(causal(0.3), tag_loss),
-    encoder_of_ragged_rows_with_dropout=lambda: collated(encoder(0.2), topic_loss),
     # What is drawn between the layers has a line for each word, sorted by time, not by row.
     packed_lstm_with_dropout=lambda: tensors(packed(0.3), topic_loss),
     zero_is_a_word_like_any_other=zero_is_a_word_like_any_other,
@@ -194,8 +133,6 @@ SOUND.of(
         model=mlp(outputs=1).append(nn.Flatten(0)), loss=nn.MSELoss(), batch=(vectors()[0], torch.randn(8))
     ),
 )
-
-# ---- losses
 
 
 @SOUND.loss(model=tagger, batch=lambda: padded_sentences((7, 1, 5, 1, 6, 1, 1, 3)))
@@ -206,21 +143,7 @@ def valid_tokens_counted_after_the_shift(model: nn.Module, micro: Batch) -> ab.T
     return ab.Total(losses.sum(), (labels != -100).sum())
 
 
-@SOUND.loss(model=lambda: mlp(outputs=1), batch=features)
-def gradient_penalty_by_row(model: nn.Module, micro: Batch) -> ab.Total:
-    """The scores are summed, not averaged, before they are differentiated."""
-    x = micro["x"].detach().clone().requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return ab.Total((slope.norm(dim=1) - 1).square().sum(), len(x))
-
-
 of_many = partial(SOUND.loss, model=lambda: mlp(nn.Dropout(0.3)), batch=lambda: columns(40))
-
-
-@AT_DOORS.loss(batch=lambda: columns(40))
-def distance_to_itself(model: nn.Module, batch: Vectors) -> ab.Total:
-    likely = model(batch[0]).log_softmax(1)
-    return ab.Total(F.kl_div(likely, model(batch[0] * 1).softmax(1), reduction="sum"), len(likely))
 
 
 @AT_DOORS.loss(batch=lambda: columns(40))
@@ -232,17 +155,6 @@ def cancelling(model: nn.Module, batch: Vectors) -> ab.Total:
 def penalty_of_the_parameters(model: nn.Module, batch: Vectors) -> Any:
     size = torch.stack([one.square().sum() for one in model.parameters()]).sum()
     return {"loss": summed(each(model, batch)), "penalty": ab.Total(0.01 * size, 1)}
-
-
-@of_many()
-def two_tasks(model: nn.Module, batch: Vectors) -> Any:
-    out = model(batch[0])
-    return {"class": summed(out.logsumexp(1)), "value": 0.3 * summed((out - batch[2]).square())}
-
-
-@of_many()
-def masked_total(model: nn.Module, batch: Vectors) -> ab.Total:
-    return ab.Total((each(model, batch) * batch[3]).sum(), batch[3].sum())
 
 
 def focal(out: Tensor, target: Tensor) -> Tensor:
@@ -261,13 +173,6 @@ def ppo(model: nn.Module, batch: Vectors) -> Tensor:
     return -torch.min(ratio * batch[2], ratio.clamp(0.8, 1.2) * batch[2]).mean() - 0.01 * entropy.mean()
 
 
-def ctc(model: nn.Module, batch: Vectors) -> Tensor:
-    scores = (model(batch[0])[:, None].repeat(1, 5, 1) + torch.arange(5)[:, None]).log_softmax(2)
-    lengths = torch.full((len(scores),), 5), torch.full((len(scores),), 2)
-    aims = torch.stack([batch[1] % 3 + 1, (batch[1] + 1) % 3 + 1], 1)
-    return F.ctc_loss(scores.transpose(0, 1), aims, *lengths)
-
-
 def own(call: Any) -> ab.ModelLoss:
     return ab.ModelLoss(call=call)
 
@@ -279,7 +184,6 @@ LOSSES: dict[str, Any] = {
     "InfoNCE": ab.WholeBatch(lambda out, y: F.cross_entropy(out @ y.T, torch.arange(len(out)))),
     "distillation": own(distill),
     "PPO with entropy": own(ppo),
-    "CTC": own(ctc),
     "mean of chosen tokens": own(lambda m, b: -((m(b[0]) - b[2]).exp() * b[2])[b[3] > 0].mean()),
     "DPO in two columns": own(lambda m, b: -F.logsigmoid((m(b[0]) - b[2])[:, :2].diff(dim=1)).mean()),
     "rewards in pairs": own(lambda m, b: -F.logsigmoid(m(b[0]) - m(b[0].flip(1)))[:, 0].mean()),

@@ -20,12 +20,7 @@ from tests.corpus.sound import SOUND
 from tests.snapshots import same_as_before
 
 ALL_FAULTS, ALL_SOUND = FAULTS | faults.AT_DOORS, SOUND | sound.AT_DOORS
-OPTIONS: Any = (
-    {},
-    {"non_finite": "drop"},
-    {"recompute": True},
-    {"accumulate": torch.float64},
-)
+OPTIONS: Any = ({}, {"non_finite": "drop"}, {"recompute": True}, {"accumulate": torch.float64})
 
 
 def checked(case: Case) -> Any:
@@ -52,9 +47,7 @@ def test_fault_is_named(name: str) -> None:
     case = FAULTS[name]()
     report = checked(case)
     assert not report.exact, str(report)
-    named = [
-        f"{finding.culprit}\n{finding.what}" for finding in report.findings if finding.kind in case.kinds
-    ]
+    named = [f"{one.culprit}\n{one.what}" for one in report.findings if one.kind in case.kinds]
     assert not case.kinds or any(re.search(case.culprit, text) for text in named), str(report)
 
 

@@ -1,7 +1,5 @@
 """Normalising learns from the training rows alone; the digits."""
 
-import sys
-
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
 import torch
@@ -37,12 +35,6 @@ def test_normalising_is_the_textbook_formula(rows: int, seed: int) -> None:
         assert relative_error(actual, (images.double() - mean) / deviation) <= bound
 
 
-def test_a_channel_of_one_level_becomes_zero() -> None:
-    train, test = normalise(torch.full((2, 1, 3, 3), 7, dtype=torch.uint8), draw_images(2, 0)[:, :1])
-    assert torch.equal(train, torch.zeros(2, 1, 3, 3))
-    assert bool(test.isfinite().all())
-
-
 @given(st.integers(2, 60), st.integers(0, 9), st.sampled_from([-0.5, 0.0, 0.1, 0.25, 0.5, 0.9, 1.0, 1.5]))
 def test_held_out_rows_are_the_rest(rows: int, seed: int, fraction: float) -> None:
     if not 0 < round(rows * fraction) < rows:
@@ -73,9 +65,3 @@ def test_the_split_is_fixed_and_stratified(split: DataSplit) -> None:
     assert not train & {image.numpy().tobytes() for image in split.test.inputs}
     marks = digits.held_out_rows(torch.tensor([2, 0, 2, 2, 0, 2, 0, 0, 2])).tolist()
     assert marks == [False] * 5 + [True, False, True, False]  # every fourth row of its class
-
-
-def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match=r"expected scikit-learn.*pip install \"anybatch\[digits\]\""):
-        digits.read_digits()

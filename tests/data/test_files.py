@@ -1,10 +1,10 @@
 """Files of data sets: what was written is read; a damaged or missing file is refused by name."""
 
 import gzip
-import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from anybatch.core.errors import DataError
-from anybatch.data.cifar10 import CLASSES, read_cifar10
+from anybatch.data.cifar10 import read_cifar10
 from anybatch.data.load import load
 from anybatch.data.mnist import read_idx, read_mnist
 from anybatch.testing import relative_error, tolerance
@@ -64,9 +64,6 @@ def write_cifar10(folder: Path) -> None:
         (folder / f"{name}.bin").write_bytes(cifar10_bytes(rows, first_label=label))
 
 
-SHAPES = st.lists(st.integers(0, 4), max_size=4)
-
-
 def read(folder: Path, data: bytes, name: str = "some-idx") -> Tensor:
     path = folder / name
     path.write_bytes(data)
@@ -74,11 +71,11 @@ def read(folder: Path, data: bytes, name: str = "some-idx") -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: Any) -> Path:
     return tmp_path_factory.mktemp("idx")
 
 
-@given(shape=SHAPES, gzipped=st.booleans(), seed=st.integers(0, 99))
+@given(shape=st.lists(st.integers(0, 4), max_size=4), gzipped=st.booleans(), seed=st.integers(0, 99))
 def test_what_was_written_is_read(folder: Path, shape: list[int], gzipped: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
@@ -94,56 +91,15 @@ def test_what_was_written_is_read(folder: Path, shape: list[int], gzipped: bool,
         (b"", "expected an IDX file .* got an empty file"),
         (b"\0\0\x08", "expected an IDX file .* got 00 00 08"),
         (b"\0\0\x0a\x01", "unsigned bytes .* got 00 00 0a 01"),
-        (
-            idx_header(8, (2, 3)) + bytes(5),
-            r"expected 6 bytes after the header, .* shape \(2, 3\), got 5: .* truncated",
-        ),
+        (idx_header(8, (2, 3)) + bytes(5), r"6 bytes after the header.* shape \(2, 3\), got 5: .*truncated"),
         (idx_header(8, (2, 3)) + bytes(7), "expected 6 bytes after the header, .* got more"),
         (idx_header(8, (2, 3))[:-1], "truncated"),
-        (idx_header(8, (2**32 - 1,) * 40) + bytes(9), "got 9: the file is truncated"),
     ],
 )
 @pytest.mark.parametrize("gzipped", [False, True])
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, data: bytes, message: str, gzipped: bool) -> None:
     with pytest.raises(DataError, match=f"some-idx: .*{message}"):
         read(tmp_path, gzip.compress(data) if gzipped else data)
-
-
-def test_a_gzip_file_with_a_changed_byte_is_refused_or_the_same(folder: Path) -> None:
-    values = images(3, 4, 5)
-    data = gzip.compress(idx_bytes(values), mtime=0)
-    refused = 0
-    for place in range(len(data)):
-        changed = bytearray(data)
-        changed[place] ^= 0x10
-        try:
-            found = read(folder, bytes(changed))
-        except DataError as error:
-            assert "some-idx" in str(error)  # noqa: PT017
-            refused += 1
-        else:
-            assert torch.equal(found, values), f"byte {place}"
-    assert refused >= len(data) - 10  # gzip's own header says when and where it was packed: no data
-    for damaged in (*[data[:size] for size in range(len(data))], data + b"more"):
-        with pytest.raises(DataError, match="some-idx: expected"):
-            read(folder, damaged)
-
-
-def test_what_is_no_file_or_breaks_off_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Failing(io.BytesIO):
-        def read(self, size: int | None = -1) -> bytes:
-            raise OSError(5, "Input/output error")
-
-    for name, reason in ((".", "Is a"), ("missing", "No such"), ("failing", "Input/output error")):
-        if name == "failing":
-            monkeypatch.setattr(Path, "open", lambda *_: Failing())
-        with pytest.raises(DataError, match=f"expected a readable file, got: {reason}"):
-            read_idx(tmp_path / name)
-
-
-# ---- MNIST
 
 
 @pytest.mark.parametrize(("end", "mark"), [("", "-"), (".gz", ".")])
@@ -162,11 +118,6 @@ def test_mnist(tmp_path: Path, end: str, mark: str) -> None:
         assert torch.equal(found, expected)
 
 
-def change_mnist(folder: Path, stem: str, values: Tensor) -> None:
-    (path,) = folder.glob(f"{stem}*")
-    path.write_bytes(idx_bytes(values))
-
-
 @pytest.mark.parametrize(
     ("stem", "values", "message"),
     [
@@ -177,31 +128,14 @@ def change_mnist(folder: Path, stem: str, values: Tensor) -> None:
         ("train-labels", labels(TRAIN_ROWS) + 1, "classes 0 to 9, got 10 in row 9"),
     ],
 )
-def test_mnist_files_that_do_not_belong_together(
-    tmp_path: Path, stem: str, values: Tensor, message: str
-) -> None:
+def test_mnist_files_that_belong_not_together(tmp_path: Path, stem: str, values: Any, message: str) -> None:
     write_mnist(tmp_path)
-    change_mnist(tmp_path, stem, values)
+    next(tmp_path.glob(f"{stem}*")).write_bytes(idx_bytes(values))
     with pytest.raises(DataError, match=f"{stem}.*: expected .*{message}"):
         read_mnist(tmp_path)
-    if not len(values):
-        change_mnist(tmp_path, "t10k-images", images(0, 28, 28))
-        with pytest.raises(DataError, match="got 0 labels and 0 images"):
-            read_mnist(tmp_path)
     next(tmp_path.glob(f"{stem}*")).unlink()
     with pytest.raises(DataError, match=f"{re.escape(str(tmp_path))}: expected one of {stem}-idx"):
         read_mnist(tmp_path)
-
-
-# ---- CIFAR-10
-
-
-def test_records_are_read_in_the_order_of_the_files(tmp_path: Path) -> None:
-    write_cifar10(tmp_path)
-    split = read_cifar10(tmp_path)
-    for part, targets in ((split.train, [0, 1, 2, 3, 4, 5, 6]), (split.test, [8, 9])):
-        assert part.inputs.shape == (len(targets), 3, 32, 32)
-        assert (part.targets.tolist(), part.classes) == (targets, CLASSES)
 
 
 def test_pixels_are_red_then_green_then_blue_row_by_row(tmp_path: Path) -> None:
@@ -210,7 +144,9 @@ def test_pixels_are_red_then_green_then_blue_row_by_row(tmp_path: Path) -> None:
     record = bytes([5]) + bytes(pixel // 1024 * 64 + pixel % 32 for pixel in pixels)
     (tmp_path / "data_batch_1.bin").write_bytes(record + record)
     (tmp_path / "data_batch_2.bin").unlink()
-    image = read_cifar10(tmp_path).train.inputs[0].double()
+    split = read_cifar10(tmp_path)
+    assert (split.train.targets.tolist(), split.test.targets.tolist()) == ([5, 5], [8, 9])
+    image = split.train.inputs[0].double()
     column = torch.arange(32, dtype=torch.float64)
     expected = (column - column.mean()) / column.std(correction=0)  # every row of every colour is a ramp
     assert relative_error(image, expected.expand(3, 32, 32)) <= tolerance(torch.float32, 1)
@@ -233,11 +169,7 @@ def test_damaged_records_are_refused_by_name(tmp_path: Path, name: str, data: by
         read_cifar10(tmp_path)
 
 
-# ---- whatever a folder holds
-
-LOOKED_FOR = (
-    r"name a folder with MNIST in IDX form \(train-images.*CIFAR-10 in binary form \(data_batch_\*\.bin"
-)
+LOOKED_FOR = r"name a folder with MNIST in IDX form \(train-im.*CIFAR-10 in binary form \(data_batch_\*\.bin"
 
 
 def test_folders_are_recognised(tmp_path: Path) -> None:
@@ -251,26 +183,13 @@ def test_folders_are_recognised(tmp_path: Path) -> None:
     assert load("digits").test.name == "digits, held out"
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        ("nothing", "'digits' or a folder that can be read, got: No such file or directory"),
-        ("file", "'digits' or a folder that can be read, got: Not a directory"),
-        ("empty", "files of one data set, got 0 other files"),
-        ("other", "files of one data set, got 1 other files"),
-        ("both", "files of one data set, got MNIST in IDX form and CIFAR-10 in binary form"),
-    ],
-)
-def test_what_holds_no_data_set_is_refused(tmp_path: Path, make: str, message: str) -> None:
-    folder = tmp_path / "some-data"
-    if make == "file":
-        folder.touch()
-    elif make != "nothing":
-        folder.mkdir()
-    if make == "other":
-        (folder / "cats.zip").touch()
-    if make == "both":
-        write_mnist(folder)
-        write_cifar10(folder)
-    with pytest.raises(DataError, match=f"some-data: expected .*{message}.*{LOOKED_FOR}"):
-        load(folder)
+def test_what_holds_no_data_set_is_refused(tmp_path: Path) -> None:
+    makes: dict[str, Any] = {
+        "'digits' or a folder that can be read, got: No such file or directory": lambda _: None,
+        "files of one data set, got 1 other files": lambda one: (one.mkdir(), (one / "cats.zip").touch()),
+        "got MNIST in IDX form and CIFAR-10 in binary": lambda one: (write_mnist(one), write_cifar10(one)),
+    }
+    for message, make in makes.items():
+        make(tmp_path / "some-data")
+        with pytest.raises(DataError, match=f"some-data: expected .*{message}.*{LOOKED_FOR}"):
+            load(tmp_path / "some-data")

@@ -59,8 +59,7 @@ def test_what_is_no_labelled_text_is_refused(tmp_path: Path, content: bytes | No
 @pytest.mark.parametrize("size", [-1, 0, 10, 2000])
 def test_a_text_shorter_than_its_blocks_is_refused(tmp_path: Path, size: int) -> None:
     (tmp_path / "a.txt").write_text(TEXT[:100])
-    with pytest.raises(
-        DataError, match=f"ten blocks of {size} characters, got 100 .* block size from 1 to 9$"
-    ):
+    told = f"ten blocks of {size} characters, got 100 .* block size from 1 to 9$"
+    with pytest.raises(DataError, match=told):
         read_blocks(str(tmp_path / "a.txt"), size)
     assert len(read_blocks(str(tmp_path / "a.txt"), 9).test[0]) == 1

@@ -40,17 +40,6 @@ def found(gradients: Ways, factors: Mapping[str, float] | None = None) -> dict[n
     return finish(gradients.parted(), factors or {})
 
 
-# ---- dtypes of sums
-
-
-def test_complex_sums_have_the_digits_that_were_asked_for() -> None:
-    parameter = nn.Parameter(torch.zeros((), dtype=torch.complex64))
-    gradients = apart([parameter], dtype=torch.float64)
-    for value in (1.0, 2.0**-30, -1.0):
-        add(gradients, (parameter * value).real)
-    assert found(gradients)[parameter].item() == 2.0**-30
-
-
 @pytest.mark.parametrize("mode", [{}, {"accumulate": torch.float64}], ids=str)
 def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[str, Any]) -> None:
     model = nn.Linear(3, 2)
@@ -73,11 +62,6 @@ def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[
     assert gone() is None
     assert not model.weight._post_accumulate_grad_hooks
 
-
-# ---- what was accepted, and what is looked at
-
-
-# ---- sums have memory of their own, whoever else holds that of the first gradients
 
 SHARED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "with the cotangent": lambda a, b, _: a.sum() + b[0].view(()),
@@ -106,14 +90,3 @@ def test_first_gradients_that_share_memory_are_summed_apart(name: str, way: str)
     once = torch.autograd.grad(SHARED[name](a, b, leaf), [a, b])
     assert [total[one].tolist() for one in (a, b)] == [(3 * one).tolist() for one in once]
     assert cotangent.item() == 1.0
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_with_the_negative_bit(way: str) -> None:
-    numbers = [nn.Parameter(torch.tensor(value)) for value in (1.0, 2.0)]
-    gradients = WAYS[way](numbers)
-    for _ in range(2):
-        add(gradients, (torch.complex(*numbers).conj() * (3 + 6j)).real)
-    total = found(gradients)
-    assert [total[one].item() for one in numbers] == [6.0, 12.0]
-    assert not any(one.is_neg() for one in total.values())

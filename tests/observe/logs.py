@@ -5,24 +5,16 @@ from pathlib import Path
 from typing import Any
 
 START: dict[str, Any] = {
-    "event": "start",
-    "format": 2,
-    "time": "2026-11-23T08:00:00Z",
+    "event": "start", "format": 2, "time": "2026-11-23T08:00:00Z", "model": "GPT",
     "machine": {"python": "3.11", "device": "cpu"},
     "command": ["/bin/anybatch", "train", "gpt", "--memory", "2 GiB"],
-    "model": "GPT",
-    "total_updates": 40,
-    "done_updates": 0,
-    "done_epochs": 0,
-}
+    "total_updates": 40, "done_updates": 0, "done_epochs": 0,
+}  # fmt: skip
 NAMES = ["first", "blocks.0.<script>alert('a')</script>", 'blocks.1."last"', "unused", "far"]
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:
-    """One update's line with everything a log may hold; layer i's figures are 10**-i * update.
-
-    Throughput, memory and micro-batches never change.
-    """
+    """One update's line with everything a log may hold; layer i's figures are 10**-i * update."""
     factors: list[float | None] = [1.0, 0.1, 0.01, None, 1e-9]
     flow: dict[str, Any] = {
         name: [None if one is None else one * number for one in factors]
@@ -40,13 +32,8 @@ def step(number: int, **more: Any) -> dict[str, Any]:
 
 def lines(updates: int) -> list[dict[str, Any]]:
     rare = {5: {"redone": 2}, 6: {"scale": 512.0}, 7: {"loss": None, "updated": False}, 8: {"dropped": 3}}
-    epoch: dict[str, Any] = {
-        "event": "epoch",
-        "epoch": 1,
-        "updates": updates,
-        "loss": 0.5,
-        "learning_rate": 0.1,
-    }
+    epoch: dict[str, Any] = {"event": "epoch", "epoch": 1, "updates": updates, "loss": 0.5}
+    epoch |= {"learning_rate": 0.1}
     epoch |= {"validation": {"loss": 0.25, "accuracy": 0.875}, "seconds": 2.0, "samples_per_second": 9.0}
     plan = {"event": "plan", "step": 1, "text": "micro_batch 16 rows <", "bytes": {"parameters": 1 << 20}}
     test = {"event": "test", "updates": updates, "loss": 0.3125, "accuracy": 0.75}

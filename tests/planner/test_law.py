@@ -7,13 +7,6 @@ from anybatch.planner.law import Law
 LIMIT = 1e-3  # relative
 
 
-def law_of(sizes: list[tuple[int, int]], num_bytes: object) -> Law:
-    law = Law()
-    for rows, length in sizes:
-        law.add((rows, length), num_bytes(rows, length))  # pyright: ignore
-    return law
-
-
 FORMS = {
     "rows": lambda m, n: 1e6 + 5e5 * m,
     "rows and length": lambda m, n: 1e6 + 3e3 * m * n,
@@ -25,15 +18,10 @@ READ = [(2, 64), (5, 64), (11, 64), (4, 96), (8, 32), (3, 120), (6, 50)]
 
 @pytest.mark.parametrize("form", FORMS)
 def test_sizes_that_were_not_read_follow_from_those_that_were(form: str) -> None:
-    law = law_of(READ, FORMS[form])
+    law = Law()
+    for size in READ:
+        law.add(size, FORMS[form](*size))
     for size in [(22, 64), (12, 120), (7, 90), (16, 30)]:
         true = FORMS[form](*size)
         assert law(size) == pytest.approx(true, rel=LIMIT)
         assert true < law.bound(size) < 1.25 * true
-
-
-def test_a_single_row_with_kernels_of_its_own_is_kept_apart() -> None:
-    law = law_of([(1, 10), (2, 10), (4, 10)], lambda m, n: 900 if m == 1 else 150 * m)
-    assert law((1, 10)) == 900
-    assert law((1, 20)) == 1_800
-    assert law((8, 10)) == pytest.approx(1_200)

@@ -1,15 +1,11 @@
 """Recipes are found by name; LeNet-5 is the network of 1998, and it learns the digits."""
 
-from pathlib import Path
-
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from anybatch.core.errors import DataError
-from anybatch.recipes import find_recipe
 from anybatch.recipes.lenet5 import LeNet5
 
 # Weights and biases of each layer, counted from the paper: 5 x 5 maps, 120, 84, classes.
@@ -39,13 +35,3 @@ def test_the_forward_is_written_out() -> None:
     expected = F.max_pool2d(F.conv2d(expected, w2, b2).relu(), 2).reshape(3, 400)
     expected = F.linear(F.linear(F.linear(expected, w3, b3).relu(), w4, b4).relu(), w5, b5)
     assert torch.equal(model(x), expected)
-
-
-def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
-    pillow = pytest.importorskip("PIL.Image")
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        for number in range(5):
-            pillow.new("RGB", (24, 24)).save(tmp_path / name / f"{number}.png")
-    with pytest.raises(DataError, match=r"expected .*32.*got .*24"):
-        find_recipe("lenet5").prepare(str(tmp_path))

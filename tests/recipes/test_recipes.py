@@ -1,7 +1,6 @@
 """Every recipe makes the same updates in every cut; models are those of the papers; options are checked."""
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,10 @@ import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from anybatch import Step
-from anybatch.core.errors import AnybatchError, DataError, PlanError
+from anybatch.core.errors import AnybatchError, PlanError
 from anybatch.recipes import RECIPES, Training, find_recipe
-from anybatch.recipes.bert import PAD
-from anybatch.recipes.clip import info_nce
 from anybatch.recipes.gpt import GPT2
 from anybatch.recipes.resnet import NORMS, ResNet
 from anybatch.testing import relative_error, tolerance
@@ -49,13 +45,8 @@ def moved(training: Training, rows: int, micro_batch: int | None, updates: int =
     """How far each parameter goes, in double precision."""
     model = copy.deepcopy(training.model).double()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    step = Step(
-        model,
-        copy.deepcopy(training.loss),
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        micro_batch=micro_batch,
-        options=training.options,
-    )
+    loss, optimizer = copy.deepcopy(training.loss), torch.optim.SGD(model.parameters(), lr=0.01)
+    step = Step(model, loss, optimizer, micro_batch=micro_batch, options=training.options)
     batch = training.first(rows)
     leaves = batch.values() if isinstance(batch, dict) else batch
     doubled = [leaf.double() if leaf.is_floating_point() else leaf for leaf in leaves]
@@ -82,9 +73,7 @@ def test_two_updates_are_the_same_in_any_cut(name: str, options: dict[str, Any],
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_one_seed_gives_one_training_and_draws_nothing_else(
-    name: str, options: dict[str, Any], text: str
-) -> None:
+def test_one_seed_gives_one_training_and_draws_nothing_else(name: str, options: Any, text: str) -> None:
     before = torch.get_rng_state()
     one, again, other = (prepared(name, text, seed=seed, **options) for seed in (3, 3, 4))
     assert torch.equal(torch.get_rng_state(), before)
@@ -95,12 +84,11 @@ def test_one_seed_gives_one_training_and_draws_nothing_else(
     assert all(map(torch.equal, *leaves))
 
 
-@pytest.mark.parametrize(("blocks", "bottleneck", "count"), [
-    ((2, 2, 2, 2), False, 11_689_512), ((3, 4, 6, 3), True, 25_557_032),
-])  # fmt: skip
-def test_resnets_have_the_parameters_of_the_paper(
-    blocks: tuple[int, ...], bottleneck: bool, count: int
-) -> None:
+NETS = ((2, 2, 2, 2), False, 11_689_512), ((3, 4, 6, 3), True, 25_557_032)
+
+
+@pytest.mark.parametrize(("blocks", "bottleneck", "count"), NETS)
+def test_resnets_have_the_parameters_of_the_paper(blocks: Any, bottleneck: bool, count: int) -> None:
     """For 1000 classes; torchvision's have as many."""
     with torch.device("meta"):
         model = ResNet(blocks, bottleneck, 3, 1000, small=False)
@@ -139,30 +127,13 @@ def test_gpt_is_gpt2_and_sees_only_what_came_before() -> None:
 def test_masked_tokens_are_those_asked_for(text: str) -> None:
     training = prepared("bert", text, task="mask", block_size=32)
     plain = prepared("bert", text, block_size=32)
-    shown, targets, ids = (
-        training.train["input_ids"],
-        training.train["labels"],
-        plain.train["input_ids"],
-    )
+    shown, targets, ids = (training.train["input_ids"], training.train["labels"], plain.train["input_ids"])
     chosen = targets != -100
     assert torch.equal(targets[chosen], ids[chosen])
     assert torch.equal(shown[~chosen], ids[~chosen])
     assert not (chosen & (ids < 5)).any()  # neither padding nor the ends
-    share = float(chosen.sum() / (ids >= 5).sum())
-    assert 0.08 < share < 0.22
+    assert 0.08 < float(chosen.sum() / (ids >= 5).sum()) < 0.22
     assert 0.6 < float((shown[chosen] == 4).float().mean()) < 0.95
-    assert PAD == "[PAD]"
-    assert torch.equal(plain.train["attention_mask"], (ids != 0).long())
-
-
-def test_two_towers_loss_is_that_of_the_whole_table() -> None:
-    left, right = torch.randn(2, 6, 4).double()
-    table = 3 * left @ right.T
-    expected = (F.cross_entropy(table, torch.arange(6)) + F.cross_entropy(table.T, torch.arange(6))) / 2
-    parts = [info_nce(left, right, torch.tensor(3.0), rows) for rows in torch.arange(6).split(4)]
-    assert [part.weight for part in parts] == [4, 2]
-    found = sum(part.sum for part in parts) / 6
-    assert relative_error(found, expected) <= tolerance(torch.float64, 6)
 
 
 @pytest.mark.parametrize(
@@ -171,11 +142,8 @@ def test_two_towers_loss_is_that_of_the_whole_table() -> None:
         ("lenet5", {"norm": "group"}, "Expected options of lenet5 (--label-smoothing), got --norm"),
         ("resnet18", {"norm": "batch"}, "--norm to be one of ['group', 'whole', 'frozen', 'micro']"),
         ("resnet18", {"width": 0}, "--width to be at least 1, got 0"),
-        ("resnet18", {"image_size": 64}, "leave it out"),
-        ("bert", {"size": "huge"}, "one of ['tiny', 'base'], got 'huge'"),
         ("bert", {"task": "guess"}, "one of ['classify', 'mask'], got 'guess'"),
         ("bert", {"block_size": 4}, "--block-size to be from 8 to 512"),
-        ("gpt", {"block_size": 0}, "a block size from 1 to"),
         ("gpt", {"block_size": 1000}, "more than ten blocks of 1000 characters"),
     ],
 )
@@ -183,23 +151,3 @@ def test_options_are_checked(name: str, options: dict[str, Any], words: str, tex
     with pytest.raises(AnybatchError) as error:
         prepared(name, text, **options)
     assert words in str(error.value)
-
-
-def test_without_transformers_the_error_says_what_to_install(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(DataError, match=r"pip install \"anybatch\[transformers\]\""):
-        find_recipe("bert").prepare(text)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("resnet50", {}), ("bert", {"size": "base"}), ("bert", {"size": "base", "task": "mask"})],
-)
-def test_large_models_take_one_exact_step(name: str, options: dict[str, Any], text: str) -> None:
-    training = prepared(name, text, **options)
-    assert sum(parameter.numel() for parameter in training.model.parameters()) > 23_000_000
-    whole = moved(training, 4, None, updates=1)
-    assert relative_error(moved(training, 4, 2, updates=1), whole) <= 1000 * tolerance(torch.float64, 4)

@@ -15,10 +15,6 @@ from tests.zoo import Perceptron
 ROWS = torch.randn(7, 4), torch.randint(3, (7,))
 
 
-def net() -> nn.Module:
-    return Perceptron(4, 3)
-
-
 def own(model: nn.Module, micro: Any) -> ab.Total:
     return ab.Total(cross_entropy(model(micro[0]), micro[1], reduction="sum"), len(micro[0]))
 
@@ -42,7 +38,7 @@ def hook_that_updates(model: nn.Module) -> None:
 @pytest.mark.parametrize("micro_batch", [None, 3])
 @pytest.mark.parametrize("add_hooks", [optimizer_in_backward, hook_that_updates])
 def test_hooks_that_update_are_refused(add_hooks: Any, micro_batch: int | None, loss: object) -> None:
-    model = net()
+    model = Perceptron(4, 3)
     made = step(model, loss, micro_batch=micro_batch)
     made(ROWS)
     add_hooks(model)
@@ -62,7 +58,7 @@ def test_an_error_names_its_micro_batch(in_backward: bool) -> None:
     def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
         output.register_hook(fail) if in_backward else fail(output)
 
-    model = net()
+    model = Perceptron(4, 3)
     model.register_forward_hook(hook)
     with pytest.raises(ValueError, match="no single row") as caught:
         step(model, micro_batch=3, check=False)(ROWS)

@@ -6,48 +6,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import anybatch as ab
-from anybatch.core import torch_private as private
 from anybatch.core.errors import PlanError
 from anybatch.engine import Plan
 from anybatch.testing import relative_error
-from tests.budgets import (
-    Meeting,
-    Net,
-    adamw,
-    carried_out,
-    foreach,
-    make,
-    measured,
-    metered,
-    refused,
-    rows_of,
-    sgd,
-)
-from tests.options import flat
-from tests.snapshots import assert_same, same_as_before, snapshot
+from tests import budgets
+from tests.budgets import Meeting, Net, adamw, foreach, make, metered, refused, rows_of, sgd
+from tests.snapshots import assert_same, snapshot
 
 LIMIT = 1e-12
-CROSS_ENTROPY = nn.CrossEntropyLoss()
-ROWS = 12
 
 
 def net() -> nn.Module:
     return Net(blocks=2)
 
 
-def vectors(dtype: torch.dtype = torch.float32, rows: int = ROWS, length: int = 5) -> Any:
-    return rows_of(rows, length, 8, dtype=dtype)
-
-
-def long(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> Any:
+def long(dtype: torch.dtype = torch.float32) -> Any:
     """Rows of 300 KB in `net`, or 600 KB in float64: tensors are most of the memory that is read."""
-    return vectors(dtype, rows, 400)
-
-
-def squares(rows: int = 8) -> Any:
-    """Rows of half a megabyte in `Meeting`."""
-    return rows_of(rows, 8, 64, 16)
+    return rows_of(6, 400, 8, dtype=dtype)
 
 
 def parameters(step: Any) -> dict[str, Tensor]:
@@ -61,7 +36,7 @@ def test_result_is_that_of_the_whole_batch_and_of_the_same_cut_to_the_bit(
     optimizer: Any, memory: int, again: int, made: list[Any]
 ) -> None:
     double = torch.float64
-    batch = long(double, 6)
+    batch = long(double)
     whole, planned, obeyed = [make(net, optimizer, dtype=double, memory=one) for one in (None, memory, None)]
     for _ in range(3):
         expected, report = whole(batch), planned(batch)
@@ -69,7 +44,7 @@ def test_result_is_that_of_the_whole_batch_and_of_the_same_cut_to_the_bit(
         assert (f"{again} block" in planned.planning.explain()) is (again > 0)
         blocks = tuple((f"blocks.{number}", "recompute") for number in range(again))
         plan = Plan(rows=6, micro_batch=max(report.cut), cut=report.cut, blocks=blocks)
-        carried_out(obeyed, plan, batch)
+        budgets.carried_out(obeyed, plan, batch)
         assert relative_error(report.loss, expected.loss) <= LIMIT
     assert not made
     assert relative_error(parameters(planned), parameters(whole)) <= LIMIT
@@ -78,7 +53,7 @@ def test_result_is_that_of_the_whole_batch_and_of_the_same_cut_to_the_bit(
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "all"}, {"micro_batch": 2}, {"clip_norm": 0.1}])
 def test_the_real_step_takes_what_was_foreseen(options: dict[str, Any]) -> None:
-    step, batch, memory = make(net, memory=1_500_000, **options), long(rows=6), 1_500_000
+    step, batch, memory = make(net, memory=1_500_000, **options), long(), 1_500_000
     for _ in range(10):
         step(batch)
     report = step.foresee(batch)
@@ -90,8 +65,8 @@ def test_the_real_step_takes_what_was_foreseen(options: dict[str, Any]) -> None:
 
 
 def test_batch_norm_is_never_cut(made: list[Any]) -> None:
-    batch = squares()
-    most = measured(make(Meeting), batch)
+    batch = rows_of(8, 8, 64, 16)  # half a megabyte each
+    most = budgets.measured(make(Meeting), batch)
     assert make(Meeting, memory=int(1.3 * most))(batch).cut == (8,)
     for memory in (int(0.8 * most), refused(make(Meeting, memory=most // 3), batch, "4 BatchNorm layers")):
         step = make(Meeting, memory=memory)
@@ -113,39 +88,3 @@ def test_single_rows_that_batch_norm_refuses_are_nobodys_plan() -> None:
         least = refused(make(net, sgd, memory=1_600_000, batch_norm="micro"), rows_of(rows))
         step = make(net, sgd, memory=least, batch_norm="micro")
         assert min(step(rows_of(rows)).cut) > 1
-
-
-def test_a_step_plans_nothing_and_foresee_asks_once(made: list[Any]) -> None:
-    step = make(net, memory=2_000_000)
-    with pytest.raises(PlanError, match=r"memory=2000000, got 12 rows\. Call step\.foresee"):
-        step.plan(ROWS)
-    step(long())
-    step(long(rows=7))
-    assert not made
-    assert step.foresee(long(), memory=10**7).plan.rows == ROWS
-    assert len(made) == 1
-
-
-# ---- what memory has taught
-
-
-# ---- told before there is a step
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "fp16-true", "bf16-mixed"])
-def test_nothing_is_changed_whatever_is_planned_for(precision: Any) -> None:
-    step, batch = make(lambda: Net(0.1, 2)), vectors()
-    step(batch)
-    step.model.blocks[0].eval()
-    model, optimizer = step.model, step.optimizers[0]
-
-    def held() -> list[Any]:
-        hooks = [len(vars(optimizer)[name]) for name in private.LOAD_HOOKS]
-        return [*[(p.data_ptr(), p.dtype) for p in model.parameters()], *map(id, model.modules()), *hooks]
-
-    wanted: Any = {"memory": 60_000, "precision": precision}
-    before = held()
-    with same_as_before(step):
-        report = ab.plan(model, CROSS_ENTROPY, optimizer, batch, **flat(wanted))
-    assert held() == before
-    assert str(report.plan.precision) == precision

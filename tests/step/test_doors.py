@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core import tree
 from anybatch.core.errors import AnybatchError
+from tests.options import flat
 from tests.zoo import Made
 
 DOORS = ("step", "window", "batch_loss", "foresee")
@@ -35,19 +36,13 @@ def make_net() -> Any:
     return net
 
 
-def play(
-    door: str, *, batch: Any = (X, Y), training: bool = False, scheduler: Any = None, **given: Any
-) -> Any:
+def play(door: str, *, batch: Any = (X, Y), training: bool = False, scheduler: Any = None, **of: Any) -> Any:
     """Make one update, or a plan, through a door; return what was seen."""
     seen = SimpleNamespace(net=make_net(), door=door, report=None, plan=None, heard=[])
     seen.net.norm.train(training)
-    optimizer = torch.optim.SGD(seen.net.parameters(), lr=1.0)
-    seen.optimizer, before = optimizer, {name: p.detach().clone() for name, p in seen.net.named_parameters()}
-    named = {one.name for one in fields(ab.Options)}
-    options = {name: given.pop(name) for name in named & given.keys()}
-    if scheduler is not None:
-        options["scheduler"] = scheduler(optimizer)
-    given |= {"options": ab.Options(**options)}
+    seen.optimizer = optimizer = torch.optim.SGD(seen.net.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in seen.net.parameters()]
+    given = flat(of, **({} if scheduler is None else {"scheduler": scheduler(optimizer)}))
     if given.pop("listens", False):
         given["callbacks"] = [seen.heard.append]
     samples = [*zip(*batch, strict=True)] if isinstance(batch, tuple) and "collate" in given else None
@@ -70,8 +65,8 @@ def play(
                     part = tree.map_leaves(lambda one, half=half: one[half], batch)
                     window.add(samples[half] if samples else part)
             seen.report = window.report
-    seen.moved = {name: p.detach() - before[name] for name, p in seen.net.named_parameters()}
-    seen.size = torch.cat([one.flatten() for one in seen.moved.values()])
+    moved = [p.detach() - old for p, old in zip(seen.net.parameters(), before, strict=True)]
+    seen.size = torch.cat([one.flatten() for one in moved])
     return seen
 
 
@@ -89,7 +84,6 @@ def halved(optimizer: Any) -> Any:
 
 
 def nothing_runs(seen: Any) -> bool:
-    """A plan runs no update, so there is nothing to hear, schedule or compare."""
     return seen.report is None
 
 
@@ -125,11 +119,8 @@ OBEYED: dict[str, tuple[dict[str, Any], Callable[[Any], Any], Callable[[Any], An
 
 
 def test_every_option_is_in_the_table() -> None:
-    given = {"model", "loss", "optimizer", "options", "self"}
-    assert (
-        OBEYED.keys()
-        == {one.name for one in fields(ab.Options)} | signature(ab.Step).parameters.keys() - given
-    )
+    of_step = signature(ab.Step).parameters.keys() - {"model", "loss", "optimizer", "options", "self"}
+    assert OBEYED.keys() == {one.name for one in fields(ab.Options)} | of_step
 
 
 @pytest.mark.parametrize("door", DOORS)

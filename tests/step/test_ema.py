@@ -56,15 +56,3 @@ def test_average_counts_updates_and_not_micro_batches(way: str) -> None:
 def test_a_loss_for_another_loop_is_refused() -> None:
     with pytest.raises(PlanError, match=r"got an ab\.BatchLoss of Linear\. Your loop makes the update"):
         ab.BatchLoss(nn.Linear(2, 1), nn.MSELoss(), callbacks=[ab.EMA()])
-
-
-def test_only_trained_parameters_of_one_model_are_averaged() -> None:
-    ema = ab.EMA(DECAY)
-    step = made(ema)
-    step.model.bias.requires_grad_(requires_grad=False)  # pyright: ignore
-    step(DATA[0])
-    assert [*ema.average] == ["weight"]
-    with pytest.raises(PlanError, match="one model, got a second one, a Linear"):
-        made(ema)(DATA[0])
-    with pytest.raises(ab.errors.CheckpointError, match=r"got 'weight' of shape \(1, 1\); the model has"):
-        ema.load_state_dict({"updates": 1, "average": {"weight": torch.zeros(1, 1)}})

@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 import anybatch as ab
 from anybatch.core.errors import AnybatchError, BatchError, LossError
-from anybatch.losses import find_paddings
 from anybatch.step import ByLength
 from anybatch.testing import GradientRecorder, reference_step, relative_error
 from tests.options import flat
@@ -27,10 +26,9 @@ DRAW = torch.Generator().manual_seed(0)
 TOKENS = torch.randint(3, WORDS, (ROWS, LONGEST), generator=DRAW)
 FEATURES = torch.randn(ROWS, LONGEST, 4, generator=DRAW).double()
 SHORT = {
-    "vocab_size": WORDS, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_heads": 2,
-    "num_attention_heads": 2, "pad_token_id": 0, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1,
-    "decoder_start_token_id": 0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-    "dropout_rate": 0.0, "num_labels": 3, "n_embd": 8, "n_layer": 1, "n_head": 2, "embd_pdrop": 0.0,
+    "vocab_size": WORDS, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_labels": 3,
+    "num_attention_heads": 2, "pad_token_id": 0, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0, "n_embd": 8, "n_layer": 1, "n_head": 2, "embd_pdrop": 0.0,
     "attn_pdrop": 0.0, "resid_pdrop": 0.0, "classifier_dropout": 0.0,
 }  # fmt: skip
 
@@ -67,9 +65,7 @@ def gradient_error(model: nn.Module, loss: Any, batch: Any, **options: Any) -> t
 @pytest.mark.parametrize(("width", "micro_batch"), [(LONGEST, 1), (LONGEST + 4, 3), (LONGEST + 4, None)])
 @pytest.mark.parametrize("mask", [RIGHT, LEFT], ids=["right", "left"])
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaForSequenceClassification", "BertForMaskedLM"])
-def test_the_gradient_is_that_of_padded_rows(
-    name: str, mask: Tensor, width: int, micro_batch: int | None
-) -> None:
+def test_the_gradient_is_that_of_padded_rows(name: str, mask: Tensor, width: int, micro_batch: Any) -> None:
     model, batch = build(name), text(mask, width=width)
     batch["labels"] = torch.arange(ROWS) % 3 if "Classification" in name else next_tokens(batch)
     # Without, Bert counts padding at the start, and the angles of Llama are rounded otherwise.
@@ -78,21 +74,6 @@ def test_the_gradient_is_that_of_padded_rows(
     assert error < 1e-12
     assert report.rows == ROWS
     assert report.micro_batches < ROWS // (micro_batch or 6)
-
-
-def test_encoder_and_decoder_are_trimmed_apart() -> None:
-    lengths = LENGTHS.flip(0).clamp(max=7)
-    labels = TOKENS[:, :8].where(torch.arange(8) < lengths[:, None], -100)
-    shapes: set[tuple[int, int]] = set()
-    model = build("T5ForConditionalGeneration")
-    model.register_forward_pre_hook(
-        lambda _, given, named: shapes.add((named["input_ids"].shape[1], named["labels"].shape[1])),
-        with_kwargs=True,
-    )
-    error, _ = gradient_error(model, ab.ModelLoss(), text(labels=labels), micro_batch=2)
-    assert error < 1e-12
-    assert min(one for one, _ in shapes) < LONGEST
-    assert max(other for _, other in shapes if other < 8) == 7
 
 
 TAGS = torch.where(RIGHT, TOKENS % 3, -100)
@@ -131,9 +112,8 @@ def test_samples_are_ordered_before_they_are_collated(keys: str | None) -> None:
 
     pairs = [(TOKENS[row, :n], TAGS[row, :n]) for row, n in enumerate(LENGTHS.tolist())]
     samples: list[Any] = [{"x": x, "tags": y, "id": torch.zeros(30)} for x, y in pairs] if keys else pairs
-    error, report = gradient_error(
-        tagger().double(), nn.CrossEntropyLoss(), samples, micro_batch=2, collate=collate
-    )
+    given: Any = {"micro_batch": 2, "collate": collate}
+    error, report = gradient_error(tagger().double(), nn.CrossEntropyLoss(), samples, **given)
     assert error < 1e-12
     assert shapes[-report.micro_batches :] == sorted(shapes[-report.micro_batches :], reverse=True)
     assert len(report.cut) < ROWS // 2
@@ -219,32 +199,3 @@ def test_a_column_as_wide_as_the_rows_are_long_is_named_and_may_be_kept(name: An
     assert report.checked
     with pytest.raises(BatchError, match="'tokens'" if name != 1 else "0, 1, 2"):
         ab.Step(*given, options=ab.Options(order=ByLength(keep=("feature",))))(batch)
-
-
-@pytest.mark.parametrize(
-    ("batch", "is_left", "axes"),
-    [
-        ({"x": FEATURES, "key_padding_mask": ~LEFT}, True, [(0, 1), (1, 1)]),
-        ({"x": TOKENS * LEFT, "mask": LEFT.float()}, True, [(0, 1), (1, 1)]),
-        ({"x": TOKENS * RIGHT, "many": FEATURES[:, 0, :1].expand(ROWS, LONGEST), "attention_mask": RIGHT},
-         False, [(0, 1), (2, 1)]),  # as many features as places
-        ({"pair_mask": RIGHT[:, None, :, None] & RIGHT[:, None, None], "attention_mask": RIGHT,
-          "pixels": torch.randn(ROWS, 3, LONGEST, LONGEST)}, False, [(0, 2), (0, 3), (1, 1)]),
-        ({"x": TOKENS, "global_attention_mask": torch.eye(ROWS)[:, :LONGEST]}, False, None),
-    ],
-)  # fmt: skip
-def test_what_is_trimmed_and_where(batch: Any, is_left: bool, axes: Any) -> None:
-    found = [*find_paddings(batch, nn.Identity())]
-    assert len(found) == (axes is not None)
-    for one in found:
-        assert (one.is_left, one.valid) == (is_left, tuple(LENGTHS.tolist()))
-        assert sorted(one.axes) == axes
-
-
-def test_a_label_in_padding_is_kept_and_a_row_of_padding_is_not_trimmed() -> None:
-    labels = TAGS.clone()
-    labels[4, 7] = 1
-    mask = RIGHT.clone()
-    mask[9] = False
-    (found,) = find_paddings({"attention_mask": mask, "labels": labels}, nn.Identity())
-    assert (found.valid[4], found.valid[9], found.valid[1]) == (8, LONGEST, 9)

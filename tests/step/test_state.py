@@ -2,7 +2,6 @@
 
 import io
 import json
-import warnings
 from typing import Any
 
 import pytest
@@ -57,20 +56,6 @@ def test_report_as_a_dict_goes_into_a_log() -> None:
     assert json.loads(json.dumps(found))["cut"] == [4, 4, 4]
     assert found["loss"] == report.loss
     assert found["checked"] is report.checked
-
-
-def test_micro_batch_that_never_cuts_is_told_once() -> None:
-    def told(micro_batch: int | None) -> int:
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = ab.Step(model, nn.MSELoss(), optimizer, micro_batch=micro_batch)
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            for _ in range(70):
-                step(DATA[0])
-        return sum("that were not cut" in str(one.message) for one in heard)
-
-    assert [told(size) for size in (12, 30, 5, None)] == [1, 1, 0, 0]
 
 
 def test_another_state_is_refused_before_anything_is_loaded() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 
 from anybatch import Options, Step
 from anybatch.engine import Plan
@@ -67,9 +68,7 @@ def test_several_optimizers_make_one_update_each() -> None:
         model = Perceptron(3, 4)
         parts = [model.layers[0], model.layers[2]] if apart else [model]
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
-        options = Options(
-            scheduler=[torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in optimizers]
-        )
+        options = Options(scheduler=[StepLR(one, 1, gamma=0.5) for one in optimizers])
         loss = nn.CrossEntropyLoss()
         return Step(model, loss, optimizers, options=options, micro_batch=3, clip_norm=0.1)
 

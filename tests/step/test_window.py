@@ -14,17 +14,14 @@ from tests.options import flat
 WIDTH = 400  # the weight takes eight rows' worth of input
 
 
-def layer(*more: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Sigmoid(), *more)
-
-
 def rows_of(rows: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(rows, 50, WIDTH)
     return x, x.sin()
 
 
-def with_layer(model: nn.Module, memory: int | None, **options: Any) -> Step:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+def make(memory: int | None, **options: Any) -> Step:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Sigmoid())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     return Step(model, nn.MSELoss(), optimizer, memory=memory, **flat(options, check=False))
 
 
@@ -42,27 +39,19 @@ def peak_of_window(step: Step, batch: Any, sizes: Any) -> int:
     return metered(step, run, batch) - int(others * sum(leaf.nbytes for leaf in batch))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        ((8, 8), {}),
-        ((13, 3), {}),
-        ((6, 6, 6), {"accumulate": torch.float64}),
-        ((3, 13), {"non_finite": "drop"}),
-    ],
-    ids=str,
-)
-def test_a_window_keeps_to_its_budget(
-    sizes: tuple[int, ...], options: dict[str, Any], made: list[Any]
-) -> None:
+CASES = ((8, 8), {}), ((6, 6, 6), {"accumulate": torch.float64}), ((3, 13), {"non_finite": "drop"})
+
+
+@pytest.mark.parametrize(("sizes", "options"), CASES, ids=str)
+def test_a_window_keeps_to_its_budget(sizes: Any, options: dict[str, Any], made: list[Any]) -> None:
     """A whole batch has no sums beside its gradients, a window has."""
     batch = rows_of(sum(sizes))
 
     def peak(memory: int | None) -> int:
-        return peak_of_window(with_layer(layer(), memory, **options), batch, sizes)
+        return peak_of_window(make(memory, **options), batch, sizes)
 
     with pytest.raises(BudgetError, match="By readings") as refused:
-        with_layer(layer(), 3_500_000, **options).window().add(rows_of(max(sizes)))
+        make(3_500_000, **options).window().add(rows_of(max(sizes)))
     least = refused.value.smallest
     assert least < (1.4 if "accumulate" in options else 0.9) * peak(None)
     for memory in (least, 3 * least // 2):
