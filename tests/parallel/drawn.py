@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
 from anybatch.core import local
-from anybatch.engine import Part, norm_of
+from anybatch.engine import norm_of
 from anybatch.engine.sums import Division
 from anybatch.parallel import Replicate, Shard
 from anybatch.testing import GradientRecorder
@@ -119,13 +119,10 @@ def sharded(rank: int, size: int, seed: int) -> str:
 def several(rank: int, size: int, seed: int, count: int, is_sharded: bool) -> list[str]:
     """Drawn cases; of replicas in each of the ways to send gradients."""
     found: list[str] = []
-    for index in range(count):
-        way = WAYS[index % len(WAYS)]
+    for number in range(seed, seed + count):
+        way = WAYS[(number - seed) % len(WAYS)]
         with sending(way):
-            one = (
-                sharded(rank, size, seed + index) if is_sharded else replicated(rank, size, seed + index, way)
-            )
-        found.append(one)
+            found.append(sharded(rank, size, number) if is_sharded else replicated(rank, size, number, way))
     return found
 
 
@@ -141,21 +138,8 @@ def forgotten(reduce: Any, self: Any, gradients: Any) -> Any:
     return {p: value for p, value in reduce(self, gradients).items() if dist.get_rank() or p in mine}
 
 
-def own_loss(close: Any, self: Any, sums: Any) -> Any:
-    weights, agreed = close(self, sums), sums.agreed
-    sums.agreed = agreed._replace(totals=sums.totals or agreed.totals)
-    return weights
-
-
 def own_divisor(decide: Any, *given: Any, **named: Any) -> Any:
     return decide(*given, **{**named, "guess": 1.0})
-
-
-def lost(accompany: Any, self: Any, rows: Any) -> None:
-    before = {p: p.grad.clone() for p in self.task.network.parameters if p.grad is not None}
-    accompany(self, rows)
-    for p in self.task.network.parameters:
-        p.grad = before.get(p)
 
 
 def own_norm(norm: Any, self: Any, gradients: Any) -> Any:
@@ -169,10 +153,8 @@ def nothing(inner: Any, *_: Any) -> None:
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {  # where, and what is done in its place
     "gradients averaged over ranks": (Replicate, "reduce", averaged),
     "what rank 0 has no gradient for is left out": (Replicate, "reduce", forgotten),
-    "each rank reports the loss of its own rows": (Replicate, "close", own_loss),
     "shards: a divisor of each rank's own": (Division, "decide", own_divisor),
     "shards: averaged": (FSDPModule, "set_gradient_divide_factor", nothing),
-    "shards: what others send in a micro-batch of weight 0 is lost": (Part, "accompany", lost),
     "shards: the norm of this rank's": (Shard, "norm", own_norm),
 }
 

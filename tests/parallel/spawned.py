@@ -76,13 +76,12 @@ class Ranks:
                 self.children[silent].kill()
             ready = wait(left, timeout=max(0.0, end - time.monotonic()))
             if not ready:
-                raise HangError(
-                    f"ranks {sorted({*range(self.size)} - got.keys())} gave nothing in {seconds:g} s"
-                )
-            for one in ready:
-                rank = next(rank for rank, calls in enumerate(self._calls) if calls is one)
+                late = sorted({*range(self.size)} - got.keys())
+                raise HangError(f"ranks {late} gave nothing in {seconds:g} s")
+            for calls in ready:
+                rank = self._calls.index(calls)
                 try:
-                    got[rank] = self._calls[rank].recv()
+                    got[rank] = calls.recv()
                 except EOFError:
                     self.children[rank].join()
                     got[rank] = "ended", self.children[rank].exitcode

@@ -37,40 +37,26 @@ def served(servers: int = 2, workers: int = 3, *, cluster: Inline | None = None,
 
 
 def step_of(
-    model: nn.Module,
-    strategy: Any = "local",
-    *,
-    optimizer: Callable[..., Any] = torch.optim.SGD,
-    lr: float = 0.1,
-    loss: Any = None,
-    scheduler: Callable[[Any], Any] | None = None,
-    **options: Any,
-) -> ab.Step:
+    model: nn.Module, strategy: Any = "local", *, optimizer: Any = torch.optim.SGD, lr: float = 0.1,
+    loss: Any = None, scheduler: Any = None, **options: Any,
+) -> ab.Step:  # fmt: skip
     made = optimizer(model.parameters(), lr=lr)
     options |= {"strategy": strategy, "scheduler": scheduler and scheduler(made)}
     return ab.Step(model, loss or nn.CrossEntropyLoss(), made, **flat(options))
 
 
 class Trained(NamedTuple):
-    """Parameters, state of the optimizer and reports after some updates, and what is drawn then."""
-
     parameters: list[Tensor]
-    state: Any
+    state: Any  # of the optimizer
     reports: list[ab.StepReport]
-    drawn: Tensor
+    drawn: Tensor  # after the updates
 
 
 def updates(
-    count: int = 3,
-    *,
-    cluster: Inline | None = None,
-    server: Mapping[str, Any] = {},
-    dropout: float = 0.0,
-    make_loss: Callable[[], Any] = nn.CrossEntropyLoss,
-    edit: Callable[[ab.Step, Any], object] = lambda *_: None,
-    between: Callable[[int, ParameterServer], object] = lambda *_: None,
-    **options: Any,
-) -> Trained:
+    count: int = 3, *, cluster: Inline | None = None, server: Mapping[str, Any] = {}, dropout: float = 0.0,
+    make_loss: Callable[[], Any] = nn.CrossEntropyLoss, edit: Callable[..., object] = lambda *_: None,
+    between: Callable[..., object] = lambda *_: None, **options: Any,
+) -> Trained:  # fmt: skip
     """Train alone without a cluster; before each update but the first the program may edit what it has."""
     strategy = "local" if cluster is None else served(cluster=cluster, **server)
     loss = make_loss()
@@ -187,10 +173,6 @@ def test_workers_join_leave_and_get_slow() -> None:
 
     assert_undisturbed(5, cluster=cluster, server={"workers": 2}, between=between)
     assert counts[4]["back-ups"] > counts[2]["back-ups"]
-
-
-def test_more_workers_than_rows_wait() -> None:
-    assert step_of(network(), served(1, 6))(batch(rows=2)).rows == 2
 
 
 @pytest.mark.parametrize("error", [NonFiniteLossError, KeyboardInterrupt])

@@ -59,6 +59,8 @@ def build(way: str, kind: str = "rows", *, layer: Any = nn.Identity, width: int 
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)  # rounding stays rounding
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.5)
+    strategy = "local" if way == "local" else "auto"
     step = ab.Step(
         model,
         ab.WholeBatch(spread) if kind == "whole batch" else nn.CrossEntropyLoss(),
@@ -66,11 +68,7 @@ def build(way: str, kind: str = "rows", *, layer: Any = nn.Identity, width: int 
         micro_batch=2,
         clip_norm=1.0,
         collate=stack if kind == "samples" else None,
-        options=ab.Options(
-            strategy="local" if way == "local" else "auto",
-            check=way == "replicate",
-            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.5),
-        ),
+        options=ab.Options(strategy=strategy, check=way == "replicate", scheduler=scheduler),
     )
     return ab.Trainer(step, **data(kind) | {"progress": False} | options)
 
@@ -92,16 +90,16 @@ class Stop(ab.Callback):
     """Stops, or raises, after so many updates."""
 
     def __init__(self, at: int, error: BaseException | None = None) -> None:
-        self.at, self.error, self.told = at, error, 0
+        self.left, self.error = at, error
 
     def start(self, trainer: Any, info: Any) -> None:
         self.trainer = trainer
 
     def update(self, report: Any) -> None:
-        self.told += 1
-        if self.told == self.at:
-            if self.error is not None:
-                raise self.error
+        self.left -= 1
+        if not self.left and self.error is not None:
+            raise self.error
+        if not self.left:
             self.trainer.stop("enough")
 
 
