@@ -44,9 +44,6 @@ def assert_agreed(answers: Sequence[Told], at_rank: int = -1) -> None:
         assert one.get("seconds", 0) < 10, answers
 
 
-# ---- replicas
-
-
 def faulted(
     rank: int, size: int, at_rank: int, planted: tuple[str, int, Any], way: str = "step",
     kind: str = "dropout", variant: str = "divided early", **options: Any,
@@ -98,9 +95,6 @@ def drawn(rank: int, size: int, seed: int) -> Told:
     except BaseException as error:
         case = f"seed {seed}, rank {at_rank}: {place} {at} {what!r} {way} {kind} {variant} {options}"
         raise AssertionError(case) from error
-
-
-# ---- shards
 
 
 def wait_at_most(seconds: float) -> None:

@@ -68,9 +68,8 @@ class Lines(Callback):
 def live(rank: int, size: int, is_sharded: bool, folder: Path, store: str, death: Death | None) -> None:
     """Be a rank of a run, from its last checkpoint if there is one; write down how it ended."""
     if size > 1 or is_sharded:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=GROUP_TIMEOUT
-        )
+        where = f"file://{store}"
+        dist.init_process_group("gloo", where, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     lines = Lines(folder.with_suffix(f".{rank}"), *(death[1:] if death and death[0] == rank else ()))
     way = "shard" if is_sharded else "replicate"
     trainer = trainings.build(way, out=folder, save_every=1, callbacks=[lines])
@@ -80,8 +79,7 @@ def live(rank: int, size: int, is_sharded: bool, folder: Path, store: str, death
         loaded = trainer.steps
     try:
         trainer.fit(epochs=EPOCHS)
-    except AnybatchError as error:  # another rank was killed
-        folder.with_suffix(f".said{rank}").write_text(str(error))
+    except AnybatchError:  # another rank was killed
         return
     told = {"loaded": loaded, "bits": trainings.numbers(trainer)["bits"], "lines": lines.lines}
     folder.with_suffix(f".end{rank}").write_text(json.dumps(told))
@@ -99,8 +97,7 @@ def lived(size: int, is_sharded: bool, folder: Path, death: Death | None = None)
                     code = 0
                 except BaseException as error:
                     sys.stderr.write(f"rank {rank}: {type(error).__name__}: {error}\n")
-                finally:
-                    os._exit(code)
+                os._exit(code)
             children.append(child)
         return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
@@ -133,11 +130,8 @@ def campaign(kills: int, seed: int, ranks: list[int]) -> bool:
                 else:
                     print(f"broken: {size} {is_sharded} {death}: {codes}, {again}, {lost} lost", flush=True)
                 loaded.update(lost)
-        kind = f"{size} {'ranks' if size > 1 else 'rank'}{', sharded' * is_sharded}"
-        said = (
-            f"{came} of {wanted} came back, {loaded[0]} from the last checkpoint, {loaded[1]} from an earlier"
-        )
-        print(f"{kind}: {said}; {time.monotonic() - begin:.0f} s", flush=True)
+        kind, last = f"{size} ranks{', sharded' * is_sharded}", f"{loaded[0]} from the last checkpoint"
+        print(f"{kind}: {came} of {wanted} came back, {last}; {time.monotonic() - begin:.0f} s", flush=True)
         is_whole = is_whole and came == wanted
     return is_whole
 

@@ -28,8 +28,6 @@ WIDTH, LENGTH, WORDS = 6, 5, 7
 CLOSE = 1e-12  # of numbers near 1 in float64
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory.")
 
-# ---- rows, and what is said
-
 
 def share(batch: Any, sizes: Sequence[int], rank: int) -> Any:
     """The rows of a rank."""
@@ -66,24 +64,21 @@ def told(call: Callable[[], object]) -> str:
     return "no error"
 
 
-# ---- models and losses
-
-
 class Fault:
     """An error, or a signal to this process, where a place is passed; no module, so that none notes it."""
 
     def __init__(self) -> None:
-        self.place, self.left, self.what = "", 0, ValueError("no")
+        self.arm("", 0, None)
 
     def arm(self, place: str, passes: int, what: Any) -> None:
         self.place, self.left, self.what = place, passes, what
 
     def __call__(self, place: str, gradient: object = None) -> None:
-        if place == self.place:
-            self.left -= 1
-            if self.left == -1 and isinstance(self.what, signal.Signals):
+        self.left -= place == self.place
+        if place == self.place and self.left == -1:
+            if isinstance(self.what, signal.Signals):
                 os.kill(os.getpid(), self.what)
-            elif self.left == -1:
+            else:
                 raise self.what
 
 
@@ -164,8 +159,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
 }
-
-# ---- what is compared
 
 
 def whole(model: nn.Module) -> list[Tensor]:

@@ -28,9 +28,8 @@ def _serve(rank: int, size: int, store: str, calls: Connection) -> None:
     """Carry out what comes: a function's module and name, and arguments; until None."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=GROUP_TIMEOUT
-    )
+    where = f"file://{store}"
+    dist.init_process_group("gloo", where, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     while (call := calls.recv()) is not None:
         try:
             module, name, args = pickle.loads(call)

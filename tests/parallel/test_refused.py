@@ -64,8 +64,8 @@ def with_gradient() -> Any:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {  # by what is said
     "fp16_compress_hook": (hooked, {}),
-    "DataParallel": (lambda: DataParallel(linear()), {}),
     "weight": (with_gradient, {}),
+    "DataParallel": (lambda: DataParallel(linear()), {}),
     "BatchNorm": (lambda: nn.Sequential(linear(), nn.BatchNorm1d(3)), {}),
     "SyncBatchNorm": (lambda: nn.Sequential(linear(), nn.SyncBatchNorm(3)), {"batch_norm": "micro"}),
     "lazy": (lambda: nn.LazyLinear(3), {}),
@@ -98,18 +98,10 @@ def test_one_rank_may_check_a_wrapped_model_alone(rank: int, size: int) -> None:
     assert step((X, Y)).updated
 
 
-# ---- sharded models
-
-
 def in_parts(size: int) -> Any:
     model = make()
     fully_shard(model.inner[0])
     return model
-
-
-def ignoring_some(size: int) -> Any:
-    model = make()
-    return fully_shard(model, ignored_params={model.inner[1][1].bias})
 
 
 class Watcher(ab.Callback):
@@ -130,7 +122,6 @@ OF_SHARDS: dict[str, tuple[str, Callable[[int], Any], dict[str, Any]]] = {  # wh
     "replicate": ('strategy="auto"', sharded, {"strategy": "replicate"}),
     "Shard": ("without it", lambda _: make(), {"strategy": Shard()}),
     "parts": ("on the model itself", in_parts, {}),
-    "ignored": ("inner.1.1.bias", ignoring_some, {}),
     "fp16-mixed": ("fp16-mixed", sharded, {"precision": "fp16-mixed"}),
     "bf16-true": ("bf16-true", sharded, {"precision": "bf16-true"}),
     "drop": ("drop", sharded, {"non_finite": "drop"}),

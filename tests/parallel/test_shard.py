@@ -3,13 +3,10 @@
 import copy
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -23,9 +20,6 @@ from tests.parallel.spawned import Ranks, on_ranks, spawned
 @on_ranks(2, 4, seconds=120.0)
 def test_any_split_is_the_whole_batch(rank: int, size: int) -> object:
     return drawn.several(rank, size, 100 * (size - 2), 14 if size == 2 else 8, True)
-
-
-# ---- faults
 
 
 def test_a_fault_is_recovered_from_together_or_ends_the_step_on_all_ranks(two: Ranks, four: Ranks) -> None:
@@ -50,9 +44,6 @@ def test_a_rank_that_ends_or_stands_still_ends_all(end: signal.Signals, size: in
     """Shards, or replicas where the seed is negative."""
     with spawned(size) as ranks:
         faults.assert_ended(ranks, end, seed, is_sharded=seed >= 0)
-
-
-# ---- options and ways to shard
 
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -135,24 +126,6 @@ def test_shards_over_half_of_the_ranks(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("halves", "shards"))["shards"]
     pair = Pair(model := make(), parts=shard(model, mesh), micro_batch=2)
     pair.update(rows(7, seed=rank // 2), [5, 2], rank % 2)
-
-
-@pytest.mark.parametrize("hold", [False, True], ids=["reduced", "held"])
-@on_ranks(2)
-def test_collectives_of_a_step(rank: int, size: int, hold: bool) -> None:
-    """Two blocks and the root: five gathers for each micro-batch; three sums each, or three in all."""
-    pair = Pair(model := make(), parts=shard(model), micro_batch=1, strategy=Shard(hold=hold))
-    names = "all_gather", "all_gather_single", "reduce_scatter_single", "all_reduce"
-    for index, count in enumerate((1, 2, 4)):
-        with ExitStack() as stack:
-            calls = [mock.patch.object(dist, one, wraps=getattr(dist, one)) for one in names]
-            made = [stack.enter_context(one) for one in calls]
-            report = pair.step(share(rows(size * count, seed=count), [count] * size, rank))
-        assert report.held == (hold and index > 0)
-        assert [one.call_count for one in made] == [2, 5 * count, 3 if hold else 3 * count, 1]
-
-
-# ---- ranks that differ
 
 
 # What rank 1 does otherwise: how it shards, the options of its step; and in what ranks are told to be alike.

@@ -134,9 +134,6 @@ def test_with_dropout_a_resumed_run_is_the_same_to_the_bit(
     return found["bits"]
 
 
-# ---- a rank that is killed, or fails
-
-
 def test_killed_while_saving_a_good_checkpoint_is_loaded() -> None:
     command = [sys.executable, "-m", "tests.parallel.mortal_saves", "--kills", "4", "--ranks", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -233,13 +230,10 @@ def test_what_is_refused_by_name(rank: int, size: int, tmp_path: Path) -> None:
     build("shard", out=folder).fit(epochs=1)
     same, other = build("shard", seed=1), build("shard", width=5)
     before = numbers(same)["bits"]
-    for said, call in {
-        "Leave ab.EMA out": lambda: build("shard", callbacks=[ab.EMA()]).fit(epochs=1),
-        "expected a folder without an earlier run": lambda: build("shard", out=folder).fit(epochs=1),
-        "seed 0 there and 1 here": lambda: same.resume(folder),
-        "another's: 0.weight: float64 (6, 4) there, float64 (5, 4) here": lambda: other.resume(folder),
-    }.items():
-        assert said in told(call)
+    assert "Leave ab.EMA out" in told(lambda: build("shard", callbacks=[ab.EMA()]).fit(epochs=1))
+    assert "without an earlier run" in told(lambda: build("shard", out=folder).fit(epochs=1))
+    assert "seed 0 there and 1 here" in told(lambda: same.resume(folder))
+    assert "0.weight: float64 (6, 4) there, float64 (5, 4) here" in told(lambda: other.resume(folder))
     assert numbers(same)["bits"] == before
 
 
