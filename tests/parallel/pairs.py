@@ -161,10 +161,19 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def gathered(values: Sequence[Tensor]) -> list[Tensor]:
+    return [one.detach().full_tensor() if hasattr(one, "full_tensor") else one.detach() for one in values]
+
+
 def whole(model: nn.Module) -> list[Tensor]:
     """Parameters and buffers, gathered."""
-    values = [*model.parameters(), *(one for one in model.buffers() if one.is_floating_point())]
-    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in values]
+    return gathered([*model.parameters(), *(one for one in model.buffers() if one.is_floating_point())])
+
+
+def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Those of a model and the state of its optimizer."""
+    state = [one for p in model.parameters() for one in optimizer.state[p].values()]
+    return digest([*whole(model), *gathered(state)])
 
 
 def error_of(parts: nn.Module, model: nn.Module) -> float:

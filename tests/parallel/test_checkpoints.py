@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard as Placed
 
 import anybatch as ab
 from anybatch.parallel import checkpoint
-from tests.parallel.pairs import OPTIMIZERS, digest, make, rows, shard, share, tokens, told, whole
+from tests.parallel.pairs import OPTIMIZERS, bits_of, make, rows, shard, share, tokens, told
 from tests.parallel.spawned import on_ranks
 
 
@@ -23,12 +23,6 @@ def loaded(path: Path, **everything: Any) -> dict[str, Any]:
     found = checkpoint.load(path, is_many=True)
     checkpoint.restore(found, **everything)
     return found.progress
-
-
-def bits(parts: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    state = [one for p in parts.parameters() for one in optimizer.state[p].values()]
-    state = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in state]
-    return digest([*whole(parts), *state])
 
 
 #: a mesh, and the dimension that is cut
@@ -52,11 +46,11 @@ def test_checkpoints_of_any_layout_load_into_any_other(rank: int, size: int, tmp
         model(torch.randn(3, 8).double()).sum().backward()
         optimizer.step()
         checkpoint.save(tmp_path / there, 1, model=model, optimizers=[optimizer])
-        expected = bits(model, optimizer)
+        expected = bits_of(model, optimizer)
         for here in LAYOUTS:
             model, optimizer = make(here, 1)
             loaded(tmp_path / there, model=model, optimizers=[optimizer])
-            assert bits(model, optimizer) == expected, (there, here)
+            assert bits_of(model, optimizer) == expected, (there, here)
     found = checkpoint.load(tmp_path / "columns").model  # by this rank alone, and whole
     assert all(torch.equal(found[name], one.full_tensor()) for name, one in model.state_dict().items())
 

@@ -36,14 +36,16 @@ def test_a_fault_before_the_collectives_are_known_ends_all_ranks() -> None:
     assert "rank 1 (it says 'ValueError" in told[0]["said"]
 
 
-ENDS = [(signal.SIGKILL, 2, 0), (signal.SIGSTOP, 2, 0), (signal.SIGSTOP, 3, 1), (signal.SIGKILL, 2, -1)]
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
-@pytest.mark.parametrize(("end", "size", "seed"), ENDS)
-def test_a_rank_that_ends_or_stands_still_ends_all(end: signal.Signals, size: int, seed: int) -> None:
-    """Shards, or replicas where the seed is negative."""
+@pytest.mark.parametrize(
+    ("end", "size", "seed", "is_sharded"),
+    [(KILL, 2, 0, True), (STOP, 2, 0, True), (STOP, 3, 1, True), (STOP, 3, 2, True), (KILL, 2, 0, False)],
+)
+def test_a_rank_that_ends_or_stands_still_ends_all(end: Any, size: int, seed: int, is_sharded: bool) -> None:
     with spawned(size) as ranks:
-        faults.assert_ended(ranks, end, seed, is_sharded=seed >= 0)
+        faults.assert_ended(ranks, end, seed, is_sharded)
 
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -50,6 +50,8 @@ def test_one_rank_is_as_none() -> None:
         make(strategy="replicate")
     with pytest.raises(PlanError, match="'everywhere'"):
         make(strategy="everywhere")
+    with group("fake", FakeStore(), ranks=1):
+        assert make()(BATCH).updated
 
 
 def test_wrapped_models() -> None:

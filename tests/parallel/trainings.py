@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import anybatch as ab
 from anybatch.core import Fold
 from tests.laws.check import stack
-from tests.parallel.pairs import digest, whole
+from tests.parallel.pairs import bits_of, whole
 from tests.parallel.spawned import GROUP_TIMEOUT
 
 ROWS, BATCH = 29, 6  # batches of 6, 6, 6, 6 and 5 rows; on 4 ranks these are 2, 2, 1, 1 and 2, 1, 1, 1
@@ -76,13 +76,11 @@ def build(way: str, kind: str = "rows", *, layer: Any = nn.Identity, width: int 
 def numbers(trainer: Any, reports: list[Any] = []) -> dict[str, Any]:  # noqa: B006
     """What must not depend on the number of ranks, but for rounding; and the bits of this run."""
     step, weights = trainer.step, whole(trainer.step.model)
-    state = [one for p in step.model.parameters() for one in step.optimizers[0].state[p].values()]
-    everything = [*weights, *[one.full_tensor() if hasattr(one, "full_tensor") else one for one in state]]
     return {
         "weights": torch.cat([one.flatten() for one in weights]).tolist(),
         "values": [value for one in reports for value in (one.loss, *one.validation.values())],
         "counts": [trainer.epoch, trainer.steps, trainer.updates, trainer.stopped],
-        "bits": digest(everything),
+        "bits": bits_of(step.model, step.optimizers[0]),
     }
 
 
