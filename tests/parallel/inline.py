@@ -17,17 +17,13 @@ class Reference:
 
 class Process:
     def __init__(self, number: int, kind: type) -> None:
-        self.number, self.kind, self.calls, self.has_ended = number, kind, [], False
-        self.made: Any = None
+        self.number, self.kind, self.calls, self.has_ended, self.made = number, kind, [], False, None
         self.given: list[Reference] = []  # what it has returned
 
 
 class Inline:
-    """Args:
-    seed: of the order in which processes get on.
-    end: called before and after each call with (process, method, "before" or "after", how many such calls
-        there were); True to end the process there.
-    """
+    """Runs calls in an order drawn by `seed`; `end` is called with (process, method, "before" or "after")
+    around each call, and ends the process by True."""
 
     def __init__(self, seed: int = 0, end: Callable[..., bool] = lambda *_: False) -> None:
         self.drawn, self.end = random.Random(seed), end

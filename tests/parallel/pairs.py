@@ -28,8 +28,6 @@ WIDTH, LENGTH, WORDS = 6, 5, 7
 CLOSE = 1e-12  # of numbers near 1 in float64
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory.")
 
-# ---- rows, and what is said
-
 
 def share(batch: Any, sizes: Sequence[int], rank: int) -> Any:
     """The rows of a rank."""
@@ -66,24 +64,21 @@ def told(call: Callable[[], object]) -> str:
     return "no error"
 
 
-# ---- models and losses
-
-
 class Fault:
     """An error, or a signal to this process, where a place is passed; no module, so that none notes it."""
 
     def __init__(self) -> None:
-        self.place, self.left, self.what = "", 0, ValueError("no")
+        self.arm("", 0, None)
 
     def arm(self, place: str, passes: int, what: Any) -> None:
         self.place, self.left, self.what = place, passes, what
 
     def __call__(self, place: str, gradient: object = None) -> None:
-        if place == self.place:
-            self.left -= 1
-            if self.left == -1 and isinstance(self.what, signal.Signals):
+        self.left -= place == self.place
+        if place == self.place and self.left == -1:
+            if isinstance(self.what, signal.Signals):
                 os.kill(os.getpid(), self.what)
-            elif self.left == -1:
+            else:
                 raise self.what
 
 
@@ -101,19 +96,22 @@ class Place(nn.Module):
         return x
 
 
+def warm(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return self.head(self.inner(self.embedding(x))).transpose(1, 2), self.warmth.exp().sum()
+
+
 def make(blocks: int = 2, *, seed: int = 0, is_warm: bool = False) -> Any:
     """Some blocks of odd width over an embedding; a warm one has a second output that all rows share."""
     torch.manual_seed(seed)
-    fault = Fault()
+    fault, n = Fault(), WIDTH
     parts = [
-        (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 9), nn.Tanh(), Place(at, fault), nn.Linear(9, WIDTH))
+        nn.Sequential(nn.LayerNorm(n), nn.Linear(n, 9), nn.Tanh(), Place(at, fault), nn.Linear(9, n))
         for at in range(blocks)
     ]
-    model: Any = zoo.words(nn.Sequential(*[nn.Sequential(*part) for part in parts]), width=WIDTH, count=WORDS)
-    model.fault = fault
+    model: Any = zoo.words(nn.Sequential(*parts), width=WIDTH, count=WORDS)
     if is_warm:
-        inner, model.warmth = model.compute, nn.Parameter(torch.ones(1))
-        model.compute = lambda self, x: (inner(self, x), self.warmth.exp().sum())
+        model = zoo.Made(warm, **dict(model.named_children()), warmth=nn.Parameter(torch.ones(1)))
+    model.fault = fault
     return model.double()
 
 
@@ -144,15 +142,17 @@ def contrast(out: Tensor, warmth: Tensor, y: Tensor, rows: Any = None) -> Any:
     return losses.mean() if rows is None else ab.Total(losses[rows].sum(), len(rows))
 
 
+def outputs(model: nn.Module, micro: Any) -> Any:
+    return (*model(micro[0]), micro[1])
+
+
 LOSSES: dict[str, Callable[[], Any]] = {
     "torch": nn.CrossEntropyLoss,
     "tokens": lambda: tokens,
     "rows": lambda: ab.PerRow(lambda logits, y: F.cross_entropy(logits, y, reduction="none").sum(1)),
     "model": lambda: ab.ModelLoss(call=lambda model, micro: F.cross_entropy(model(micro[0]), micro[1])),
-    "whole": lambda: ab.WholeBatch(contrast, outputs=lambda model, micro: (*model(micro[0]), micro[1])),
-    "whole by rows": lambda: ab.WholeBatch(
-        contrast, outputs=lambda model, micro: (*model(micro[0]), micro[1]), loss_rows=3
-    ),
+    "whole": lambda: ab.WholeBatch(contrast, outputs=outputs),
+    "whole by rows": lambda: ab.WholeBatch(contrast, outputs=outputs, loss_rows=3),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, weight_decay=0.01),
@@ -160,13 +160,20 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
 }
 
-# ---- what is compared
+
+def gathered(values: Sequence[Tensor]) -> list[Tensor]:
+    return [one.detach().full_tensor() if hasattr(one, "full_tensor") else one.detach() for one in values]
 
 
 def whole(model: nn.Module) -> list[Tensor]:
     """Parameters and buffers, gathered."""
-    values = [*model.parameters(), *(one for one in model.buffers() if one.is_floating_point())]
-    return [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in values]
+    return gathered([*model.parameters(), *(one for one in model.buffers() if one.is_floating_point())])
+
+
+def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Those of a model and the state of its optimizer."""
+    state = [one for p in model.parameters() for one in optimizer.state[p].values()]
+    return digest([*whole(model), *gathered(state)])
 
 
 def error_of(parts: nn.Module, model: nn.Module) -> float:
@@ -190,31 +197,23 @@ def take(step: ab.Step, mine: Any, way: str = "step", pieces: Callable[[], int] 
 
 
 class Pair:
-    """A step of this rank, and one of a process with the whole batch.
+    """A step of this rank (`parts`, or a copy of the model), and one of a process with the whole batch.
 
-    Args:
-        model: what one process trains, and each rank if it is given no `parts`.
-        loss: in `LOSSES`, or what makes one.
-        optimizer: in `OPTIMIZERS`, or what makes one.
-        both: options of both steps.
-        bound: of differences; None where they are not compared.
-        options: those of the rank's step."""
+    Losses and optimizers are names in the tables or what makes one. Options are those of the rank's step, or
+    of `both`; where `bound` is None nothing is compared."""
 
     def __init__(
         self, model: Any, loss: Any = "tokens", optimizer: Any = "momentum", *, parts: Any = None,
         both: dict[str, Any] | None = None, bound: float | None = CLOSE, **options: Any,
     ) -> None:  # fmt: skip
-        self.parts, self.model = copy.deepcopy(model) if parts is None else parts, model
-        self.bound, alone = bound, {"strategy": "local", "check": False}
-        self.step, self.twin = (
-            ab.Step(
-                one,
-                LOSSES.get(loss, loss)(),
-                OPTIMIZERS.get(optimizer, optimizer)(one.parameters()),
-                **flat(dict(both or {}), **own),
-            )
-            for one, own in ((self.parts, options), (self.model, alone))
-        )
+        self.parts, self.model, self.bound = copy.deepcopy(model) if parts is None else parts, model, bound
+
+        def make_step(one: Any, **own: Any) -> ab.Step:
+            made = OPTIMIZERS.get(optimizer, optimizer)(one.parameters())
+            return ab.Step(one, LOSSES.get(loss, loss)(), made, **flat(dict(both or {}), **own))
+
+        self.step = make_step(self.parts, **options)
+        self.twin = make_step(model, strategy="local", check=False)
 
     def update(self, batch: Any, sizes: Sequence[int], rank: int, **ways: Any) -> ab.StepReport:
         """Update both, or none where this rank raises; the results and what was told are the same."""

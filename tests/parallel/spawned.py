@@ -28,9 +28,8 @@ def _serve(rank: int, size: int, store: str, calls: Connection) -> None:
     """Carry out what comes: a function's module and name, and arguments; until None."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=GROUP_TIMEOUT
-    )
+    where = f"file://{store}"
+    dist.init_process_group("gloo", where, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     while (call := calls.recv()) is not None:
         try:
             module, name, args = pickle.loads(call)
@@ -76,13 +75,12 @@ class Ranks:
                 self.children[silent].kill()
             ready = wait(left, timeout=max(0.0, end - time.monotonic()))
             if not ready:
-                raise HangError(
-                    f"ranks {sorted({*range(self.size)} - got.keys())} gave nothing in {seconds:g} s"
-                )
-            for one in ready:
-                rank = next(rank for rank, calls in enumerate(self._calls) if calls is one)
+                late = sorted({*range(self.size)} - got.keys())
+                raise HangError(f"ranks {late} gave nothing in {seconds:g} s")
+            for calls in ready:
+                rank = self._calls.index(calls)
                 try:
-                    got[rank] = self._calls[rank].recv()
+                    got[rank] = calls.recv()
                 except EOFError:
                     self.children[rank].join()
                     got[rank] = "ended", self.children[rank].exitcode

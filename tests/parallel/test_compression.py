@@ -1,12 +1,7 @@
-"""Codecs: what is sent and what waits add up to what came; same bytes, same bits; a failure loses nothing.
-
-Mutations, each of which fails here: v is not cleared where it was sent, or u where masking asks for it; u is
-cleared with masking off, or of a parameter that is sent whole; the clipping forgets ranks; what waits on a
-rank without rows stays; `undo` goes back twice, or not at all; an absent parameter is sent as zeros.
-"""
+"""Codecs: what is sent and what waits add up to what came; same bytes, same bits; a failure loses nothing."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +11,7 @@ from anybatch.core import CheckpointError, PlanError
 from anybatch.parallel import Cast, Codec, DeepGradientCompression
 from anybatch.testing import relative_error, tolerance
 
-SHAPES = {
-    "conv.weight": (4, 3, 5, 5),
-    "conv.bias": (4,),
-    "scale": (),
-    "empty": (0, 3),
-    "linear.weight": (7, 9),
-}
+SHAPES = {"conv": (4, 3, 5, 5), "bias": (4,), "scale": (), "empty": (0, 3), "weight": (7, 9)}
 LIKE = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
 UPDATES, RANKS = 10, 3
 CLOSE = tolerance(torch.float64, 10 * UPDATES * RANKS)
@@ -31,11 +20,8 @@ Named = dict[str, Tensor]
 
 
 def drawn(seed: int, like: Named = LIKE) -> Named:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one.dtype)
-        for name, one in like.items()
-    }
+    torch.manual_seed(seed)
+    return {name: torch.randn(one.shape, dtype=torch.float64).to(one.dtype) for name, one in like.items()}
 
 
 def dgc(sparsity: float = 0.9, momentum: float = 0.9, **options: Any) -> DeepGradientCompression:
@@ -56,11 +42,9 @@ def exchanged(codecs: Sequence[Codec], shares: Sequence[Named], like: Named = LI
 
 
 def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
-    return one == other
+    return one.dtype == other.dtype and torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
 CODECS = {
@@ -72,27 +56,7 @@ CODECS = {
 }
 
 
-EACH = pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
-
-
-# ---- every codec
-
-
-@EACH
-def test_bytes_are_counted_and_decode_to_the_same_bits_everywhere(make: Any) -> None:
-    codecs = [make() for _ in range(RANKS)]
-    for update in range(3):
-        payloads = [codec.encode(drawn(update + rank), LIKE) for rank, codec in enumerate(codecs)]
-        assert all(one.dtype == torch.uint8 for one in payloads)
-        assert [codec.sent for codec in codecs] == [one.numel() for one in payloads]
-        before = codecs[0].state()
-        sums = [codec.decode(payloads, LIKE) for codec in (*codecs, make())]
-        assert all(same(sums[0], one) for one in sums)
-        assert same(codecs[0].state(), before)
-        assert {name: one.shape for name, one in sums[0].items()} == {n: one.shape for n, one in LIKE.items()}
-
-
-@EACH
+@pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
 def test_undo_is_as_if_never_encoded_and_a_saved_state_goes_on_to_the_bit(make: Any) -> None:
     straight, undone, loaded = make(), make(), make()
     for update in range(6):
@@ -111,62 +75,23 @@ def test_undo_is_as_if_never_encoded_and_a_saved_state_goes_on_to_the_bit(make: 
         assert same(loaded.state(), straight.state())
 
 
-@EACH
-def test_a_parameter_that_no_rank_had_a_gradient_for_is_absent(make: Any) -> None:
-    some = {name: one for name, one in drawn(0).items() if name != "linear.weight"}
-    sums = exchanged([make(), make(), make()], [some, {}, {"scale": torch.ones((), dtype=torch.float64)}])
-    assert [*sums] == [*some]
-    assert make().decode([make().encode({}, LIKE)], LIKE) == {}
-    assert make().decode([make().encode({}, {})], {}) == {}
-
-
-@EACH
-def test_a_state_of_another_codec_and_what_cannot_be_counted_are_refused(make: Any) -> None:
-    codec = make()
+def test_a_state_of_another_codec_and_what_cannot_be_counted_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"got one with \['scale'\]"):
-        codec.load({"scale": 1.0})
-    codec.check([torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)])
+        dgc().load({"scale": 1.0})
     with pytest.raises(PlanError, match=r"got one of torch\.complex64 and shape \(2,\)"):
-        codec.check([torch.optim.SGD([nn.Parameter(torch.zeros(2, dtype=torch.complex64))], lr=0.1)])
-    with pytest.raises(PlanError, match="2,147,483,647 elements"):
-        codec.check([torch.optim.SGD([nn.Parameter(torch.empty(2**31, device="meta"))], lr=0.1)])
+        dgc().check([torch.optim.SGD([nn.Parameter(torch.zeros(2, dtype=torch.complex64))], lr=0.1)])
 
 
-# ---- casts
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
 @pytest.mark.parametrize("parameters", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_cast_rounds_each_share_once_and_adds_up_wide(
-    name: Literal["fp16", "bf16"], dtype: torch.dtype, parameters: torch.dtype
-) -> None:
+def test_a_cast_rounds_each_share_once_and_adds_up_wide(name: Any, parameters: torch.dtype) -> None:
     like = {key: one.to(parameters) for key, one in LIKE.items()}
     wide = torch.promote_types(parameters, torch.float32)
+    dtype = torch.float16 if name == "fp16" else torch.bfloat16
     shares = [{key: one.to(wide) for key, one in drawn(seed).items()} for seed in range(RANKS)]
     codecs = [Cast(name) for _ in shares]
     wanted = added([{key: one.to(dtype).to(wide) for key, one in share.items()} for share in shares])
     assert same(exchanged(codecs, shares, like), wanted)
-    assert codecs[0].sent == 2 * sum(map(Tensor.numel, like.values())) + 4 * len(like)
-
-
-# ---- deep gradient compression
-
-
-def test_without_sparsity_the_updates_are_those_of_sgd_with_momentum() -> None:
-    like = {name: one for name, one in LIKE.items() if name != "empty"}
-    ours, theirs = ([nn.Parameter(one.clone()) for one in like.values()] for _ in range(2))
-    plain = torch.optim.SGD(ours, lr=0.1)
-    momentum = torch.optim.SGD(theirs, lr=0.1, momentum=0.7)
-    codecs = [dgc(0.0, 0.7) for _ in range(RANKS)]
-    codecs[0].check([plain])
-    for update in range(UPDATES):
-        shares = [drawn(10 * update + rank, like) for rank in range(RANKS)]
-        shares[update % RANKS] = shares[update % RANKS] if update % 4 else {}  # without rows
-        for optimizer, sums in ((plain, exchanged(codecs, shares, like)), (momentum, added(shares))):
-            for parameter, name in zip(optimizer.param_groups[0]["params"], like, strict=True):
-                parameter.grad = sums[name]
-            optimizer.step()
-    assert all(relative_error({"": one}, {"": two}) <= CLOSE for one, two in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -186,7 +111,7 @@ def test_what_was_sent_and_what_waits_are_the_corrected_gradients(momentum: floa
         if update:
             residual = codec.state()["residual"]
             waits = {name: residual[name].view(LIKE[name].shape) for name in residual}
-            assert {*waits} == {"conv.weight", "linear.weight"}
+            assert {*waits} == {"conv", "weight"}
             assert relative_error(added([*sent, waits]), corrected) <= CLOSE
 
 

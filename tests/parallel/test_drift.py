@@ -29,50 +29,45 @@ def rows(rank: int, step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(5, 4, generator=drawn).double(), torch.randint(3, (5,), generator=drawn)
 
 
-def load_weights(model: Any, optimizer: Any, loss: Any) -> None:
+def shift(model: Any, optimizer: Any, loss: Any) -> None:
     model.load_state_dict({name: one + (name == "body.0.bias") for name, one in model.state_dict().items()})
 
 
-def load_optimizer(model: Any, optimizer: Any, loss: Any) -> None:
+def load(model: Any, optimizer: Any, loss: Any) -> None:
     state = optimizer.state_dict()
     state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"] / 2
     optimizer.load_state_dict(state)
 
 
-def write_by_data(model: Any, optimizer: Any, loss: Any) -> None:
-    model.body[2].weight.data[0, 0] += 1e-12
-
-
-def write_state(model: Any, optimizer: Any, loss: Any) -> None:
+def write(model: Any, optimizer: Any, loss: Any) -> None:
     optimizer.state[model.body[2].weight]["exp_avg_sq"].mul_(1.1)
 
 
 #: what a rank does, and after how many steps at most the others notice
 DRIFTS: dict[str, tuple[Callable[..., object], int]] = {
-    "weights": (load_weights, 0),
-    "optimizer state": (load_optimizer, 0),
+    "weights": (shift, 0),
+    "optimizer state": (load, 0),
     "optimizer": (lambda model, optimizer, loss: optimizer.param_groups[0].update(lr=0.02), 0),
     "loss": (lambda model, optimizer, loss: loss.weight.mul_(3), 0),
-    "weights by data": (write_by_data, TURNS),
-    "optimizer state in place": (write_state, TURNS),
-    "buffers": (lambda model, optimizer, loss: model.mean.add_(1), TURNS),
-    "": (lambda model, optimizer, loss: None, -1),  # none is noticed where none is
+    "weights by data": (lambda model, *_: model.body[2].weight.data[0, 0].add_(1e-12), TURNS),
+    "optimizer state in place": (write, TURNS),
+    "buffers": (lambda model, *_: model.mean.add_(1), TURNS),
+    "": (lambda *_: None, -1),  # none is noticed where none is
 }
 
 
 @pytest.mark.parametrize("at", [0, AT])
 @pytest.mark.parametrize("name", DRIFTS)
 @on_ranks(2)
-def test_a_drift_is_noticed_on_all_ranks_before_the_update(
-    rank: int, size: int, name: str, at: int
-) -> object:
+def test_a_drift_is_noticed_on_all_ranks_before_the_update(rank: int, size: int, name: str, at: int) -> Any:
     """At once in the first step, which is compared in full."""
     drift, most = DRIFTS[name]
     model, loss = shifted(), nn.CrossEntropyLoss(weight=torch.ones(3).double())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step = ab.Step(model, loss, optimizer, micro_batch=2, options=ab.Options(check=False))
+    is_there = at or "state" not in name  # the optimizer has none at first
     for index in range(at + TURNS + 1):
-        if index == at and rank == 1 and (at or "state" not in name):  # there is none yet
+        if index == at and rank == 1 and is_there:
             drift(model, optimizer, loss)
         try:
             step(rows(rank, index))
@@ -82,7 +77,7 @@ def test_a_drift_is_noticed_on_all_ranks_before_the_update(
             assert name.split(" by ")[0].split(" in ")[0] in said or "weights" in said
             assert "No update was made" in said
             return index, said
-    assert not name or (not at and "state" in name)
+    assert not name or not is_there
     return None
 
 

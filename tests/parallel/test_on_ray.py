@@ -4,14 +4,13 @@ import json
 import os
 import shlex
 import signal
-import socket
 import stat
 import subprocess
 import sys
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -88,8 +87,8 @@ def test_the_command_on_a_cluster_goes_on_and_the_cluster_stays(
         if b"ray::Worker" not in there and b"ray::ServerShard" not in there:
             break
         subprocess.run(["sleep", "0.1"], check=True)
-    else:
-        raise AssertionError(there)
+    assert b"ray::Worker" not in there
+    assert b"ray::ServerShard" not in there
     assert b"raylet" in there
     assert b"gcs_server" in there
     assert "set RAY_AUTH_MODE=token" in refused.communicate()[1]
@@ -98,25 +97,11 @@ def test_the_command_on_a_cluster_goes_on_and_the_cluster_stays(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("answer", "match"), [(None, "Connection refused"), (b"HTTP/1.0 400", "something else")]
-)
-def test_an_address_where_there_is_no_ray(
-    answer: bytes | None, match: str, marked: dict[str, str], tmp_path: Path
-) -> None:
-    with socket.socket() as peer:
-        peer.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{peer.getsockname()[1]}"
-        if answer is not None:
-            peer.listen()
-        refused = started([*SERVED, "--cluster", address], tmp_path, marked)
-        if answer is not None:
-            with peer.accept()[0] as asking:
-                asking.sendall(answer)
-                asking.recv(100)
-        said = refused.communicate()[1]
-    assert f"Expected a Ray cluster at {address}, got none" in said
-    assert match in said
+def test_an_address_where_there_is_no_ray(marked: dict[str, str], tmp_path: Path) -> None:
+    refused = started([*SERVED, "--cluster", "127.0.0.1:9"], tmp_path, marked)  # a port that nobody has
+    said = refused.communicate()[1]
+    assert "Expected a Ray cluster at 127.0.0.1:9, got none" in said
+    assert "Connection refused" in said
     assert refused.returncode == 1
     assert not (tmp_path / "run").exists()
 
@@ -128,8 +113,6 @@ def test_without_ray_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 class Echo:
-    """Gives back what it is sent."""
-
     def back(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         for value in values:
             if value.layout is torch.strided:
@@ -139,15 +122,8 @@ class Echo:
 
 def sent_and_back() -> None:
     """In a process of its own, as Ray leaves variables behind."""
-    sent = [
-        torch.ones(3, 2).bfloat16(),
-        torch.tensor(True),
-        torch.ones(0, 3),
-        torch.eye(2).to_sparse(),
-        torch.ones(4, 2).t(),
-        torch.tensor(1 + 0j),
-        torch.ones(3, requires_grad=True),
-    ]
+    sent = [torch.ones(3, 2).bfloat16(), torch.tensor(True), torch.ones(0, 3), torch.eye(2).to_sparse()]
+    sent += [torch.ones(4, 2).t(), torch.tensor(1 + 0j), torch.ones(3, requires_grad=True)]
     cluster, other = RayCluster(), RayCluster()  # as for the two steps of a GAN
     try:
         other.start(Echo)
@@ -173,12 +149,10 @@ def test_tensors_of_every_kind_arrive(marked: dict[str, str]) -> None:
 def test_the_token_is_private_and_the_environment_as_before(
     found: str | None, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "made" / "auth_token"
+    path, modes = tmp_path / "auth_token", list[tuple[int, bool]]()
     if found is not None:
-        path.parent.mkdir()
         path.write_text(found)
         path.chmod(0o644)
-    modes: list[tuple[int, bool]] = []
 
     def init(**_: Any) -> None:
         modes.append((stat.S_IMODE(path.stat().st_mode), bool(path.read_text())))
@@ -192,10 +166,7 @@ def test_the_token_is_private_and_the_environment_as_before(
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     before = dict(os.environ)
-    if fails:
-        with pytest.raises(Exception, match="Ray cluster"):
-            RayCluster()
-    else:
+    with pytest.raises(Exception, match="Ray cluster") if fails else nullcontext():
         RayCluster().close()
     assert modes == [(0o600, True)]
     assert path.read_text() == found or len(path.read_text()) == 64

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core import NonFiniteLossError, RankError, tree
 from anybatch.parallel import ParameterServer
-from anybatch.parallel.server import COUNTED, NOT_FINITE, Layout, ServerShard
+from anybatch.parallel.server import ServerShard
 from anybatch.testing import relative_error
 from tests import zoo
 from tests.options import flat
@@ -38,40 +37,26 @@ def served(servers: int = 2, workers: int = 3, *, cluster: Inline | None = None,
 
 
 def step_of(
-    model: nn.Module,
-    strategy: Any = "local",
-    *,
-    optimizer: Callable[..., Any] = torch.optim.SGD,
-    lr: float = 0.1,
-    loss: Any = None,
-    scheduler: Callable[[Any], Any] | None = None,
-    **options: Any,
-) -> ab.Step:
+    model: nn.Module, strategy: Any = "local", *, optimizer: Any = torch.optim.SGD, lr: float = 0.1,
+    loss: Any = None, scheduler: Any = None, **options: Any,
+) -> ab.Step:  # fmt: skip
     made = optimizer(model.parameters(), lr=lr)
     options |= {"strategy": strategy, "scheduler": scheduler and scheduler(made)}
     return ab.Step(model, loss or nn.CrossEntropyLoss(), made, **flat(options))
 
 
 class Trained(NamedTuple):
-    """Parameters, state of the optimizer and reports after some updates, and what is drawn then."""
-
     parameters: list[Tensor]
-    state: Any
+    state: Any  # of the optimizer
     reports: list[ab.StepReport]
-    drawn: Tensor
+    drawn: Tensor  # after the updates
 
 
 def updates(
-    count: int = 3,
-    *,
-    cluster: Inline | None = None,
-    server: Mapping[str, Any] = {},
-    dropout: float = 0.0,
-    make_loss: Callable[[], Any] = nn.CrossEntropyLoss,
-    edit: Callable[[ab.Step, Any], object] = lambda *_: None,
-    between: Callable[[int, ParameterServer], object] = lambda *_: None,
-    **options: Any,
-) -> Trained:
+    count: int = 3, *, cluster: Inline | None = None, server: Mapping[str, Any] = {}, dropout: float = 0.0,
+    make_loss: Callable[[], Any] = nn.CrossEntropyLoss, edit: Callable[..., object] = lambda *_: None,
+    between: Callable[..., object] = lambda *_: None, **options: Any,
+) -> Trained:  # fmt: skip
     """Train alone without a cluster; before each update but the first the program may edit what it has."""
     strategy = "local" if cluster is None else served(cluster=cluster, **server)
     loss = make_loss()
@@ -98,9 +83,8 @@ def undisturbed(count: int) -> Trained:
 def assert_undisturbed(count: int, **given: Any) -> None:
     """To the bit, also of dropout, which is drawn for the unit."""
     one, other = updates(count, dropout=0.5, **given), undisturbed(count)
-    assert [(r.loss, r.grad_norm, r.rows) for r in one.reports] == [
-        (r.loss, r.grad_norm, r.rows) for r in other.reports
-    ]
+    told, expected = ([(r.loss, r.grad_norm, r.rows) for r in trained.reports] for trained in (one, other))
+    assert told == expected
     assert all(map(torch.equal, tree.flatten(one[:2]).leaves, tree.flatten(other[:2]).leaves))
 
 
@@ -122,7 +106,17 @@ class EndAt:
         return is_it and self.count == self.number
 
 
+class Interrupt(EndAt):
+    """Ctrl-C there."""
+
+    def __call__(self, process: Any, method: str, when: str) -> bool:
+        if super().__call__(process, method, when):
+            raise KeyboardInterrupt
+        return False
+
+
 CALLS = {"Worker": ("__init__", "fold"), "ServerShard": ("load", "push", "seal", "commit")}
+COMMIT = "ServerShard", "commit", "before"
 PLACES = [(kind, one, when) for kind in CALLS for one in CALLS[kind] for when in ("before", "after")]
 
 
@@ -147,17 +141,12 @@ def test_many_that_end(seed: int) -> None:
     assert ended
 
 
-@pytest.mark.parametrize(
-    ("end", "match"),
-    [
-        (None, r"gone .* Go on from the last checkpoint"),  # a machine, with the state of a server
-        (
-            lambda process, method, when: (method, when) == ("fold", "after"),
-            "Expected workers to finish unit",
-        ),
-    ],
-)
+FOLDED = lambda process, method, when: (method, when) == ("fold", "after")  # noqa: E731
+
+
+@pytest.mark.parametrize(("end", "match"), [(None, "gone .* Go on from"), (FOLDED, "Expected workers to")])
 def test_what_cannot_be_done_again_is_reported(end: Any, match: str) -> None:
+    """A machine that is gone with the state of a server; workers that end again and again."""
     cluster = Inline(0, end or (lambda *_: False))
 
     def lose(number: int, _: ParameterServer) -> None:
@@ -186,31 +175,18 @@ def test_workers_join_leave_and_get_slow() -> None:
     assert counts[4]["back-ups"] > counts[2]["back-ups"]
 
 
-def test_more_workers_than_rows_wait() -> None:
-    assert step_of(network(), served(1, 6))(batch(rows=2)).rows == 2
-
-
 @pytest.mark.parametrize("error", [NonFiniteLossError, KeyboardInterrupt])
 def test_a_step_that_fails_leaves_all_as_before_and_the_next_one_goes_on(error: type[BaseException]) -> None:
     """A unit that is not finite, and Ctrl-C between the updates of two shards."""
-    adam: dict[str, Any] = {"optimizer": torch.optim.Adam, "lr": 0.01}
-    cluster, committed = Inline(0), list[str]()
-    step, other = (step_of(network(), served(2, 2, cluster=one), **adam) for one in (cluster, Inline(0)))
+    is_interrupt = error is KeyboardInterrupt
+    cluster = Inline(0, Interrupt(*COMMIT, 4 if is_interrupt else 99))
+    step, other = (
+        step_of(network(), served(2, 2, cluster=one), optimizer=torch.optim.Adam, lr=0.01)
+        for one in (cluster, Inline(0))
+    )
     step(batch(0))
-    before, random = copy.deepcopy(step.model.state_dict()), torch.get_rng_state()
-
-    def stop(process: Any, method: str, when: str) -> bool:
-        committed.extend([when] * (method == "commit"))
-        if committed == ["before", "after", "before"]:
-            committed.append("")
-            raise KeyboardInterrupt
-        return False
-
-    x, y = batch(1)
-    if error is KeyboardInterrupt:
-        cluster.end = stop
-    else:
-        x[30] = torch.nan
+    (x, y), before, random = batch(1), copy.deepcopy(step.model.state_dict()), torch.get_rng_state()
+    x[30] = x[30] if is_interrupt else torch.nan
     with pytest.raises(error):
         step((x, y))
     assert torch.equal(torch.get_rng_state(), random)
@@ -241,43 +217,14 @@ def test_a_run_that_is_resumed_ends_in_the_same_bits(tmp_path: Any) -> None:
         options: Any = {"batch_size": 20, "out": tmp_path / out, "save_every": 2, "progress": False}
         return ab.Trainer(step, batch(rows=100), **options)
 
-    def stop(process: Any, method: str, when: str) -> bool:
-        committed.extend([when] * (method == "commit"))
-        if len(committed) > 2 * 7:
-            raise KeyboardInterrupt
-        return False
-
-    committed: list[str] = []
     whole = trainer(3, "whole", Inline(1))
     whole.fit(epochs=2)
     with pytest.raises(KeyboardInterrupt):
-        trainer(3, "killed", Inline(2, stop)).fit(epochs=2)
+        trainer(3, "killed", Inline(2, Interrupt(*COMMIT, 15))).fit(epochs=2)
     again = trainer(11, "killed", Inline(3))
     again.resume(tmp_path / "killed")
     again.fit(epochs=2)
     assert all(map(torch.equal, whole.step.model.parameters(), again.step.model.parameters()))
-
-
-def test_pushes_that_do_not_fit_are_refused_with_a_reason() -> None:
-    parameters = [*network().parameters()]
-    layout = Layout.of(parameters, [torch.optim.SGD(parameters, lr=1.0)], 1, None)
-    made = ServerShard(layout, 0)
-    made.load(3, layout.flat(parameters, 0, "float64"), layout.split({}, parameters, 0))
-    size = sum(p.numel() for p in parameters)
-    good = np.ones((1, size))
-    assert "version 2 of the parameters, where 3 is" in made.push(2, 0, good)
-    assert "of shape" in made.push(3, 0, good[:, 1:])
-    assert "float32 of shape" in made.push(3, 0, good.astype("float32"))
-    assert made.push(3, 0, np.where(np.arange(size) == 5, np.nan, good)) == NOT_FINITE
-    assert made.push(3, 0, good) == ""
-    assert made.push(3, 0, good) == COUNTED
-    assert "2 terms, where other units have 1" in made.push(3, 1, np.ones((2, size)))
-    assert made.push(3, 2, good) == ""
-    assert made.push(3, 2, good) == COUNTED
-    with pytest.raises(RuntimeError, match="1 of 3 units"):
-        made.seal(3, 3, [1.0])
-    assert made.push(3, 1, 2 * good) == ""
-    assert made.seal(3, 3, [0.25]) == pytest.approx(size)
 
 
 def assert_close(found: Any, expected: Any, bound: float) -> None:

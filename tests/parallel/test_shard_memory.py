@@ -33,11 +33,9 @@ class Heap(TorchDispatchMode):
 def within(rank: int, size: int, memory: int | None) -> dict[str, Any]:
     """Three updates of a GPT: heap, cuts, whether gradients were held; or the smallest budget."""
     torch.manual_seed(0)
-    layer = lambda: nn.TransformerEncoderLayer(  # noqa: E731
-        WIDTH, 4, 4 * WIDTH, 0.0, F.gelu, batch_first=True, norm_first=True
-    )
-    blocks = nn.Sequential(*[layer() for _ in range(LAYERS)])
-    model = zoo.words(blocks, width=WIDTH, count=WORDS).double()
+    given: Any = {"activation": F.gelu, "batch_first": True, "norm_first": True, "dropout": 0.0}
+    layers = [nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, **given) for _ in range(LAYERS)]
+    model = zoo.words(nn.Sequential(*layers), width=WIDTH, count=WORDS).double()
     pair = Pair(model, "torch", parts=shard(model), memory=memory)
     told: dict[str, Any] = {"heap": [], "cut": [], "held": []}
     for number in range(3):
@@ -45,20 +43,18 @@ def within(rank: int, size: int, memory: int | None) -> dict[str, Any]:
         batch = torch.randint(WORDS, (2, ROWS * size, LENGTH), generator=drawn)
         mine = tuple(one[ROWS * rank : ROWS * (rank + 1)].clone() for one in batch)
         gc.collect()
-        states = pair.step.optimizers[0].state.values()
-        held = [*map(local, pair.parts.parameters()), *mine]
-        held += [local(one) for slots in states for one in slots.values()]
+        states = [one for slots in pair.step.optimizers[0].state.values() for one in slots.values()]
+        held = [*map(local, [*pair.parts.parameters(), *states]), *mine]
         own = sum({one.data_ptr(): one.untyped_storage().nbytes() for one in held}.values())
-        del held
+        del held, states
         others = held_by_malloc() - own
         try:
             with Heap() as heap:
                 report = pair.step(mine)
         except BudgetError as error:
             return {"smallest": error.smallest, "said": str(error)}
-        told["heap"].append(heap.peak - others)
-        told["cut"].append(report.cut)
-        told["held"].append(report.held)
+        for name, one in (("heap", heap.peak - others), ("cut", report.cut), ("held", report.held)):
+            told[name].append(one)
         pair.twin(tuple(batch))
     assert pair.error < 1e-12
     return told

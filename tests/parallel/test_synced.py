@@ -61,14 +61,6 @@ def test_one_micro_batch_per_rank_is_the_whole_batch(rank: int, size: int, sizes
     return pair.bits
 
 
-def half() -> nn.Module:
-    return build().train(dist.get_rank() == 0)
-
-
-def mixed() -> nn.Module:
-    return nn.Sequential(build(), nn.BatchNorm1d(3).double())
-
-
 def with_groups() -> nn.Module:
     alone = [dist.new_group([one]) for one in range(dist.get_world_size())]
     return build(lambda width: Synced(width, process_group=alone[dist.get_rank()]))
@@ -79,12 +71,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Sequence[int]]
     "got [2, 1] on ranks 0 to 1: the batch is split over ranks": (build, {"micro_batch": 3}, (5, 3)),
     "got [1, 0] on ranks": (build, {}, (8, 0)),
     "got memory, which may run": (build, {"memory": "1GB"}, (5, 3)),
-    "got recompute, which may run": (build, {"recompute": ["0"]}, (5, 3)),
-    "got precision='fp16-mixed', which may run": (build, {"precision": "fp16-mixed"}, (5, 3)),
     "got non_finite='drop', which may run": (build, {"non_finite": "drop"}, (5, 3)),
     "another process group in 1, 4": (with_groups, {}, (5, 3)),
-    "in training on ranks [0] only": (half, {}, (5, 3)),
-    "split over ranks, got module 1:": (mixed, {}, (5, 3)),
 }
 
 
@@ -92,43 +80,27 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Sequence[int]]
 @on_ranks(2)
 def test_what_would_split_rows_further_is_refused(rank: int, size: int, said: str) -> None:
     make, options, sizes = REFUSED[said]
-    model = make().float() if "precision" in options else make()
-    pair = Pair(model, "torch", "sgd", parts=model, **options)
-    assert said in (
-        found := told(lambda: pair.step(share((X.to(next(model.parameters()).dtype), Y), sizes, rank)))
-    ), found
+    pair = Pair(model := make(), "torch", "sgd", parts=model, **options)
+    found = told(lambda: pair.step(share((X, Y), sizes, rank)))
+    assert said in found, found
     assert Pair(build(), "torch", "sgd").step(share((X, Y), (5, 3), rank)).updated
 
 
-@pytest.mark.parametrize("norm", [Synced, nn.BatchNorm1d])
 @on_ranks(2)
-def test_windows_refuse_the_layer(rank: int, size: int, norm: Any) -> None:
-    window = Pair(build(norm), "torch", "sgd").step.window()
-    assert "split over ranks, got module 1" in told(lambda: window.add(share((X, Y), (5, 3), rank)))
-
-
-@pytest.mark.parametrize("error", [NO_MEMORY, KeyboardInterrupt()])
-@on_ranks(2)
-def test_a_rank_that_fails_in_the_layer_leaves_all_as_it_was_and_ends_the_run(
-    rank: int, size: int, error: BaseException
-) -> None:
+def test_a_rank_that_fails_in_the_layer_leaves_all_as_it_was_and_ends_the_run(rank: int, size: int) -> None:
     """Rank 1 fails in its forward, in which the other waits for it; then both try again."""
     group = dist.new_group(timeout=GIVE_UP)
 
     class Fails(Synced):
         def forward(self, input: Tensor) -> Tensor:
             if rank == 1:
-                raise error
+                raise NO_MEMORY
             return super().forward(input)
 
     model = build(lambda width: Fails(width, process_group=group))
     pair = Pair(model, "torch", "sgd", parts=model, strategy=Replicate(group=group))
-    before, said = [one.clone() for one in whole(model)], list[BaseException]()
-    for _ in range(2):
-        with pytest.raises(BaseException) as found:  # noqa: PT011
-            pair.step(share((X, Y), (5, 3), rank))
-        said.append(found.value)
+    before = [one.clone() for one in whole(model)]
+    said = [told(lambda: pair.step(share((X, Y), (5, 3), rank))) for _ in range(2)]
     assert all(map(torch.equal, before, whole(model)))
-    assert type(said[0]).__name__ == type(error).__name__ or not rank
-    assert not rank or error is not NO_MEMORY or "it was not run again" in str(said[0])
-    assert str(said[1]).startswith("Expected all ranks at the same step")
+    assert not rank or "it was not run again" in said[0]
+    assert "Expected all ranks at the same step" in said[1]

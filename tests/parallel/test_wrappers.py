@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -61,14 +59,6 @@ def test_wrapped_models() -> None:
         replica = DistributedDataParallel(nn.Linear(3, 2))
         assert make(replica).model is replica.module
         assert make(replica, strategy="local").model is replica
-        sharded = nn.Sequential(nn.Linear(3, 2))
-        fully_shard(sharded[0], mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(PlanError, match="on the model itself"):
-            make(sharded)
         for kind in (DistributedDataParallel, DataParallel):
             with pytest.raises(PlanError, match=rf"wrapped in {kind.__name__}.*model\.module"):
                 make(nn.Sequential(kind(nn.Linear(3, 2))))
-        late = make(nn.Sequential(nn.Linear(3, 2)))
-        late.model[0] = DistributedDataParallel(late.model[0])
-        with pytest.raises(PlanError, match="wrapped in Dist"):
-            late(BATCH)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import anybatch as ab
 from anybatch.core import Fold
 from tests.laws.check import stack
-from tests.parallel.pairs import digest, whole
+from tests.parallel.pairs import bits_of, whole
 from tests.parallel.spawned import GROUP_TIMEOUT
 
 ROWS, BATCH = 29, 6  # batches of 6, 6, 6, 6 and 5 rows; on 4 ranks these are 2, 2, 1, 1 and 2, 1, 1, 1
@@ -59,6 +59,8 @@ def build(way: str, kind: str = "rows", *, layer: Any = nn.Identity, width: int 
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)  # rounding stays rounding
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.5)
+    strategy = "local" if way == "local" else "auto"
     step = ab.Step(
         model,
         ab.WholeBatch(spread) if kind == "whole batch" else nn.CrossEntropyLoss(),
@@ -66,11 +68,7 @@ def build(way: str, kind: str = "rows", *, layer: Any = nn.Identity, width: int 
         micro_batch=2,
         clip_norm=1.0,
         collate=stack if kind == "samples" else None,
-        options=ab.Options(
-            strategy="local" if way == "local" else "auto",
-            check=way == "replicate",
-            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.5),
-        ),
+        options=ab.Options(strategy=strategy, check=way == "replicate", scheduler=scheduler),
     )
     return ab.Trainer(step, **data(kind) | {"progress": False} | options)
 
@@ -78,13 +76,11 @@ def build(way: str, kind: str = "rows", *, layer: Any = nn.Identity, width: int 
 def numbers(trainer: Any, reports: list[Any] = []) -> dict[str, Any]:  # noqa: B006
     """What must not depend on the number of ranks, but for rounding; and the bits of this run."""
     step, weights = trainer.step, whole(trainer.step.model)
-    state = [one for p in step.model.parameters() for one in step.optimizers[0].state[p].values()]
-    everything = [*weights, *[one.full_tensor() if hasattr(one, "full_tensor") else one for one in state]]
     return {
         "weights": torch.cat([one.flatten() for one in weights]).tolist(),
         "values": [value for one in reports for value in (one.loss, *one.validation.values())],
         "counts": [trainer.epoch, trainer.steps, trainer.updates, trainer.stopped],
-        "bits": digest(everything),
+        "bits": bits_of(step.model, step.optimizers[0]),
     }
 
 
@@ -92,16 +88,16 @@ class Stop(ab.Callback):
     """Stops, or raises, after so many updates."""
 
     def __init__(self, at: int, error: BaseException | None = None) -> None:
-        self.at, self.error, self.told = at, error, 0
+        self.left, self.error = at, error
 
     def start(self, trainer: Any, info: Any) -> None:
         self.trainer = trainer
 
     def update(self, report: Any) -> None:
-        self.told += 1
-        if self.told == self.at:
-            if self.error is not None:
-                raise self.error
+        self.left -= 1
+        if not self.left and self.error is not None:
+            raise self.error
+        if not self.left:
             self.trainer.stop("enough")
 
 
