@@ -66,6 +66,21 @@ def look(seed: int) -> int:
     return LOOKS
 
 
+def end(seed: int) -> int:
+    """Windows of two ranks, in which one has a fault."""
+    with spawned(2) as ranks:
+        faults.assert_all_agreed(ranks, "window", seed * FAULTS, FAULTS)
+    return FAULTS
+
+
+def last(seed: int) -> int:
+    """Faults in the last micro-batch of two and three ranks, while buckets are summed."""
+    for size in (2, 3):
+        with spawned(size) as ranks:
+            faults.assert_all_agreed(ranks, "last", seed * FAULTS, FAULTS)
+    return 2 * FAULTS
+
+
 def shard(seed: int) -> int:
     """Sharded models on drawn rows, with a fault on one rank, and with one that ends or stands still."""
     for size, count in ((2, 75), (4, 20)):
@@ -111,6 +126,8 @@ def serve(seed: int) -> int:
 CAMPAIGNS: dict[str, Callable[[int], int]] = {
     "ranks killed while they save": save,
     "a fault planted in a loss": look,
+    "a fault in a window of two ranks": end,
+    "a fault in the last micro-batch of ranks": last,
     "sharded models": shard,
     "memory that runs out within a budget": keep,
     "killed at any moment": kill,

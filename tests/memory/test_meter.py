@@ -1,16 +1,25 @@
 """Tests of the meter: every count is exact, every byte has its owner, and nothing is left behind."""
 
-from contextlib import nullcontext
+import copy
+from contextlib import nullcontext, suppress
 
+import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from anybatch import Step
 from anybatch.memory.ledger import OWNERS
 from anybatch.memory.meter import Meter
 
+KIB = 1024
 NOTHING = nn.Identity()
+
+
+def kib(count: int) -> Tensor:
+    return torch.zeros(256 * count)
 
 
 def mlp() -> nn.Sequential:
@@ -40,6 +49,39 @@ def test_meter_agrees_with_a_list(moves: list[tuple[str, int]]) -> None:
     assert meter.recording.peak() == peak
 
 
+def test_what_is_saved_for_backward_and_what_backward_makes_are_seen() -> None:
+    x = kib(1).requires_grad_()
+    with Meter(NOTHING, held=[x]) as meter:
+        y = x.exp()  # saved for its own backward
+        z = y.sin()  # saves y
+        del y
+        assert meter.live == 3 * KIB
+        del z
+        assert meter.live == 1 * KIB
+        loss = (x * 2).sum()
+        loss.backward()
+        del loss
+        assert meter.live == 2 * KIB  # x and x.grad
+        x.grad = None
+    assert meter.peak == 3 * KIB
+    assert meter.live == KIB
+
+
+def test_held_is_counted_once_and_a_storage_may_grow() -> None:
+    weight = kib(2)
+    with Meter(NOTHING, held=[weight, weight.view(2, 256)]) as meter:
+        weight.add_(1)
+        assert meter.held == meter.peak == 2 * KIB
+        x = kib(1)
+        x.resize_(512)
+        assert meter.live == 4 * KIB
+        del x
+        assert meter.live == 2 * KIB
+        after = kib(1)
+    del after  # after its end a meter counts no more
+    assert meter.live == 3 * KIB
+
+
 def owned(meter: Meter, phase: str) -> dict[str, int]:
     return dict(zip(OWNERS, meter.ledger().phases()[phase].bytes, strict=True))
 
@@ -64,6 +106,27 @@ def test_every_byte_has_its_owner() -> None:
     assert meter.ledger().peak == meter.peak
 
 
+def hooks() -> tuple[int, ...]:
+    names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_always_called")
+    return tuple(len(getattr(torch_module, name)) for name in names)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_behind(fails: bool) -> None:
+    model = mlp()
+    model.register_forward_hook(lambda *_: 1 / 0 if fails else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, attributes = hooks(), copy.copy(model.__dict__)
+    with suppress(ZeroDivisionError), Meter(model, [optimizer]):
+        output = model(torch.randn(2, 4))
+    if not fails:
+        output.sum().backward()  # outside, though its graph was made inside
+    assert hooks() == before
+    assert model.__dict__ == attributes
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
 def test_a_step_is_bit_identical_under_the_meter() -> None:
     batch, found = (torch.randn(6, 4), torch.randint(2, (6,))), []
     for watched in (False, True):
@@ -74,3 +137,12 @@ def test_a_step_is_bit_identical_under_the_meter() -> None:
             step(batch)
         found.append([*model.parameters()])
     assert all(map(torch.equal, *found))
+
+
+def test_attention_of_the_cpu_is_counted() -> None:
+    query = torch.randn(1, 2, 8, 4)
+    with Meter(NOTHING) as meter:
+        F.scaled_dot_product_attention(query, query, query)
+    with Meter(NOTHING) as other:
+        query @ query.transpose(2, 3)
+    assert meter.flops == 2 * other.flops == 2 * 2 * 2 * 8 * 8 * 4

@@ -1,17 +1,23 @@
 """Steps of ranks on drawn rows, and mistakes that they must notice. Called on every rank."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
-from anybatch.parallel import Shard
+from anybatch.core import local
+from anybatch.engine import Part, norm_of
+from anybatch.engine.sums import Division
+from anybatch.parallel import Replicate, Shard
 from anybatch.testing import GradientRecorder
 from tests.faults import faulty
 from tests.laws.cases import Case
@@ -22,12 +28,16 @@ from tests.laws.totals import TOTALS
 from tests.parallel.pairs import LOSSES, Pair, copies, digest, draw_sizes, make, rows, shard, share, take
 from tests.zoo import Perceptron
 
-SPREAD, BY_ROWS = (lambda: ab.WholeBatch(faulty.spread)), (lambda: ab.WholeBatch(by_rows, loss_rows=2))
 WHOLE = Case(
-    name="whole batch", forms={"function": SPREAD, "rows": BY_ROWS}, options={},
+    name="whole batch",
+    forms={
+        "function": lambda: ab.WholeBatch(faulty.spread),
+        "rows": lambda: ab.WholeBatch(by_rows, loss_rows=2),
+    },
+    options={},
     model=lambda: Perceptron(FEATURES, CLASSES),
     batch=lambda draw: (draw.normal(FEATURES), torch.arange(draw.rows)),
-)  # fmt: skip
+)
 ALL = [*CASES, *TOTALS, *[WHOLE] * 10]
 WAYS = "in one bucket", "in buckets", "under backward"  # to send gradients
 
@@ -58,9 +68,13 @@ def replicated(rank: int, size: int, seed: int, way: str = "in one bucket") -> s
     problem = case.problem(form, count, seed=seed, mask=mask)
     expected, recorder = reference(problem), GradientRecorder(problem.model, problem.loss)
     has_weights = any(True for _ in problem.model.parameters())
-    network = DistributedDataParallel(problem.model) if is_wrapped and has_weights else problem.model
-    collate = stack if call == "collate" else None
-    step = ab.Step(network, problem.loss, recorder, micro_batch=micro_batch, collate=collate)
+    step = ab.Step(
+        DistributedDataParallel(problem.model) if is_wrapped and has_weights else problem.model,
+        problem.loss,
+        recorder,
+        micro_batch=micro_batch,
+        collate=stack if call == "collate" else None,
+    )
     mine = share(problem.batch, sizes, rank)
     if call == "step" and not sizes[rank] and drawn.random() < 0.5:
         mine = None
@@ -84,11 +98,16 @@ def sharded(rank: int, size: int, seed: int) -> str:
     way = "step" if is_whole and way == "window" else way
     mesh = copies(size) if size == 4 and drawn.random() < 0.5 else None
     model = make(drawn.choice([1, 2]), seed=seed, is_warm=is_whole)
-    optimizer, reshard = drawn.choice(["momentum", "adamw"]), drawn.choice([True, False])
-    parts, both = shard(model, mesh, reshard_after_forward=reshard), {"clip_norm": drawn.choice([None, 0.05])}
-    options = {"strategy": Shard(hold=drawn.random() < 0.4), "micro_batch": drawn.choice([None, 1, 2, 3])}
-    collate = stack if way == "collate" else None
-    pair = Pair(model, loss, optimizer, parts=parts, both=both, collate=collate, **options)
+    pair = Pair(
+        model,
+        loss,
+        drawn.choice(["momentum", "adamw"]),
+        parts=shard(model, mesh, reshard_after_forward=drawn.choice([True, False])),
+        both={"clip_norm": drawn.choice([None, 0.05])},
+        strategy=Shard(hold=drawn.random() < 0.4),
+        micro_batch=drawn.choice([None, 1, 2, 3]),
+        collate=stack if way == "collate" else None,
+    )
     own = random.Random(1000 * seed + rank)  # ranks add in other parts
     for index in range(3):
         batch = rows(drawn.randint(2, 9), seed=100 * seed + index)
@@ -100,8 +119,78 @@ def sharded(rank: int, size: int, seed: int) -> str:
 def several(rank: int, size: int, seed: int, count: int, is_sharded: bool) -> list[str]:
     """Drawn cases; of replicas in each of the ways to send gradients."""
     found: list[str] = []
-    for number in range(seed, seed + count):
-        way = WAYS[(number - seed) % len(WAYS)]
+    for index in range(count):
+        way = WAYS[index % len(WAYS)]
         with sending(way):
-            found.append(sharded(rank, size, number) if is_sharded else replicated(rank, size, number, way))
+            one = (
+                sharded(rank, size, seed + index) if is_sharded else replicated(rank, size, seed + index, way)
+            )
+        found.append(one)
+    return found
+
+
+# ---- mistakes
+
+
+def averaged(reduce: Any, self: Any, gradients: Any) -> Any:
+    return {p: value / dist.get_world_size() for p, value in reduce(self, gradients).items()}
+
+
+def forgotten(reduce: Any, self: Any, gradients: Any) -> Any:
+    mine = {*gradients}
+    return {p: value for p, value in reduce(self, gradients).items() if dist.get_rank() or p in mine}
+
+
+def own_loss(close: Any, self: Any, sums: Any) -> Any:
+    weights, agreed = close(self, sums), sums.agreed
+    sums.agreed = agreed._replace(totals=sums.totals or agreed.totals)
+    return weights
+
+
+def own_divisor(decide: Any, *given: Any, **named: Any) -> Any:
+    return decide(*given, **{**named, "guess": 1.0})
+
+
+def lost(accompany: Any, self: Any, rows: Any) -> None:
+    before = {p: p.grad.clone() for p in self.task.network.parameters if p.grad is not None}
+    accompany(self, rows)
+    for p in self.task.network.parameters:
+        p.grad = before.get(p)
+
+
+def own_norm(norm: Any, self: Any, gradients: Any) -> Any:
+    return norm_of([local(one) for one in gradients])
+
+
+def nothing(inner: Any, *_: Any) -> None:
+    pass
+
+
+MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {  # where, and what is done in its place
+    "gradients averaged over ranks": (Replicate, "reduce", averaged),
+    "what rank 0 has no gradient for is left out": (Replicate, "reduce", forgotten),
+    "each rank reports the loss of its own rows": (Replicate, "close", own_loss),
+    "shards: a divisor of each rank's own": (Division, "decide", own_divisor),
+    "shards: averaged": (FSDPModule, "set_gradient_divide_factor", nothing),
+    "shards: what others send in a micro-batch of weight 0 is lost": (Part, "accompany", lost),
+    "shards: the norm of this rank's": (Shard, "norm", own_norm),
+}
+
+
+def broken(rank: int, size: int, mutation: str, counts: Sequence[int]) -> int:
+    """How many cases a mistake breaks on this rank."""
+    where, name, change = MUTATIONS[mutation]
+    inner = getattr(where, name)
+
+    def changed(*given: Any, **named: Any) -> Any:
+        return change(inner, *given, **named)
+
+    is_static, found = isinstance(vars(where)[name], staticmethod), 0
+    is_sharded = mutation.startswith("shards")
+    with mock.patch.object(where, name, staticmethod(changed) if is_static else changed):
+        for seed in range(counts[is_sharded]):
+            try:
+                several(rank, size, seed, 1, is_sharded)
+            except AssertionError:
+                found += 1
     return found

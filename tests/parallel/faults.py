@@ -5,11 +5,14 @@ import random
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import anybatch as ab
 from anybatch.core import local
@@ -23,7 +26,7 @@ from tests.parallel.pairs import NO_MEMORY, Pair, copies, digest, draw_sizes, ma
 from tests.parallel.spawned import Ranks
 from tests.snapshots import DRAWN, changes, snapshot
 
-NO, ALL = ValueError("no"), -1
+NO = ValueError("no")
 PLACES = ("forward", "mid", "end")
 WHATS = (NO_MEMORY, NO_MEMORY, math.inf, math.nan, NO, KeyboardInterrupt())
 HALVED = tolerance(torch.float32, 8)  # additions in another order
@@ -44,16 +47,25 @@ def assert_agreed(answers: Sequence[Told], at_rank: int = -1) -> None:
         assert one.get("seconds", 0) < 10, answers
 
 
+# ---- replicas
+
+
 def faulted(
-    rank: int, size: int, at_rank: int, planted: tuple[str, int, Any], way: str = "step",
-    kind: str = "dropout", variant: str = "divided early", **options: Any,
-) -> Told:  # fmt: skip
+    rank: int,
+    size: int,
+    at_rank: int,
+    planted: tuple[str, int, Any],
+    way: str = "step",
+    kind: str = "dropout",
+    variant: str = "divided early",
+    **options: Any,
+) -> Told:
     """A step with a fault on one rank, then one without; what came of both."""
     options = VARIANTS[variant] | {"momentum": 0.5, "lr": 2.0**-6} | options
-    step, twin = (build(kind, warm=3, **options) for _ in range(2))
+    step, twin = (build(kind, warm=1, **options) for _ in range(2))
     batch = make_batch(20 + rank)
     place, at, what = planted
-    if at_rank in (rank, ALL):
+    if rank == at_rank:
         if place == "row":
             batch[0][at, 0] = what
         else:
@@ -78,11 +90,11 @@ def faulted(
 
 
 def drawn(rank: int, size: int, seed: int) -> Told:
-    """A drawn fault on a drawn rank or on all, often in the last micro-batch, while buckets are summed."""
+    """A drawn fault on a drawn rank; the same on all ranks."""
     draws = random.Random(seed)
-    at_rank, what = draws.choice([*range(size), ALL]), draws.choice(WHATS)
+    at_rank, what = draws.randrange(size), draws.choice(WHATS)
     place = "row" if what is math.nan else draws.choice(PLACES if what is not math.inf else ("mid", "end"))
-    at = draws.randrange(ROWS) if place == "row" else draws.choice([*range(ROWS // SIZE), ROWS // SIZE - 1])
+    at = draws.randrange(ROWS if place == "row" else ROWS // SIZE)
     variant = draws.choice(["divided early", "divided late", "several terms", "whole batch", "clipped"])
     way = draws.choice(["step", "step", "window"]) if variant != "whole batch" else "step"
     options: dict[str, Any] = {"non_finite": draws.choice(["raise", "drop", "skip"])}
@@ -95,6 +107,105 @@ def drawn(rank: int, size: int, seed: int) -> Told:
     except BaseException as error:
         case = f"seed {seed}, rank {at_rank}: {place} {at} {what!r} {way} {kind} {variant} {options}"
         raise AssertionError(case) from error
+
+
+class Layers(nn.Module):
+    """Layers behind each of which a backward may fail; one may be skipped, or all run in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(6)])
+        self.order, self.forwards = [*range(6)], [0]
+        self.fails: dict[tuple[int, int], BaseException] = {}  # by forward and layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards[0] += 1  # in a list, which is no state
+        for at in self.order:
+            x = self.layers[at](x).tanh()
+            x.register_hook(partial(self.meet, (self.forwards[0], at)))
+        return x
+
+    def meet(self, place: tuple[int, int], gradient: object) -> None:
+        if place in self.fails:
+            raise self.fails[place]
+
+
+def last(rank: int, size: int, seed: int) -> Told:
+    """A step whose last micro-batch fails on drawn ranks while buckets are summed, beside one without it."""
+    draws = random.Random(seed)
+    found, losses, told = dict[bool, Any](), dict[bool, float](), {"error": "", "said": ""}
+    failing = draws.choice([[draws.randrange(size)], [*range(size)]])
+    parts, times = draws.choice([1, 2, 3]), draws.choice([1, 1, 2])
+    errors = [draws.choice([NO_MEMORY, NO_MEMORY, NO, KeyboardInterrupt()]) for _ in range(size)]
+    layers = [draws.randrange(6) for _ in range(2)]
+    skipped, is_reversed = draws.choice([-1, -1, 3]), draws.random() < 0.3
+    count = 4 * parts * draws.choice([1, 2]) if rank else 4 * parts
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    batch = torch.randn(count, 6, generator=generator), torch.randint(6, (count,), generator=generator)
+    order = [at for at in range(6) if rank or at != skipped]
+    for is_faulty in (True, False):
+        with sending("under backward" if is_faulty else "in buckets"):
+            model = Layers()
+            adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+            step = ab.Step(model, nn.CrossEntropyLoss(), adam, micro_batch=4, options=ab.Options(check=False))
+            for _ in range(3):  # the order is learned and agreed upon
+                step(batch)
+            model.order = order[::-1] if is_reversed else order
+            if is_faulty and rank in failing:
+                final = model.forwards[0] + count // 4
+                model.fails = {(final + number, layers[number]): errors[rank] for number in range(times)}
+            before = snapshot(step)
+            try:
+                losses[is_faulty] = step(batch).loss
+            except BaseException as error:
+                told |= said(error)
+                assert not changes(before, snapshot(step)), seed
+            model.fails, model.order = {}, [*range(6)]
+            found[is_faulty] = [p.detach().clone() for p in model.parameters()]
+            step(batch)
+    if not told["error"]:
+        assert math.isclose(losses[True], losses[False], rel_tol=1e-5), seed  # that of all rows, once
+        again = any(one is NO_MEMORY for one in errors)  # in halves
+        for one, other in zip(found[True], found[False], strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-5 if again else 0.0), seed
+    return told | {"bits": digest(found[True]), "seed": seed}
+
+
+def window(rank: int, size: int, seed: int) -> Told:
+    """A window with a drawn fault on one rank, and a step; the others raise within a second, by its name."""
+    drawn = random.Random(seed)
+    at_rank, adds = drawn.randrange(size), drawn.randint(1, 3)
+    what, place = drawn.choice([NO, KeyboardInterrupt(), "discarded"]), drawn.choice(PLACES[:2])
+    is_with, at = drawn.random() < 0.5, drawn.randrange(adds)
+    step = build("plain")
+    before, error = snapshot(step), ""
+    opened = step.window()
+    try:
+        with opened if is_with else nullcontext():
+            for index in range(adds):
+                if rank == at_rank and index == at:
+                    if what == "discarded":
+                        opened.discard()
+                        break
+                    step.model.fault.arm(place, 0, what)
+                opened.add(make_batch(10 * seed + rank))
+            began = time.monotonic()
+            if not (rank == at_rank and what == "discarded"):
+                opened.close()
+    except BaseException as found:
+        error = str(found)
+    if rank != at_rank:
+        assert f"on rank {at_rank}" in error
+        assert time.monotonic() - began < 1.0
+    step.model.fault.planted = []
+    assert step.open_window is None
+    assert not changes(before, snapshot(step))
+    assert step(make_batch(seed)).updated
+    return {"error": "raised"}  # or discarded
+
+
+# ---- shards
 
 
 def wait_at_most(seconds: float) -> None:
@@ -118,8 +229,10 @@ def sharded(
     mesh = copies(size) if size == 4 and draws.random() < 0.5 else None
     model = make(seed=seed, is_warm=loss == "whole")
     parts = shard(model, mesh, reshard_after_forward=draws.choice([True, False]))
-    way = draws.choice(["step", "step", "window"] if loss != "whole" else ["step"])
-    hold = draws.random() < 0.5
+    way, hold = (
+        draws.choice(["step", "step", "window"] if loss != "whole" else ["step"]),
+        draws.random() < 0.5,
+    )
     place, what = drawn_place(draws), draws.choice([NO_MEMORY, NO_MEMORY, NO, KeyboardInterrupt()])
     at_rank, passes = draws.randrange(size), draws.randrange(5 if loss == "whole" else 3)
     memory, options = None, {"strategy": Shard(hold=hold)}
@@ -200,7 +313,7 @@ def assert_ended(ranks: Ranks, end: signal.Signals, seed: int, is_sharded: bool 
             assert told["seconds"] < 10
 
 
-FAULTS = {"drawn": drawn, "sharded": sharded}
+FAULTS = {"drawn": drawn, "last": last, "window": window, "sharded": sharded}
 
 
 def several(rank: int, size: int, kind: str, seed: int, count: int, *args: Any) -> list[Told]:

@@ -3,12 +3,14 @@
 import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,15 +19,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import anybatch as ab
-from anybatch.core.errors import RankError
+from anybatch.core.errors import BatchError, RankError
 from anybatch.parallel import Cast, DeepGradientCompression, Replicate
 from anybatch.testing import relative_error, tolerance
-from tests.faults.faulty import build, make_batch
+from tests.faults.faulty import build, make_batch, spread
 from tests.parallel import drawn, faults
 from tests.parallel.drawn import WAYS, sending
 from tests.parallel.pairs import NO_MEMORY, Pair, digest, told, whole
-from tests.parallel.spawned import Ranks, on_ranks
-from tests.snapshots import changes, snapshot
+from tests.parallel.spawned import Ranks, on_ranks, spawned
 
 FLOAT64 = tolerance(torch.float64, 4)
 
@@ -33,6 +34,11 @@ FLOAT64 = tolerance(torch.float64, 4)
 @on_ranks(2, 4)
 def test_any_split_is_the_whole_batch(rank: int, size: int) -> object:
     return drawn.several(rank, size, 1000 * (size > 2), 60 if size == 2 else 40, False)
+
+
+@pytest.mark.parametrize("name", drawn.MUTATIONS)
+def test_mistakes_are_found(two: Ranks, name: str) -> None:
+    assert sum(two.run(drawn.broken, name, (20, 6)))
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -45,18 +51,19 @@ def batch(rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor
     return torch.randn(rows, 4, generator=drawn).to(dtype), torch.randint(3, (rows,), generator=drawn)
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {"clip_norm": 0.1},
-    {"accumulate": torch.float64, "clip_value": 0.01},
-    {"non_finite": "drop", "micro_batch": 2},
-    {"precision": "bf16-true", "micro_batch": 2},
-    {"precision": "fp16-mixed", "micro_batch": 2},
-    {"memory": "80%"},
-]
-
-
 @pytest.mark.parametrize("sizes", [[7, 5], [0, 12], [3, 9]], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(map(str, options.values())))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 0.1},
+        {"accumulate": torch.float64, "clip_value": 0.01},
+        {"non_finite": "drop", "micro_batch": 2},
+        {"precision": "bf16-true", "micro_batch": 2},
+        {"precision": "fp16-mixed", "micro_batch": 2},
+        {"memory": "80%"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
 @on_ranks(2)
 def test_parameters_are_equal_to_the_bit_and_those_of_one_process(
     rank: int, size: int, sizes: list[int], options: dict[str, Any]
@@ -68,6 +75,19 @@ def test_parameters_are_equal_to_the_bit_and_those_of_one_process(
     return pair.bits, digest([*[r.loss for r in reports], *[r.grad_norm for r in reports]])
 
 
+@on_ranks(2)
+def test_collectives_do_not_depend_on_the_number_of_micro_batches(rank: int, size: int) -> None:
+    for micro_batch in (1, 3, None):
+        pair = Pair(network(), "torch", micro_batch=micro_batch)
+        with (
+            mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gathers,
+            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums,
+        ):
+            for _ in range(4):
+                pair.update(batch(14), [8, 6], rank)
+        assert (gathers.call_count, sums.call_count) == (4, 4)  # a message and a sum in each step
+
+
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 CODECS: dict[str, tuple[Any, Any, float]] = {  # it has a momentum of its own where it keeps something back
     "all sent": (partial(DeepGradientCompression, 0.0, warmup_updates=0), "sgd", FLOAT64),
@@ -76,28 +96,35 @@ CODECS: dict[str, tuple[Any, Any, float]] = {  # it has a momentum of its own wh
 }
 
 
+class Refusing(ab.Callback):
+    """Fails after gradients were sent, and before the update."""
+
+    refuses = False
+
+    def gradients(self, gradients: Any) -> None:
+        if self.refuses:
+            raise ValueError("no")
+
+
 @pytest.mark.parametrize("name", CODECS)
 @on_ranks(2)
 def test_compression(rank: int, size: int, name: str) -> object:
-    """The third update may fail after it was sent: it changes no bit of what is made then."""
+    """The third update may fail before and after it was sent: it changes no bit of what is made then."""
     make, optimizer, bound = CODECS[name]
-    bits, fails = [], list[bool]()
-
-    def fail(gradients: Any) -> None:
-        if fails and fails.pop():
-            raise ValueError("no")
-
-    callback = ab.Callback()
-    callback.gradients = fail
-    for is_faulty in (False, True):
-        options: Any = {"strategy": Replicate(compression=make()), "callbacks": [callback]}
-        pair = Pair(network(), "torch", optimizer, micro_batch=2, bound=None, **options)
+    bits = []
+    for fails in (False, True):
+        options: Any = {"strategy": Replicate(compression=make()), "callbacks": [refusing := Refusing()]}
+        pair, sizes = Pair(network(), "torch", optimizer, micro_batch=2, bound=None, **options), [7, 3]
         alone = Pair(network(), "torch", MOMENTUM, strategy="local", bound=None)
         for number in range(4):
-            if is_faulty and number == 2:
-                fails.append(True)
-                assert told(lambda: pair.update(batch(10), [7, 3], rank)) == "ValueError: no"  # noqa: B023
-            pair.update(batch(10), [7, 3], rank)
+            if fails and number == 2:
+                x, y = batch(10)
+                said = told(lambda: pair.update((x[:, :3], y) if rank else (x, y), sizes, rank))  # noqa: B023
+                assert ("RuntimeError" if rank else "RankError") in said
+                refusing.refuses = True
+                assert told(lambda: pair.update((x, y), sizes, rank)) == "ValueError: no"  # noqa: B023
+                refusing.refuses = False
+            pair.update(batch(10), sizes, rank)
             alone.step(batch(10))
         assert relative_error(whole(pair.parts), whole(alone.parts)) <= bound
         dense = 8 * sum(p.numel() for p in pair.parts.parameters())
@@ -107,27 +134,49 @@ def test_compression(rank: int, size: int, name: str) -> object:
     return bits
 
 
+@pytest.mark.parametrize("hooks", [False, True])
 @on_ranks(2)
-def test_code_of_the_caller_in_the_last_backward_meets_no_bucket_under_way(rank: int, size: int) -> object:
-    """Collectives of a callback, for which rank 1 is late."""
+def test_code_of_the_caller_in_the_last_backward_meets_no_bucket_under_way(
+    rank: int, size: int, hooks: bool
+) -> object:
+    """Neither a hook that replaces gradients, nor collectives of its own, for which rank 1 is late."""
+
+    def halve(layer: nn.Module, *_: Any) -> None:
+        for p in layer.parameters():
+            p.grad = None if p.grad is None else p.grad * 0.5
 
     class Late(ab.Callback):
         def micro_batch(self, event: Any) -> None:
             time.sleep(0.02 * rank)
             dist.all_reduce(torch.ones(3))
 
-    found, rows = set[str](), torch.randn(6 * size, 6).split(6)[rank]
+    found = set[str]()
     for way in WAYS:
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(5)])
-        pair = Pair(model, nn.MSELoss, "sgd", micro_batch=2, callbacks=[Late()], check=False)
+        for layer in [*model][1:] if hooks else []:
+            layer.register_full_backward_hook(halve)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: Any = {"micro_batch": None if hooks else 2, "options": ab.Options(check=False)}
+        step = ab.Step(model, nn.MSELoss(), optimizer, callbacks=[Late()], **options)
+        rows = torch.randn(6 * size, 6).split(6)[rank]
         with sending(way):
             for _ in range(4):
-                pair.step((rows, rows))
-        found.add(pair.bits)
+                step((rows, rows))
+        found.add(digest([*model.parameters()]))
     assert len(found) == 1
     return found
 
+
+@on_ranks(2)
+def test_a_look_on_one_rank_gathers_nothing_of_others(rank: int, size: int) -> object:
+    """All rows meet on rank 0, which cuts them: only that rank looks."""
+    rows = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)).double(), torch.arange(9)
+    pair = Pair(nn.Linear(3, 4).double(), lambda: ab.WholeBatch(spread), "sgd", micro_batch=2)
+    return pair.update(rows, [9, 0], rank).loss
+
+
+# ---- when a rank fails: the last column of the design's fault table
 
 CELLS = {
     "out of memory in forward": (("forward", 1, NO_MEMORY), {}, "updated"),
@@ -142,44 +191,34 @@ CELLS = {
 }
 
 
+@pytest.mark.parametrize("variant", ["divided early", "whole batch"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_fault_on_one_rank(two: Ranks, cell: str, variant: str) -> None:
+    _, _, expected = CELLS[cell]
+    if (cell, variant) == ("not finite, drop", "whole batch"):
+        expected = "NonFiniteLossError"  # rows that meet in the loss cannot be left out
+    answers = two.run(faulted, cell, variant)
+    faults.assert_agreed(answers)
+    other = answers[0]
+    if expected == "RankError":
+        assert other["error"] == "RankError"
+        assert "on rank 1" in other["said"]
+        assert "No rank has made the update" in other["said"]
+    elif expected.endswith("Error"):
+        assert other["error"] == expected
+    else:
+        assert (other["updated"], bool(other["dropped"])) == (expected != "skipped", expected == "dropped")
+
+
 def faulted(rank: int, size: int, cell: str, variant: str) -> Any:
     planted, options, _ = CELLS[cell]
     return faults.faulted(rank, size, 1, planted, kind="plain", variant=variant, **options)
 
 
-@pytest.mark.parametrize("variant", ["divided early", "whole batch"])
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_fault_on_one_rank(two: Ranks, cell: str, variant: str) -> None:
-    expected = CELLS[cell][2]
-    if (cell, variant) == ("not finite, drop", "whole batch"):
-        expected = "NonFiniteLossError"  # rows that meet in the loss cannot be left out
-    answers = two.run(faulted, cell, variant)
-    faults.assert_agreed(answers)
-    if expected.endswith("Error"):
-        assert answers[0]["error"] == expected
-        said = ["on rank 1", "No rank has made the update"]
-        assert expected != "RankError" or all(one in answers[0]["said"] for one in said)
-    else:
-        made = expected != "skipped", expected == "dropped"
-        assert (answers[0]["updated"], bool(answers[0]["dropped"])) == made
-
-
 def test_drawn_faults_are_agreed_upon(two: Ranks, four: Ranks) -> None:
-    for ranks, count in ((two, 24), (four, 16)):
-        faults.assert_all_agreed(ranks, "drawn", 0, count)
-
-
-@on_ranks(2)
-def test_a_window_that_ends_on_one_rank_ends_on_all(rank: int, size: int) -> None:
-    step = build("plain")
-    window, before = step.window(), snapshot(step)
-    window.add(make_batch(rank))
-    if rank:
-        window.discard()
-    else:
-        assert "on rank 1" in told(window.close)
-    assert not changes(before, snapshot(step))
-    assert step(make_batch(rank)).updated
+    """In the last micro-batch while buckets are summed: one, two in a row, on both ranks; and in windows."""
+    for ranks, kind, count in ((four, "drawn", 16), (two, "last", 20), (two, "window", 6)):
+        faults.assert_all_agreed(ranks, kind, 0, count)
 
 
 @on_ranks(2)
@@ -192,6 +231,44 @@ def test_a_failure_in_the_update_ends_the_others_at_their_next_step(rank: int, s
     step(make_batch(rank))
     with pytest.raises(RankError, match="ZeroDivisionError on rank 1 after update 1, which all ranks have"):
         step(make_batch(rank))
+
+
+@on_ranks(2)
+def test_an_add_without_rows_is_left_out(rank: int, size: int) -> None:
+    with pytest.raises(BatchError, match="Leave the add out"):
+        build("plain").window().add((torch.zeros(0, 4), torch.zeros(0, 3)))
+
+
+def test_a_rank_that_dies_ends_all() -> None:
+    with spawned(2) as ranks:
+        faults.assert_ended(ranks, signal.SIGKILL, 0, is_sharded=False)
+
+
+# ---- how a group starts and ends
+
+ENDS = """
+import atexit
+import weakref
+import torch
+import torch.distributed as dist
+from anybatch.parallel import exchange, start_under_torchrun
+
+start_under_torchrun()
+exchange({})
+group = weakref.ref(dist.group.WORLD)
+weight = torch.ones(2, requires_grad=True)
+weight.sum().backward()
+torch.optim.SGD([weight]).step()  # imports what keeps the group
+atexit._run_exitfuncs()
+assert group() is None
+"""
+
+
+def test_the_group_is_gone_before_the_interpreter() -> None:
+    """Else gloo's threads abort the process at its end, now and then."""
+    alone = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = {**os.environ, **alone, "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run([sys.executable, "-c", ENDS], check=True, env=environment)
 
 
 SLURM = """
@@ -208,13 +285,15 @@ print(ranks(), step((x[mine], x[mine, :2])).rows, model.weight.tolist())
 
 
 @pytest.mark.slow
-def test_torchrun_starts_ranks() -> None:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", "2"]
-    command = [sys.executable, *launch, sys.executable, "-c", SLURM]
+@pytest.mark.parametrize("count", [1, 2])
+def test_torchrun_starts_ranks(count: int) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node"]
+    command = [sys.executable, *launch, str(count), sys.executable, "-c", SLURM]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    found = re.findall(r"2 10 \[\[[^\[]*\], \[[^\[]*\]\]", said)  # ranks share one output
-    assert len(found) == 2
+    found = re.findall(r"\d 10 \[\[[^\[]*\], \[[^\[]*\]\]", said)  # ranks share one output
+    assert len(found) == count
     assert len({*found}) == 1
+    assert found[0].startswith(f"{count} 10 ")
 
 
 def test_ranks_start_where_srun_names_them() -> None:
@@ -222,10 +301,15 @@ def test_ranks_start_where_srun_names_them() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     named = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    command, both = [sys.executable, "-c", SLURM], []
-    for number in ("0", "1"):
-        own = named | {"RANK": number, "WORLD_SIZE": "2", "SLURM_PROCID": number}
-        both.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True))
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", SLURM],
+            env=named | {"RANK": str(number), "WORLD_SIZE": "2", "SLURM_PROCID": str(number)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
     said, other = [one.communicate(timeout=120)[0] for one in both]
     assert said == other
     assert said.startswith("2 10 ")

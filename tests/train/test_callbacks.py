@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -289,3 +290,25 @@ def test_early_stopping_waits_for_a_better_value(
         report: Any = SimpleNamespace(validation={"loss": float(value)})
         stopping.epoch(SimpleNamespace(stop=asked.append), report)  # pyright: ignore
         assert bool(asked) == (epochs is not None and number >= epochs), number
+
+
+@pytest.mark.parametrize("damage", [1, 2])
+def test_where_the_newest_is_damaged_an_earlier_one_comes_to_the_same_end(
+    damage: int, tmp_path: Path
+) -> None:
+    make(tmp_path).fit(epochs=1)
+    paths = [*checkpoint.folders(tmp_path), *checkpoint.folders(tmp_path / "best")]
+    for path in paths[:damage]:
+        file = path / "rank-0.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+    again = make(tmp_path)
+    told = rf"{re.escape(str(paths[0]))}: expected what .* Going on from .*{paths[damage].name} instead"
+    with pytest.warns(UserWarning, match=told):
+        again.resume(tmp_path)
+    again.fit(epochs=EPOCHS)
+    assert changes(unbroken(), whole_state(again)) == []
+    assert numbered(tmp_path) == [again.steps, again.steps - 1]
+    for path in tmp_path.rglob("*.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"step-{again.steps:08}.*: expected what"):
+        again.resume(tmp_path)
