@@ -86,7 +86,7 @@ def mean_as_sum(model: nn.Module, micro: Any) -> ab.Total:
     return ab.Total(F.cross_entropy(model(micro[0]), micro[1]), 1)
 
 
-@pytest.mark.parametrize("sizes", [(22, 1), (1, 22), (1, 1), (16, 16, 8)])
+@pytest.mark.parametrize("sizes", [(22, 1), (1, 22), (1, 1), (16, 16, 8), (20, 20), (6, 6, 1)])
 @pytest.mark.parametrize("collate", [None, torch.utils.data.default_collate])
 def test_the_first_add_of_a_window_is_compared_with_the_second(sizes: Any, collate: Any) -> None:
     def add_all(loss: Any) -> Any:

@@ -22,7 +22,9 @@ def make(loss: Any = F.mse_loss, **options: Any) -> Step:
     return Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), **flat(options))
 
 
-@pytest.mark.parametrize("name", ["clip_norm", "model", "open_window", "microbatch"])
+@pytest.mark.parametrize(
+    "name", ["clip_norm", "precision", "model", "callbacks", "open_window", "microbatch"]
+)
 def test_attributes_of_a_step_and_a_window_are_only_read(name: str) -> None:
     step = make()
     found = vars(step).copy()
