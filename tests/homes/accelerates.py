@@ -1,17 +1,21 @@
 """Loops of accelerate, as a user writes them, that keep what they saw."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest import mock
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
 
 import anybatch as ab
-from tests.homes.tasks import LOSSES, MICRO_BATCH, OURS, ROWS, UPDATES, Run, data, dies_at, net
+from anybatch.parallel.wrappers import is_sharded
+from tests.homes.tasks import LOSSES, MICRO_BATCH, OURS, ROWS, UPDATES, Run, as_rank, data, dies_at, net
+from tests.parallel.pairs import error_of, make, rows, share, tokens
 
 
 def accelerator(**options: Any) -> Accelerator:
@@ -82,3 +86,40 @@ def halves(task: str, folder: Path, *, dies: bool = False) -> Run:
     if dies:
         dies_at(6, loop.plain)  # in the second update from here
     return loop.run(rows[UPDATES // 2 :])
+
+
+def shards_on_rank(rank: int, size: int, accumulate: int) -> list[float]:
+    """The errors of six calls with a model that accelerate has sharded by FSDP2; ranks have 5 and 2 rows.
+
+    accelerate keeps FSDP2 for accelerators, so the kind of its state is set here. The rest is accelerate's.
+    """
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Linear"], cpu_ram_efficient_loading=False,
+    )  # fmt: skip
+    errors: list[float] = []
+    with as_rank(rank, size), mock.patch.object(AcceleratorState, "is_fsdp2", True):
+        host = accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=accumulate)
+        host.state.fsdp_plugin = plugin
+        plain = make()
+        model = copy.deepcopy(plain)
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.5, momentum=0.9) for one in (model, plain)]
+        model, optimizer = host.prepare(model, optimizers[0])
+        assert is_sharded(model)
+        ours = ab.BatchLoss(model, tokens, micro_batch=None if accumulate > 1 else 2)
+        expected = ab.BatchLoss(plain, tokens, options=ab.Options(strategy="local", check=False))
+        for number in range(6):
+            batch = rows(7, seed=number)
+            with host.accumulate(model):
+                host.backward(ours(share(batch, [5, 2], rank)))
+                if host.sync_gradients:
+                    host.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            (expected(batch) / accumulate).backward()
+            if host.sync_gradients:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+            errors.append(error_of(model, plain))
+    return errors
