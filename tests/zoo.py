@@ -17,6 +17,15 @@ FEATURES, CLASSES, WORDS = 6, 4, 9
 KINDS: dict[Any, type[nn.Module]] = {}  # classes, by their forward
 
 
+def hashed(value: Any) -> Any:
+    """Return a value, or its place if it has no hash."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
 class Made(nn.Module):
     """A model of named parts (modules, parameters; tensors become buffers) whose forward is a function.
 
@@ -29,7 +38,7 @@ class Made(nn.Module):
     def __new__(cls, forward: Callable[..., Any] | None = None, **parts: Any) -> "Made":
         if forward is None:  # a copy
             return super().__new__(cls)
-        key = forward.__code__, *(cell.cell_contents for cell in forward.__closure__ or ())
+        key = forward.__code__, *(hashed(cell.cell_contents) for cell in forward.__closure__ or ())
         return super().__new__(KINDS.setdefault(key, type("Made", (cls,), {"forward": forward})))
 
     def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:

@@ -199,6 +199,8 @@ def build(
     if "collate" in options:
         inner = options["collate"]
         options["collate"] = lambda samples: (model.fault("collate"), inner(samples))[1]
+    if "scheduler" in options:
+        options["scheduler"] = options["scheduler"](optimizer)
     step = ab.Step(model, loss, optimizer, **flat(options))
     for index in range(warm):
         seed(index)

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("hos
 pytest.importorskip("lightning.pytorch")
 transformers = pytest.importorskip("transformers")
 
+from anybatch.homes import WholeBatchTrainer  # noqa: E402
 from tests.homes.updates import in_lightning, in_trainer  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -53,5 +54,7 @@ def test_in_transformers_trainer(page: str) -> None:
     names = program(page)
     net, batch = copy.deepcopy(names["net"]), names["batch"]
     rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-    in_trainer(net, rows, names["usual"], micro_batch=3, loss=None if page in MEANS else names["step"].loss)
+    loss = None if page in MEANS else names["step"].loss
+    collate, usual = torch.utils.data.default_collate, names["usual"]
+    in_trainer(net, rows, collate, WholeBatchTrainer, compute_loss=usual, micro_batch=3, loss=loss)
     assert off(names, net) < EXACT

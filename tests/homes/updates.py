@@ -9,22 +9,30 @@ import transformers
 from torch import nn
 
 import anybatch as ab
-from anybatch.homes import WholeBatchTrainer
 from anybatch.homes.lightning import WholeBatchCallback
 from tests.homes.lightnings import QUIET
 
 
-def in_trainer(model: nn.Module, rows: Any, compute_loss: Any, **options: Any) -> None:
-    """Make it in transformers' Trainer."""
+def in_trainer(
+    model: nn.Module,
+    rows: Any,
+    collate: Callable[..., Any],
+    *bases: type,
+    times: int = 1,
+    compute_loss: Any = None,
+    **options: Any,
+) -> None:
+    """Make it in transformers' Trainer under these bases, in so many parts by its own accumulation."""
     arguments = transformers.TrainingArguments(
-        per_device_train_batch_size=len(rows), max_steps=1, max_grad_norm=0.0, remove_unused_columns=False,
-        save_strategy="no", disable_tqdm=True, use_cpu=True, report_to=[],
+        per_device_train_batch_size=len(rows) // times, gradient_accumulation_steps=times, max_steps=1,
+        max_grad_norm=0.0, remove_unused_columns=False, save_strategy="no", disable_tqdm=True, use_cpu=True,
+        report_to=[],
     )  # fmt: skip
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     own = {"compute_loss": lambda self, model, inputs, *_, **__: compute_loss(model, inputs)}
-    host = type("Host", (WholeBatchTrainer, transformers.Trainer), own)
+    host = type("Host", (*bases, transformers.Trainer), own if compute_loss else {})
     scheduler = torch.optim.lr_scheduler.ConstantLR(sgd, factor=1.0)
-    data = {"data_collator": torch.utils.data.default_collate, "train_dataset": rows}
+    data = {"data_collator": collate, "train_dataset": rows}
     host(model, arguments, optimizers=(sgd, scheduler), **data, **options).train()
 
 

@@ -123,7 +123,7 @@ def test_only_the_largest_go_and_they_leave_nothing_behind_where_masked(masking:
         old, share = codec.state(), drawn(update) if update % 4 != 2 else {}
         sent = exchanged([codec], [share])
         new = codec.state()
-        for name in ("conv.weight", "linear.weight"):
+        for name in ("conv", "weight"):
             wanted = sent[name].flatten()
             velocity = (share or zeros)[name].flatten().expand(wanted.shape)
             if update:
