@@ -54,6 +54,6 @@ def _is_asked_by_a_test() -> bool:
 
 # A text, because it is read when tests run: this file is imported before the device is known.
 needs_cpu = pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="is about the CPU")
-needs_sparse = pytest.mark.skipif(
-    "config.getoption('--device') == 'sim'", reason="the simulated device has no sparse tensors"
+needs_kernels = pytest.mark.skipif(
+    "config.getoption('--device') == 'sim'", reason="the simulated device has no kernels for it"
 )

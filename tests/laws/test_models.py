@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.device import needs_sparse
+from tests.device import needs_kernels
 from tests.laws.cases import Problem
 from tests.laws.check import check, cut, reference, windowed
 from tests.zoo import ZOO
@@ -28,7 +28,7 @@ def problem(name: str) -> Problem:
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[needs_sparse] * (one == "sparse")) for one in EXACT]
+    "name", [pytest.param(one, marks=[needs_kernels] * (one in ("sparse", "GRU"))) for one in EXACT]
 )
 def test_any_cut_gives_the_whole_batch(name: str, options: dict[str, Any]) -> None:
     given = problem(name)
