@@ -100,3 +100,18 @@ def test_gradient_next_to_nothing_is_never_called_exact_without_a_word() -> None
     report = check(Perceptron(5, 2), tiny, rows())
     assert report.exact
     assert "so small (norm " in report.notes[0]
+
+
+@pytest.mark.parametrize("is_noisy", [False, True])
+def test_samples_are_collated_once_where_that_draws_numbers(is_noisy: bool) -> None:
+    samples = [torch.ones(length, 5) for length in (3, 1, 2, 3, 4, 1)]
+
+    def collate(chosen: list[Tensor]) -> Any:
+        padded = nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+        return padded + torch.rand_like(padded) * is_noisy, torch.ones(len(chosen), 1, 2)
+
+    model = nn.Sequential(computed(lambda x: x.sum(1, keepdim=True)), nn.Linear(5, 2))
+    report = check(model, nn.MSELoss(), samples, collate=collate)
+    assert report.exact, str(report)
+    assert [("random" in note) for note in report.notes] == [True] * is_noisy
+    assert any("as `collate` makes it" in words for words in report.cuts) != is_noisy

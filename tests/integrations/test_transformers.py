@@ -1,15 +1,18 @@
 """Heads of transformers against their own whole-batch loss, and router losses, in which rows meet."""
 
 import copy
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.mixtral import modeling_mixtral
 
 import anybatch as ab
 from anybatch.core.errors import LossError
+from anybatch.integrations.transformers import homes, recorded
 from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
 from tests.house import ROOT
@@ -113,3 +116,22 @@ def test_contrastive_heads_are_refused_by_name() -> None:
     model.forward = lambda **rows: type(model).forward(model, return_loss=True, **rows)
     with pytest.raises(LossError, match=r"(?i)CLIPModel.*a contrastive loss"):
         cut(model, batch, 4)
+
+
+def plain_router_loss() -> Tensor:
+    gates = torch.arange(8.0).reshape(4, 2)
+    return modeling_mixtral.load_balancing_loss_func((gates,), 2, 1)
+
+
+def test_outside_a_block_the_modeling_file_does_what_it_did_even_after_a_failure() -> None:
+    before = plain_router_loss()
+    with recorded(homes(MIXTRAL.build())) as first:
+        thread = threading.Thread(target=plain_router_loss)  # another thread's is not recorded
+        thread.start()
+        thread.join()
+    function = modeling_mixtral.load_balancing_loss_func
+    with pytest.raises(RuntimeError), recorded(homes(MIXTRAL.build())) as second:
+        raise RuntimeError
+    assert modeling_mixtral.load_balancing_loss_func is function  # replaced once
+    assert torch.equal(plain_router_loss(), before)
+    assert (first, second) == ([], [])

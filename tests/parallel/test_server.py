@@ -17,6 +17,7 @@ from anybatch.testing import relative_error
 from tests import zoo
 from tests.options import flat
 from tests.parallel.inline import Inline
+from tests.snapshots import same
 
 ROWS = 37  # uneven in every cut
 
@@ -231,3 +232,18 @@ def assert_close(found: Any, expected: Any, bound: float) -> None:
     """All numbers of two nests, but for rounding."""
     pairs = zip(tree.flatten(found).leaves, tree.flatten(expected).leaves, strict=True)
     assert max(relative_error({"": a.double()}, {"": b.double()}) for a, b in pairs) < bound
+
+
+def test_a_slow_worker_holds_nobody_up() -> None:
+    cluster = Inline(4)
+
+    counts = []
+
+    def between(number: int, server: ParameterServer) -> None:
+        counts.append(server.counts)
+        if number == 2:
+            cluster.slow = {3}  # the second worker, after two servers
+
+    found = updates(4, cluster=cluster, server={"workers": 2}, between=between)
+    assert same(found[:2], updates(4, cluster=Inline(99))[:2])
+    assert counts[3]["back-ups"] > counts[2]["back-ups"]
