@@ -2,7 +2,7 @@
 
 1. The suite runs once with this file as a pytest plugin, which writes the lines that each test function runs.
 2. Each change is made in a copy of the project, and the tests of its line run there until one fails: first
-   one case of each function, those of the same folder before others and quick ones before slow ones.
+   the file of the same name, then one case of each function, those of the same folder and quick ones first.
 3. The tests that failed run once on an unchanged copy; one that fails there too is no proof, and is named.
 
 Everything is in build/mutants, in a folder for the state of `src`; a stopped run goes on. Lines that only
@@ -249,8 +249,8 @@ class Map:
         order = [
             (stem not in one, folder not in one, self.seconds[one], one) for one in self.functions(change)
         ]
-        cases = [(turn, key, case) for key in order for turn, case in enumerate(self.cases[key[-1]])]
-        left = [case for _, _, case in sorted(cases)]
+        cases = [(key[0], turn, key, case) for key in order for turn, case in enumerate(self.cases[key[-1]])]
+        left = [case for *_, case in sorted(cases)]
         for seconds, most in ROUNDS:
             chosen, files = dict[str, None](), set[str]()
             for case in left:
