@@ -112,3 +112,32 @@ def test_a_trainer_copies_rows_or_their_indices_and_reads_once(sim: Any) -> None
     on_host, on_device = sim(of_trainer, False), sim(of_trainer, True)
     assert {*on_host} == {(0, 0, 1, 2)}  # inputs and targets
     assert {*on_device} == {(0, 0, 1, 1)}
+
+
+def by_hand_and_by_step(name: str) -> tuple[int, int]:
+    """Operations of an update: of the loop that one writes by hand, and of a step."""
+    step, (x, y) = ready(name)
+    model, optimizer, loss = step.model, step.optimizers[0], nn.CrossEntropyLoss(reduction="sum")
+
+    def loop() -> None:
+        optimizer.zero_grad()
+        weight = (y != -100).sum()
+        for rows, targets in zip(x.split(MICRO), y.split(MICRO), strict=True):
+            if name == "ModelLoss":  # a mean of the model's own, so its divisor is undone
+                (model(rows, targets)["loss"] * ((targets != -100).sum() / weight)).backward()
+            else:
+                (loss(model(rows), targets) / weight).backward()
+        optimizer.step()
+
+    found: list[int] = []
+    for run in (loop, lambda: step((x, y))):
+        with counted() as counts:
+            run()
+        found.append(counts["operations"])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("name", "more"), [("", 6), ("Total", 25), ("ModelLoss", 25)])
+def test_a_step_asks_so_many_operations_more_than_the_loop_by_hand(sim: Any, name: str, more: int) -> None:
+    by_hand, by_step = sim(by_hand_and_by_step, name)
+    assert by_step == by_hand + more
