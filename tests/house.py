@@ -1,7 +1,6 @@
 """Reading the house: its files, imports and floors; and rules, tests that prove that they can fail."""
 
 import ast
-import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -105,70 +104,6 @@ def imports(path: str, tree: ast.Module) -> set[str]:
             case _:
                 pass
     return found
-
-
-# Private attributes of tensors and nodes, of modules, of optimizers, of operators; `_saved_...` of nodes too.
-PRIVATE_ATTRIBUTES = """
-    _C _version _cdata _base _indices _values _backward_hooks _post_accumulate_grad_hooks _forward_cls
-    _buffers _parameters _modules _non_persistent_buffers_set _compiled_call_impl _orig_mod
-    _forward_hooks _forward_hooks_always_called _forward_hooks_with_kwargs _forward_pre_hooks
-    _forward_pre_hooks_with_kwargs _backward_pre_hooks _state_dict_hooks _state_dict_pre_hooks
-    _optimizer_step_pre_hooks _optimizer_step_post_hooks _optimizer_load_state_dict_pre_hooks
-    _optimizer_load_state_dict_post_hooks _global_optimizer_pre_hooks _global_optimizer_post_hooks
-    _schema _overloadpacket _in_backward_optimizers
-"""
-
-
-def is_private_in_torch(name: str) -> bool:
-    """Whether a name is private in torch: a dotted one of a module or function, or one of an attribute.
-
-    Names of operators, as `torch.ops.aten._to_copy`, belong to the dispatcher and are not.
-    """
-    first, *rest = name.split(".")
-    if first == "torch" and rest[:1] != ["ops"]:
-        return any(re.fullmatch(r"_[^\W_]\w*", part) for part in rest)
-    return name in PRIVATE_ATTRIBUTES.split() or bool(re.fullmatch(r"_saved_\w+", name))
-
-
-def private_in_torch(path: str, tree: ast.Module) -> set[str]:
-    """Names private in torch that a file uses; what its own classes have under such a name is left out."""
-    full: dict[str, str] = {}  # local name -> what it was imported as
-    names = imports(path, tree)
-    inner: set[ast.expr] = set()
-    own = {f"self.{node.name}" for node in functions(tree)}
-    attributes: list[ast.Attribute] = []
-    for node in ast.walk(tree):  # a whole before its parts
-        match node:
-            case ast.ImportFrom(module=module, names=aliases, level=0):
-                full |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in aliases}
-            case ast.Import(names=aliases):
-                full |= {alias.asname: alias.name for alias in aliases if alias.asname}
-            case ast.Attribute():
-                attributes.append(node)
-                own |= {dotted(node)} if isinstance(node.ctx, ast.Store) else set()
-                inner.add(node.value)
-            case ast.Constant(value=str(name)) | ast.keyword(arg=str(name)):
-                names.add(name)
-            case _:
-                pass
-    for node in attributes:
-        first, _, rest = dotted(node).partition(".")
-        if full.get(first, first).partition(".")[0] == "torch":
-            names |= {f"{full.get(first, first)}.{rest}"} if node not in inner else set()
-        elif first != "self" or dotted(node) not in own:
-            names.add(node.attr)
-    return {*filter(is_private_in_torch, names)}
-
-
-def dotted(node: ast.expr) -> str:
-    """A name and its attributes, as written; what is no name is left out."""
-    match node:
-        case ast.Attribute(value=value, attr=attr):
-            return f"{dotted(value)}.{attr}"
-        case ast.Name(id=name):
-            return name
-        case _:
-            return ""
 
 
 def ours(path: str, tree: ast.Module) -> set[str]:
