@@ -24,10 +24,9 @@ SHORT_SUMS = (
 )
 CUDNN: Any = torch.backends.cudnn
 # Before torch 2.9: two flags.
-TF32, WORD, NO_WORD = (
-    ("fp32_precision", "tf32", "ieee") if hasattr(CUDNN, "conv") else ("allow_tf32", True, False)
-)
-HOLDERS = [MATMUL, *([CUDNN.conv, CUDNN.rnn] if hasattr(CUDNN, "conv") else [CUDNN])]
+NEW = hasattr(CUDNN, "conv")
+TF32, WORD, NO_WORD = ("fp32_precision", "tf32", "ieee") if NEW else ("allow_tf32", True, False)
+HOLDERS = [MATMUL, *([CUDNN.conv, CUDNN.rnn] if NEW else [CUDNN])]
 
 
 def switches() -> dict[str, Any]:
@@ -91,12 +90,9 @@ def test_switches_hold_within_a_step_and_are_put_back_whatever_happens(
     assert switches() == before
     for index, seen in enumerate(model.seen):
         is_short = find_precision(precision).is_short
-        assert [seen[name] for name in SHORT_SUMS] == (
-            [False] * len(SHORT_SUMS) if is_short else [before[name] for name in SHORT_SUMS]
-        )
+        assert [seen[name] for name in SHORT_SUMS] == [not is_short and before[name] for name in SHORT_SUMS]
         assert seen["tf32"] == ([WORD] * len(HOLDERS) if precision == "tf32" else before["tf32"])
-        is_forward = index % 2 == 0
-        assert seen["autocast"] == [is_forward and precision.endswith("mixed"), False]
+        assert seen["autocast"] == [index % 2 == 0 and precision.endswith("mixed"), False]  # in a forward
     for error in (RuntimeError("the model's own"), KeyboardInterrupt()):
         handle = model.linear.register_forward_hook(lambda *_, error=error: raising(error)())
         with pytest.raises(type(error)):
