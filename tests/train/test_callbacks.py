@@ -120,11 +120,10 @@ def test_callbacks_of_trainer_and_step_are_found_by_class_and_order(tmp_path: Pa
         make(ab.EMA(0.5), ab.EarlyStopping()).resume(tmp_path)
 
 
+@pytest.mark.parametrize("is_windowed", [False, True])
 @pytest.mark.parametrize("buffers", [False, True])
-@pytest.mark.parametrize("micro_batch", [1, 4, None])
-def test_average_is_that_of_a_slow_reference_over_updates_in_any_cut(
-    micro_batch: int | None, buffers: bool
-) -> None:
+@pytest.mark.parametrize("size", [1, 4, None])
+def test_average_is_that_of_a_slow_one_over_updates(size: Any, buffers: bool, is_windowed: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
     model[1].eval()
@@ -132,7 +131,6 @@ def test_average_is_that_of_a_slow_reference_over_updates_in_any_cut(
     x[4] = math.nan
     options = ab.Options(non_finite="skip", batch_norm="frozen")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=micro_batch, options=options)
     ema, seen = ab.EMA(0.7, buffers=buffers), list[dict[str, Tensor]]()
 
     class Look(ab.Callback):
@@ -141,8 +139,15 @@ def test_average_is_that_of_a_slow_reference_over_updates_in_any_cut(
             if report.updated:
                 seen.append(copy.deepcopy(dict(model.state_dict())))
 
-    rows = x.double(), y.clamp(0)
-    Trainer(step, rows, batch_size=6, callbacks=[Look(), ema], progress=False).fit(epochs=2)
+    watching, rows = {"callbacks": [Look(), ema]}, (x.double(), y.clamp(0))
+    given: Any = {"micro_batch": size, "options": options, **(watching if is_windowed else {})}
+    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, **given)
+    for batch in 2 * [*zip(*(part.split(6) for part in rows), strict=True)] if is_windowed else ():
+        with step.window() as window:
+            for micro in zip(*(part.split(size or 6) for part in batch), strict=True):
+                window.add(micro)
+    if not is_windowed:
+        Trainer(step, rows, batch_size=6, **watching, progress=False).fit(epochs=2)
     assert ema.updates == len(seen) == 4
     expected, before = seen[0], copy.deepcopy(dict(model.state_dict()))
     for weights in seen[1:]:
