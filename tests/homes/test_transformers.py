@@ -221,7 +221,11 @@ def test_loss_whose_rows_meet_is_cut_where_that_is_said() -> None:
         values = model(**inputs).logits[:, 0]
         return torch.sigmoid(3 * (values - values.mean().detach())).nanmean()
 
-    task = with_host(compute_loss=meeting, _total_train_tokens=0)
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        transformers.Trainer.__init__(self, *args, **kwargs)
+        self._total_train_tokens = 0
+
+    task = with_host(compute_loss=meeting, __init__=begin)
     whole, home = train(task, "whole"), train(task, "home", own={"rows_meet": True})
     assert error(whole.gradients[1], home.gradients[1]) <= LIMIT
     assert home.trainer._total_train_tokens == 2 * homes.ROWS  # not those of each micro-batch
