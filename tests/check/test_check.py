@@ -16,6 +16,7 @@ from tests.options import flat
 from tests.zoo import Perceptron
 
 ROWS = 12
+ASKED: Any = [({"rows": 5}, 5), ({"micro_batch": 7}, 20), ({"rows": 100}, 20), ({}, 20)]
 
 
 def rows(outputs: int = 2, count: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -43,26 +44,21 @@ def test_report_in_words_and_in_json() -> None:
     assert "\n  meeting: 0, 1, 2 and 9 more (BatchNorm1d)\n    `0` normalises by mean" in str(broken)
 
 
-@pytest.mark.parametrize(
-    ("options", "count"), [({"rows": 5}, 5), ({"micro_batch": 7}, 20), ({"rows": 100}, 20), ({}, 20)]
-)
+@pytest.mark.parametrize(("options", "count"), ASKED)
 def test_rows_as_asked(options: dict[str, Any], count: int) -> None:
     assert check(Perceptron(5, 2), nn.MSELoss(), rows(2, 20), **options).rows == count
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"batch": (torch.zeros(1, 5), torch.zeros(1, 2))}, BatchError, "at least 2 rows"),
-        ({"batch": (torch.zeros(3), torch.zeros(2))}, BatchError, "rows"),
-        ({"micro_batch": 0}, PlanError, "micro_batch"),
-        ({"batch_norm": "half"}, PlanError, "batch_norm"),
-        ({"loss": nn.Identity()}, LossError, "Identity"),
-        ({"loss": lambda m, micro: Total(0 * m(micro[0]).sum(), 0)}, BatchError, "whose weight is 0"),
-        ({"model": nn.Identity()}, PlanError, "trainable parameters"),
-        ({"model": nn.Sequential(nn.Linear(5, 2), torch.jit.ScriptModule())}, PlanError, "TorchScript at 1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ({"batch": (torch.zeros(1, 5), torch.zeros(1, 2))}, BatchError, "at least 2 rows"),
+    ({"batch": (torch.zeros(3), torch.zeros(2))}, BatchError, "rows"),
+    ({"micro_batch": 0}, PlanError, "micro_batch"),
+    ({"batch_norm": "half"}, PlanError, "batch_norm"),
+    ({"loss": nn.Identity()}, LossError, "Identity"),
+    ({"loss": lambda m, micro: Total(0 * m(micro[0]).sum(), 0)}, BatchError, "whose weight is 0"),
+    ({"model": nn.Identity()}, PlanError, "trainable parameters"),
+    ({"model": nn.Sequential(nn.Linear(5, 2), torch.jit.ScriptModule())}, PlanError, "TorchScript at 1"),
+])  # fmt: skip
 def test_what_no_step_takes_is_refused(arguments: Any, error: Any, message: str) -> None:
     given = {"model": Perceptron(5, 2), "loss": nn.MSELoss(), "batch": rows()} | arguments
     with pytest.raises(error, match=message):
@@ -125,15 +121,12 @@ def fixed(x: Tensor) -> Tensor:
     return x * (len(x) > 5)
 
 
-@pytest.mark.parametrize(
-    ("function", "kind", "said"),
-    [
-        (leaving, "meeting", "other rows are missing"),
-        (lambda x: x * torch.arange(1, len(x) + 1)[:, None], "position", "at another place"),
-        (lambda x: torch.stack([row + torch.rand(()) for row in x]), "position", "another output for a row"),
-        (fixed, "unexplained", "fails with ValueError"),
-    ],
-)
+@pytest.mark.parametrize(("function", "kind", "said"), [
+    (leaving, "meeting", "other rows are missing"),
+    (lambda x: x * torch.arange(1, len(x) + 1)[:, None], "position", "at another place"),
+    (lambda x: torch.stack([row + torch.rand(()) for row in x]), "position", "another output for a row"),
+    (fixed, "unexplained", "fails with ValueError"),
+])  # fmt: skip
 def test_modules_say_why_they_differ(function: Any, kind: str, said: str) -> None:
     (finding,) = check(nn.Sequential(computed(function), nn.Linear(5, 2)), nn.MSELoss(), rows()).findings
     assert (finding.kind, finding.culprit) == (kind, "0 (Computed)")

@@ -34,17 +34,13 @@ def found(loss: Any) -> tuple[Finding, ...]:
     return check(Perceptron(4, 3), loss, BATCH).findings
 
 
-@pytest.mark.parametrize(
-    ("loss", "code"),
-    [
-        (lambda m, b: Total(losses(m, b), 1), "(micro[1] != -100).sum()"),
-        (lambda m, b: Total(losses(m, b) * len(b[0]), len(b[0])), "(micro[1] != -100).sum()"),
-        (lambda m, b: Total(m(b[0]).square().mean(), 1), "len(micro[0])"),
-        (lambda m, b: Total(losses(m, b, weight=BALANCE) * len(b[0]), len(b[0])), OF_CLASSES),
-        (lambda m, b: Total(losses(m, (b[0][:, :-1], b[1][:, 1:])), 1), "(micro[1][:, 1:] != -100).sum()"),
-    ],
-    ids=["as one", "times rows", "of squares", "class weights", "shifted"],
-)
+@pytest.mark.parametrize(("loss", "code"), [
+    (lambda m, b: Total(losses(m, b), 1), "(micro[1] != -100).sum()"),
+    (lambda m, b: Total(losses(m, b) * len(b[0]), len(b[0])), "(micro[1] != -100).sum()"),
+    (lambda m, b: Total(m(b[0]).square().mean(), 1), "len(micro[0])"),
+    (lambda m, b: Total(losses(m, b, weight=BALANCE) * len(b[0]), len(b[0])), OF_CLASSES),
+    (lambda m, b: Total(losses(m, (b[0][:, :-1], b[1][:, 1:])), 1), "(micro[1][:, 1:] != -100).sum()"),
+], ids=["as one", "times rows", "of squares", "class weights", "shifted"])  # fmt: skip
 def test_right_denominator_is_found(loss: Any, code: str) -> None:
     (finding,) = found(loss)
     assert (finding.kind, finding.culprit) == ("denominator", "term 'loss' of <lambda>")
@@ -91,17 +87,14 @@ def bare(model: nn.Module, micro: Any) -> Tensor:
     return model(micro[0]).square().mean()
 
 
-@pytest.mark.parametrize(
-    ("loss", "kind", "culprit", "said"),
-    [
-        (Fading(), "state", "", ""),
-        (unlisted_mean, "meeting", "", ""),  # no candidate divides it
-        (but_the_last, "position", "", ""),
-        (seeded, "position", "", ""),
-        (bare, "denominator", "", r"bare mean.*the rows"),  # even where it adds up
-        (one_wrong, "denominator", "term 'mean' of one_wrong", ""),
-    ],
-)
+@pytest.mark.parametrize(("loss", "kind", "culprit", "said"), [
+    (Fading(), "state", "", ""),
+    (unlisted_mean, "meeting", "", ""),  # no candidate divides it
+    (but_the_last, "position", "", ""),
+    (seeded, "position", "", ""),
+    (bare, "denominator", "", r"bare mean.*the rows"),  # even where it adds up
+    (one_wrong, "denominator", "term 'mean' of one_wrong", ""),
+])  # fmt: skip
 def test_faults_of_a_loss_are_told_apart(loss: Any, kind: str, culprit: str, said: str) -> None:
     (finding,) = found(loss)
     assert finding.kind == kind
@@ -120,25 +113,22 @@ LONGER = torch.where(torch.arange(8) == 3, 5, FILLED)
 WORDS, SAME = nn.Embedding(9, 2, padding_idx=0), nn.Identity()
 
 
-@pytest.mark.parametrize(
-    ("batch", "model", "valid"),
-    [
-        ({"x": TOKENS, "attention_mask": MASK.long()}, SAME, FILLED),
-        ({"x": TOKENS, "key_padding_mask": ~MASK}, SAME, FILLED),
-        ({"x": TOKENS, "mask": MASK.float()}, SAME, FILLED),
-        ((TOKENS, MASK, TOKENS), SAME, FILLED),
-        ((TOKENS, torch.zeros(8)), WORDS, FILLED),
-        ((TOKENS, TARGETS), WORDS, LONGER),
-        ((TOKENS,), nn.Embedding(9, 2), None),
-        ({"x": TOKENS, "mask": torch.tensor([[1, 0, 1, 0, 1]] * 8)}, SAME, None),  # picks places
-        ({"x": TOKENS, "mask": torch.ones(8, 5)}, SAME, None),
-        ((TOKENS.clamp(min=1),), WORDS, None),
-        ({"x": TOKENS, "y": MASK}, SAME, None),  # ordinal targets
-        ((torch.randn(8, 5), MASK), SAME, None),
-        ({"x": torch.randn(8, 5, 2), "loss_mask": MASK.float()}, SAME, None),
-        ((torch.tensor([[1, 0, 2], [3, 4, 0]]),), WORDS, None),  # a word too
-    ],
-)
+@pytest.mark.parametrize(("batch", "model", "valid"), [
+    ({"x": TOKENS, "attention_mask": MASK.long()}, SAME, FILLED),
+    ({"x": TOKENS, "key_padding_mask": ~MASK}, SAME, FILLED),
+    ({"x": TOKENS, "mask": MASK.float()}, SAME, FILLED),
+    ((TOKENS, MASK, TOKENS), SAME, FILLED),
+    ((TOKENS, torch.zeros(8)), WORDS, FILLED),
+    ((TOKENS, TARGETS), WORDS, LONGER),
+    ((TOKENS,), nn.Embedding(9, 2), None),
+    ({"x": TOKENS, "mask": torch.tensor([[1, 0, 1, 0, 1]] * 8)}, SAME, None),  # picks places
+    ({"x": TOKENS, "mask": torch.ones(8, 5)}, SAME, None),
+    ((TOKENS.clamp(min=1),), WORDS, None),
+    ({"x": TOKENS, "y": MASK}, SAME, None),  # ordinal targets
+    ((torch.randn(8, 5), MASK), SAME, None),
+    ({"x": torch.randn(8, 5, 2), "loss_mask": MASK.float()}, SAME, None),
+    ((torch.tensor([[1, 0, 2], [3, 4, 0]]),), WORDS, None),  # a word too
+])  # fmt: skip
 def test_padding_is_told_by_a_mask_or_a_token(batch: Any, model: nn.Module, valid: Tensor | None) -> None:
     found = find_padding(batch, model)
     assert (found is None) == (valid is None)

@@ -21,6 +21,7 @@ from anybatch.data.mnist import read_idx, read_mnist
 from anybatch.testing import relative_error, tolerance
 
 CODES = {torch.uint8: 8, torch.float32: 13}
+LOOKED_FOR = r"name a folder with MNIST in IDX form \(train-im.*CIFAR-10 in binary form \(data_batch_\*\.bin"
 TRAIN_ROWS, TEST_ROWS = 12, 5
 FILES = {"data_batch_1": (4, 0), "data_batch_2": (3, 4), "test_batch": (2, 8)}  # rows, first label
 
@@ -85,17 +86,14 @@ def test_what_was_written_is_read(folder: Path, shape: list[int], gzipped: bool,
     found.zero_()  # it may be written to
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "expected an IDX file .* got an empty file"),
-        (b"\0\0\x08", "expected an IDX file .* got 00 00 08"),
-        (b"\0\0\x0a\x01", "unsigned bytes .* got 00 00 0a 01"),
-        (idx_header(8, (2, 3)) + bytes(5), r"6 bytes after the header.* shape \(2, 3\), got 5: .*truncated"),
-        (idx_header(8, (2, 3)) + bytes(7), "expected 6 bytes after the header, .* got more"),
-        (idx_header(8, (2, 3))[:-1], "truncated"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    (b"", "expected an IDX file .* got an empty file"),
+    (b"\0\0\x08", "expected an IDX file .* got 00 00 08"),
+    (b"\0\0\x0a\x01", "unsigned bytes .* got 00 00 0a 01"),
+    (idx_header(8, (2, 3)) + bytes(5), r"6 bytes after the header.* shape \(2, 3\), got 5: .*truncated"),
+    (idx_header(8, (2, 3)) + bytes(7), "expected 6 bytes after the header, .* got more"),
+    (idx_header(8, (2, 3))[:-1], "truncated"),
+])  # fmt: skip
 @pytest.mark.parametrize("gzipped", [False, True])
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, data: bytes, message: str, gzipped: bool) -> None:
     with pytest.raises(DataError, match=f"some-idx: .*{message}"):
@@ -118,16 +116,13 @@ def test_mnist(tmp_path: Path, end: str, mark: str) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("stem", "values", "message"),
-    [
-        ("train-images", labels(TRAIN_ROWS), r"shape \(rows, 28, 28\), got shape \(12,\)"),
-        ("t10k-images", images(TEST_ROWS, 28, 28).float(), "unsigned bytes .* got 00 00 0d 03"),
-        ("train-labels", labels(TRAIN_ROWS - 1), "each image of train-images.*, .* got 11 labels and 12"),
-        ("t10k-labels", labels(0), "got 0 labels and 5"),
-        ("train-labels", labels(TRAIN_ROWS) + 1, "classes 0 to 9, got 10 in row 9"),
-    ],
-)
+@pytest.mark.parametrize(("stem", "values", "message"), [
+    ("train-images", labels(TRAIN_ROWS), r"shape \(rows, 28, 28\), got shape \(12,\)"),
+    ("t10k-images", images(TEST_ROWS, 28, 28).float(), "unsigned bytes .* got 00 00 0d 03"),
+    ("train-labels", labels(TRAIN_ROWS - 1), "each image of train-images.*, .* got 11 labels and 12"),
+    ("t10k-labels", labels(0), "got 0 labels and 5"),
+    ("train-labels", labels(TRAIN_ROWS) + 1, "classes 0 to 9, got 10 in row 9"),
+])  # fmt: skip
 def test_mnist_files_that_belong_not_together(tmp_path: Path, stem: str, values: Any, message: str) -> None:
     write_mnist(tmp_path)
     next(tmp_path.glob(f"{stem}*")).write_bytes(idx_bytes(values))
@@ -152,23 +147,17 @@ def test_pixels_are_red_then_green_then_blue_row_by_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["data_batch_2.bin", "test_batch.bin"])
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "at least one, got 0 bytes"),
-        (cifar10_bytes(2)[:-1], "records of 3073 bytes, .* got 6145 bytes, 3072 past the last whole record"),
-        (cifar10_bytes(1) + b"\0", "got 3074 bytes, 1 past"),
-        (cifar10_bytes(1) + b"\x0a" + bytes(3072), "classes 0 to 9, got 10 in row 1"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    (b"", "at least one, got 0 bytes"),
+    (cifar10_bytes(2)[:-1], "records of 3073 bytes, .* got 6145 bytes, 3072 past the last whole record"),
+    (cifar10_bytes(1) + b"\0", "got 3074 bytes, 1 past"),
+    (cifar10_bytes(1) + b"\x0a" + bytes(3072), "classes 0 to 9, got 10 in row 1"),
+])  # fmt: skip
 def test_damaged_records_are_refused_by_name(tmp_path: Path, name: str, data: bytes, message: str) -> None:
     write_cifar10(tmp_path)
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=f"{name}: expected .*{message}"):
         read_cifar10(tmp_path)
-
-
-LOOKED_FOR = r"name a folder with MNIST in IDX form \(train-im.*CIFAR-10 in binary form \(data_batch_\*\.bin"
 
 
 def test_folders_are_recognised(tmp_path: Path) -> None:
@@ -321,20 +310,17 @@ def test_every_tenth_line_is_held_out_with_its_label(tmp_path: Path) -> None:
     assert there == [row for n, row in enumerate(rows) if n % 10 != 9]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "expected a readable file"),
-        (b"", "got 0 characters"),
-        (b" \n\t\n", "all blank"),
-        (b"\xff\xfe\x00", "expected text in UTF-8"),
-        (b"a\tb\n" * 9, "at least 10 lines with text, got 9"),
-        (b"a\tb\n" * 12, "two labels or more, got only 'a'"),
-        (b"a\tb\n" * 5 + b"c d\n", "got 'c d' in line 6; write label<TAB>text"),
-        (b"a\tb\n" * 5 + b"\td\n", r"in line 6"),
-        (b"a\tb\n" * 5 + b"c\t\n", r"in line 6"),
-    ],
-)
+@pytest.mark.parametrize(("content", "words"), [
+    (None, "expected a readable file"),
+    (b"", "got 0 characters"),
+    (b" \n\t\n", "all blank"),
+    (b"\xff\xfe\x00", "expected text in UTF-8"),
+    (b"a\tb\n" * 9, "at least 10 lines with text, got 9"),
+    (b"a\tb\n" * 12, "two labels or more, got only 'a'"),
+    (b"a\tb\n" * 5 + b"c d\n", "got 'c d' in line 6; write label<TAB>text"),
+    (b"a\tb\n" * 5 + b"\td\n", r"in line 6"),
+    (b"a\tb\n" * 5 + b"c\t\n", r"in line 6"),
+])  # fmt: skip
 def test_what_is_no_labelled_text_is_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
     path = tmp_path / "a.txt"
     if content is not None:

@@ -214,9 +214,7 @@ def test_gradients_that_were_added_to_are_not_used_again(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("windowed", [False, True])
-def test_inside_of_a_callers_autocast_no_step_goes_on_with_old_weights(
-    precision: str, enabled: bool, windowed: bool
-) -> None:
+def test_in_a_callers_autocast_no_weights_are_old(precision: str, enabled: bool, windowed: bool) -> None:
     """Torch casts a weight once, and knows no better before the outermost autocast is over."""
     autocast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=enabled)  # noqa: E731
 

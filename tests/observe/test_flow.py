@@ -22,6 +22,8 @@ from tests.zoo import Made, Perceptron
 
 EXACT = 1e-12
 FIGURES = ("mean", "largest", "norm", "zeros", "ratio")
+CUTS = {"equal": [4] * 3, "ragged": [5, 5, 2], "late": [5, 5, 2], "window": [7, 4, 1], "scarce": [3] * 4}
+LAYERS = ("(model)", "first", "again", "unused", "last")
 
 
 class Net(nn.Module):
@@ -40,9 +42,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.shift
         return self.last(self.frozen(self.first(x).relu() + self.again(x)))
-
-
-LAYERS = ("(model)", "first", "again", "unused", "last")
 
 
 def rows_of(rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -238,9 +237,6 @@ def slow(model: nn.Module, batch: tuple[Tensor, Tensor], cut: list[int]) -> tupl
 
 def total(model: nn.Module, micro: tuple[Tensor, Tensor]) -> ab.Total:
     return ab.Total(((model(micro[0]) - micro[1]) ** 2).sum(), torch.tensor(float(micro[1].numel())))
-
-
-CUTS = {"equal": [4] * 3, "ragged": [5, 5, 2], "late": [5, 5, 2], "window": [7, 4, 1], "scarce": [3] * 4}
 
 
 @pytest.mark.parametrize(("how", "cut"), CUTS.items())

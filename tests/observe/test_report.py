@@ -19,6 +19,8 @@ START: dict[str, Any] = {
     "total_updates": 40, "done_updates": 0, "done_epochs": 0,
 }  # fmt: skip
 NAMES = ["first", "blocks.0.<script>alert('a')</script>", 'blocks.1."last"', "unused", "far"]
+ALL = "loss terms metric-0 learning-rate gradient-norm noise callback-1 scale flow layer layer-zeros"
+EMPTY = ("input", "meta", "link", "rect", "br")
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:
@@ -54,10 +56,6 @@ def write(folder: Path, records: list[dict[str, Any]], end: str = "") -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "log.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records) + end)
     return folder
-
-
-ALL = "loss terms metric-0 learning-rate gradient-norm noise callback-1 scale flow layer layer-zeros"
-EMPTY = ("input", "meta", "link", "rect", "br")
 
 
 class Page(HTMLParser):
@@ -148,24 +146,21 @@ def test_a_run_that_went_on_has_each_update_once(tmp_path: Path) -> None:
     assert "in the log already, left out: 1" in page.text
 
 
-@pytest.mark.parametrize(
-    ("records", "end", "told"),
-    [
-        ([START], "", "No update was made yet of 40."),
-        ([START, step(1), step(2)], '{"event": "step", "st', "2 of 40 updates were made. The log has no end"),
-        ([START, step(1)], "[1]\n{\n", "could not be read, or only in part: 2."),
-        ([{"event": "start"}, {"event": "step", "step": 3}], "", "3 updates were made."),
-        ([START, step(1, loss=None, grad_norm=None)], "", "no finite loss"),
-        ([START, step(1, loss=-1e308, rows=10**400, grad_norm=1e-320)], "", "1 of 40"),
-        ([START, step(1, observed={"flow": {"mean": ["a"]}}, terms=3, cut=["x"])], "", "in part: 1."),
-        ([START, step(-1), step(2**70), {"event": 3}], "", "in part: 3."),
-        ([START, step(1), {"event": "epoch", "validation": 3}, {"event": "plan", "bytes": 3}], "", "1 of 40"),
-        ([START | {"command": "x", "machine": 3, "done_updates": None}, step(1)], "", "1 of 40"),
-        ([START, step(1, counts={"pushes": 0, "units repeated": None, "bytes <": 1e300})], "", "<"),
-        ([START, step(1), {"event": "stop"}], "", "40 updates were made. The run stopped before its end."),
-        ([START, step(1), {"event": "stop", "reason": "<i>"}], "", "The run stopped before its end: <i>."),
-    ],
-)
+@pytest.mark.parametrize(("records", "end", "told"), [
+    ([START], "", "No update was made yet of 40."),
+    ([START, step(1), step(2)], '{"event": "step", "st', "2 of 40 updates were made. The log has no end"),
+    ([START, step(1)], "[1]\n{\n", "could not be read, or only in part: 2."),
+    ([{"event": "start"}, {"event": "step", "step": 3}], "", "3 updates were made."),
+    ([START, step(1, loss=None, grad_norm=None)], "", "no finite loss"),
+    ([START, step(1, loss=-1e308, rows=10**400, grad_norm=1e-320)], "", "1 of 40"),
+    ([START, step(1, observed={"flow": {"mean": ["a"]}}, terms=3, cut=["x"])], "", "in part: 1."),
+    ([START, step(-1), step(2**70), {"event": 3}], "", "in part: 3."),
+    ([START, step(1), {"event": "epoch", "validation": 3}, {"event": "plan", "bytes": 3}], "", "1 of 40"),
+    ([START | {"command": "x", "machine": 3, "done_updates": None}, step(1)], "", "1 of 40"),
+    ([START, step(1, counts={"pushes": 0, "units repeated": None, "bytes <": 1e300})], "", "<"),
+    ([START, step(1), {"event": "stop"}], "", "40 updates were made. The run stopped before its end."),
+    ([START, step(1), {"event": "stop", "reason": "<i>"}], "", "The run stopped before its end: <i>."),
+])  # fmt: skip
 def test_any_log_gives_a_whole_page(tmp_path: Path, records: Any, end: str, told: str) -> None:
     assert told in read(write(tmp_path, records, end)).text
 

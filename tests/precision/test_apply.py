@@ -22,6 +22,7 @@ from tests.zoo import Made, words
 
 TRUE = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}
 ALL = ["bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
+WAYS = [{"kind": False}, *({"recompute": {"blocks.?": policy}} for policy in POLICIES)]
 
 
 class Spy(nn.Linear):
@@ -104,14 +105,11 @@ def test_frequencies_of_rotary_embeddings_stay_in_float32(name: str) -> None:
     assert relative_error(left, full(entered)) <= tolerance(dtype, 8)
 
 
-@pytest.mark.parametrize(
-    ("make", "keep", "message"),
-    [
-        (net, ("parts.router", "LayerNorm"), r"to name modules of the Made.*\['LayerNorm'\]"),
-        (lambda: words(tied=True), ("head",), "share no weight with the others.*weight"),
-        (net, (), "micro_batch to be at least 1.*got 0"),
-    ],
-)
+@pytest.mark.parametrize(("make", "keep", "message"), [
+    (net, ("parts.router", "LayerNorm"), r"to name modules of the Made.*\['LayerNorm'\]"),
+    (lambda: words(tied=True), ("head",), "share no weight with the others.*weight"),
+    (net, (), "micro_batch to be at least 1.*got 0"),
+])  # fmt: skip
 def test_what_is_refused_leaves_the_model_as_it_was(make: Any, keep: tuple[str, ...], message: str) -> None:
     model = make()
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -142,9 +140,6 @@ def after_steps(kind: bool | None = None, **options: Any) -> Any:
     for _ in range(4):
         step((YEARS, torch.ones(4, 3)))
     return dict(model.state_dict())
-
-
-WAYS = [{"kind": False}, *({"recompute": {"blocks.?": policy}} for policy in POLICIES)]
 
 
 @pytest.mark.parametrize("options", WAYS, ids=["torch's checkpoint", *POLICIES])

@@ -17,6 +17,7 @@ from tests.train.runs import raising
 from tests.zoo import Made
 
 MATMUL: Any = torch.backends.cuda.matmul
+BATCH = torch.ones(4, 2), torch.zeros(4, 1)
 SHORT_SUMS = (
     "allow_fp16_reduced_precision_reduction",
     "allow_bf16_reduced_precision_reduction",
@@ -67,9 +68,6 @@ def looking(precision: Any, **options: Any) -> tuple[Step, Any]:
     return Step(model, nn.MSELoss(), optimizer, precision=precision, **flat(options)), model
 
 
-BATCH = torch.ones(4, 2), torch.zeros(4, 1)
-
-
 def carried_out(step: Step, *, windowed: bool) -> None:
     if not windowed:
         step(BATCH)
@@ -104,18 +102,14 @@ def test_switches_hold_within_a_step_and_are_put_back_whatever_happens(
     assert switches() == before
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"store": "float32"}, "store to be one of .* got 'float32'"),
-        ({"store": "float16", "compute": "bfloat16"}, "computed with in float16, got compute='bfloat16'"),
-        ({"accumulate": "int32"}, "accumulate to name a floating dtype, got 'int32'"),
-        ({"keep_float32": ("LayerNorm",)}, r"a shorter dtype beside keep_float32, .*got \['LayerNorm'\]"),
-        ({"store": "float16", "keep_float32": "LayerNorm"}, "a list of patterns.* got 'LayerNorm'"),
-        *(({"loss_scale": one}, f"a power of two.* got {one!r}") for one in (3, 0.5, "static")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("values", "message"), [
+    ({"store": "float32"}, "store to be one of .* got 'float32'"),
+    ({"store": "float16", "compute": "bfloat16"}, "computed with in float16, got compute='bfloat16'"),
+    ({"accumulate": "int32"}, "accumulate to name a floating dtype, got 'int32'"),
+    ({"keep_float32": ("LayerNorm",)}, r"a shorter dtype beside keep_float32, .*got \['LayerNorm'\]"),
+    ({"store": "float16", "keep_float32": "LayerNorm"}, "a list of patterns.* got 'LayerNorm'"),
+    *(({"loss_scale": one}, f"a power of two.* got {one!r}") for one in (3, 0.5, "static")),
+], ids=str)  # fmt: skip
 def test_what_cannot_be_carried_out_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=rf"^Expected (.|\n)*{message}(.|\n)*\. "):  # and then what to do
         Precision(**values)

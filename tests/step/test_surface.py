@@ -17,6 +17,7 @@ from tests.zoo import Limited, Made, Perceptron, dropout
 
 X, Y = torch.randn(4, 3), torch.randn(4, 2)
 ATTRIBUTES = "clip_norm precision model callbacks open_window microbatch"
+FORMS = {"terms": Terms, "method": lambda own: own.forward, "closure": lambda own: lambda *it: own(*it)}
 
 
 def make(model: nn.Module | None = None, loss: Any = F.mse_loss, **options: Any) -> Step:
@@ -58,9 +59,6 @@ def test_an_optimizer_of_other_parameters_is_warned_about_and_does_what_is_said(
     other.grad = torch.ones(2)
     step((X, Y))
     assert (other.tolist(), other.grad, idle.tolist(), idle.grad) == ([0.5, 0.5], None, [1, 1], None)
-
-
-FORMS = {"terms": Terms, "method": lambda own: own.forward, "closure": lambda own: lambda *it: own(*it)}
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)

@@ -4,7 +4,9 @@ import copy
 import json
 import math
 import re
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import anybatch as ab
 from anybatch.core import CheckpointError, EpochReport, LossError, PlanError, RunInfo, StepReport
 from anybatch.train import checkpoint, files
+from anybatch.train.interrupt import SIGNALS, deferred
 from anybatch.train.loggers import JsonLog
 from anybatch.train.trainer import Trainer
 from tests.snapshots import changes, same
@@ -271,32 +274,24 @@ def test_a_torn_update_does_not_replace_the_last_checkpoint(error: Exception, tm
     assert checkpoint.folders(tmp_path) == saved
 
 
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (lambda: ab.EMA(1.0), r"decay from 0 to below 1, got 1\.0"),
-        (lambda: ab.EarlyStopping(patience=0), "patience.*at least 1, got 0"),
-        (lambda: ab.EarlyStopping(least_change=-1), "least_change.*at least 0, got -1"),
-    ],
-)
+@pytest.mark.parametrize(("make", "told"), [
+    (lambda: ab.EMA(1.0), r"decay from 0 to below 1, got 1\.0"),
+    (lambda: ab.EarlyStopping(patience=0), "patience.*at least 1, got 0"),
+    (lambda: ab.EarlyStopping(least_change=-1), "least_change.*at least 0, got -1"),
+])  # fmt: skip
 def test_bad_settings_are_refused(make: Any, told: str) -> None:
     with pytest.raises(PlanError, match=told):
         make()
 
 
-@pytest.mark.parametrize(
-    ("values", "options", "epochs"),
-    [
-        ([3, 2, 2, 2, 1], {"patience": 2}, 4),
-        ([3, 2.5, 2.1, 1.9, 1.8], {"patience": 1, "least_change": 0.45}, 3),
-        ([1, 2, math.nan, 2, 3], {"patience": 2, "larger_is_better": True}, 4),
-        ([math.nan, math.nan, 1], {"patience": 2}, 2),
-        ([3, 2, 1, 0, -1], {"patience": 1}, None),
-    ],
-)
-def test_early_stopping_waits_for_a_better_value(
-    values: list[float], options: dict[str, Any], epochs: int | None
-) -> None:
+@pytest.mark.parametrize(("values", "options", "epochs"), [
+    ([3, 2, 2, 2, 1], {"patience": 2}, 4),
+    ([3, 2.5, 2.1, 1.9, 1.8], {"patience": 1, "least_change": 0.45}, 3),
+    ([1, 2, math.nan, 2, 3], {"patience": 2, "larger_is_better": True}, 4),
+    ([math.nan, math.nan, 1], {"patience": 2}, 2),
+    ([3, 2, 1, 0, -1], {"patience": 1}, None),
+])  # fmt: skip
+def test_early_stopping_waits_for_a_better_value(values: Any, options: Any, epochs: int | None) -> None:
     stopping, asked = ab.EarlyStopping(**options), list[str]()
     for number, value in enumerate(values, 1):
         report: Any = SimpleNamespace(validation={"loss": float(value)})
@@ -304,17 +299,15 @@ def test_early_stopping_waits_for_a_better_value(
         assert bool(asked) == (epochs is not None and number >= epochs), number
 
 
-@pytest.mark.parametrize("damage", [1, 2])
-def test_where_the_newest_is_damaged_an_earlier_one_comes_to_the_same_end(
-    damage: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("bad", [1, 2])
+def test_where_the_newest_is_damaged_an_earlier_one_comes_to_the_same_end(bad: int, tmp_path: Path) -> None:
     make(tmp_path).fit(epochs=1)
     paths = [*checkpoint.folders(tmp_path), *checkpoint.folders(tmp_path / "best")]
-    for path in paths[:damage]:
+    for path in paths[:bad]:
         file = path / "rank-0.safetensors"
         file.write_bytes(file.read_bytes()[:-1])
     again = make(tmp_path)
-    told = rf"{re.escape(str(paths[0]))}: expected what .* Going on from .*{paths[damage].name} instead"
+    told = rf"{re.escape(str(paths[0]))}: expected what .* Going on from .*{paths[bad].name} instead"
     with pytest.warns(UserWarning, match=told):
         again.resume(tmp_path)
     again.fit(epochs=EPOCHS)
@@ -384,17 +377,13 @@ def test_lines_are_json_with_null_for_what_it_cannot_say(tmp_path: Path) -> None
     assert epoch == {"event": "epoch"} | asdict(lost) | {"loss": None, "validation": validation}
 
 
-class Killed(BaseException):
-    """A process that ends here: nothing after it is carried out, not even a stop."""
-
-
 @pytest.mark.parametrize("save_every", [0, 1, 2])
 @pytest.mark.parametrize("event", [("update", 1), ("epoch", 1), ("update", 5), ("epoch", 2)])
 def test_after_a_resume_the_log_has_each_update_and_each_epoch_once(
     tmp_path: Path, event: tuple[str, int], save_every: int
 ) -> None:
-    dead = make_trainer(tmp_path, save_every=save_every, callbacks=[Diary(event, runs.raising(Killed()))])
-    with pytest.raises(Killed):
+    dead = make_trainer(tmp_path, save_every=save_every, callbacks=[runs.stopped(event, runs.Killed())])
+    with pytest.raises(runs.Killed):
         dead.fit(epochs=3)
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"event": "step", "st')  # the process died while it wrote
@@ -413,9 +402,7 @@ def test_after_a_resume_the_log_has_each_update_and_each_epoch_once(
     assert [line for line in lines if line in kept][: len(kept)] == kept  # nothing else is lost
 
 
-def test_a_checkpoint_never_comes_before_the_records_of_its_updates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_never_comes_before_the_records_of_its_updates(tmp_path: Path, monkeypatch: Any) -> None:
     found, save = list[list[int]](), checkpoint.save
     note = lambda *args, **named: found.append(numbers(tmp_path)) or save(*args, **named)  # noqa: E731
     monkeypatch.setattr(checkpoint, "save", note)
@@ -428,3 +415,54 @@ def test_trainer_shows_a_bar_unless_told_not_to(shown: bool, capsys: pytest.Capt
     reports = make_trainer(progress=shown).fit(epochs=2)
     out, err = capsys.readouterr()
     assert (out, err.splitlines()) == ("", [str(report) for report in reports if shown])
+
+
+# ---- Ctrl-C between updates: noted first, obeyed when asked, and nothing left behind
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """The handlers of a Python program, whatever ran before; back afterwards."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def installed() -> list[Any]:
+    return [signal.getsignal(number) for number in SIGNALS]
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("signals", [0, 1, 2])
+def test_the_first_ctrl_c_waits_until_it_is_obeyed_and_the_second_breaks_at_once(signals: int) -> None:
+    before = installed()
+    with deferred() as interruption:
+        assert installed() != before
+        interruption.obey()
+        if signals:
+            signal.raise_signal(signal.SIGINT)
+            assert interruption.signal == signal.SIGINT
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT) if signals == 2 else interruption.obey()
+    assert installed() == before
+
+
+@pytest.mark.usefixtures("handlers")
+def test_own_handlers_come_back_after_the_first_signal_and_after_an_error() -> None:
+    heard: list[int] = []
+    own = lambda number, frame: heard.append(number)  # noqa: E731
+    for number in SIGNALS:
+        signal.signal(number, own)
+    with deferred() as interruption:
+        signal.raise_signal(signal.SIGTERM)
+        assert installed() == [own, own]
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(SystemExit, match=str(128 + 15)):  # the code a shell gives for it
+            interruption.obey()
+    with suppress(ZeroDivisionError), deferred():
+        raise ZeroDivisionError
+    assert installed() == [own, own]
+    assert heard == [signal.SIGINT]

@@ -22,6 +22,7 @@ from tests.compiled import Counting
 from tests.snapshots import same
 
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=5))
+DTYPES = ["float64", "float32", "bfloat16", "float8_e4m3fn", "int64", "int16", "uint8", "bool"]
 NESTED = st.recursive(
     PLAIN | st.builds(torch.tensor, st.integers(-9, 9)) | st.just(torch.arange(6.0).view(2, 3).T),
     lambda inner: st.one_of(
@@ -51,9 +52,6 @@ def test_nested_values_come_back_with_their_types(folder: Path, value: Any) -> N
     found = trip(folder, value=value)["value"]
     assert same(found, value)
     assert repr(found) == repr(value)  # and -0.0 is not 0.0
-
-
-DTYPES = ["float64", "float32", "bfloat16", "float8_e4m3fn", "int64", "int16", "uint8", "bool"]
 
 
 @pytest.mark.parametrize("dtype", [getattr(torch, name) for name in DTYPES])
@@ -149,15 +147,13 @@ PAIRS = [(name, "LambdaLR") for name in OPTIMIZERS] + [("Adafactor", name) for n
 
 @pytest.mark.filterwarnings("ignore:.*capturable.*")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
-def test_every_optimizer_and_scheduler_goes_on(
-    tmp_path: Path, optimizer: str, scheduler: str, dtype: torch.dtype
-) -> None:
-    whole, path = Parts(0, optimizer, scheduler, dtype), tmp_path / "a"
+@pytest.mark.parametrize("names", PAIRS, ids=str)
+def test_every_optimizer_and_scheduler_goes_on(tmp_path: Path, names: Any, dtype: Any) -> None:
+    whole, path = Parts(0, *names, dtype), tmp_path / "a"
     whole.train(range(5))
     save(path, 0, **vars(whole), random=rng.capture_process())
     end = whole.train(range(5, 10))
-    found, other = load(path), Parts(1, optimizer, scheduler, dtype)
+    found, other = load(path), Parts(1, *names, dtype)
     for _ in range(2):  # twice: going on must not write into the checkpoint
         restore(found, **vars(other))
         rng.restore_process(found.random)
