@@ -1,4 +1,4 @@
-"""The self-test: what it finds and says, what it replays, and that it leaves everything as it was."""
+"""The self-test: what it finds and says, what it replays; from cuts that differ to findings."""
 
 import json
 from collections.abc import Callable
@@ -9,36 +9,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Total, check
+from anybatch import ModelLoss, Total, check
 from anybatch.core import BatchError, LossError, PlanError
 from tests.corpus.case import layer
 from tests.options import flat
 from tests.zoo import Perceptron
 
 ROWS = 12
+ASKED: Any = [({"rows": 5}, 5), ({"micro_batch": 7}, 20), ({"rows": 100}, 20), ({}, 20)]
 
 
 def rows(outputs: int = 2, count: int = ROWS) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 5), torch.randn(count, outputs)
 
 
-def sum_of_squares(model: nn.Module, micro: Any) -> Total:
-    x, y = micro
-    errors = (model(x) - y).square()
-    return Total(errors.sum(), errors.numel())
-
-
-def computed(function: Callable[[Tensor], Any]) -> nn.Module:
+def computed(function: Callable[[Tensor], Any] = lambda x: x - x.mean(0)) -> nn.Module:
     return layer("Computed", function)
 
 
-def centred() -> nn.Module:
-    return computed(lambda x: x - x.mean(0))
-
-
-def kinds(model: nn.Module, loss: Any, batch: Any, **more: Any) -> list[tuple[str, str]]:
+def kinds(model: nn.Module) -> list[tuple[str, str]]:
     """Of each finding its kind and its culprit."""
-    report = check(model, loss, batch, **more)
+    report = check(model, nn.MSELoss(), rows())
     assert report.exact == (not report.findings)
     return [(finding.kind, finding.culprit) for finding in report.findings]
 
@@ -53,26 +44,21 @@ def test_report_in_words_and_in_json() -> None:
     assert "\n  meeting: 0, 1, 2 and 9 more (BatchNorm1d)\n    `0` normalises by mean" in str(broken)
 
 
-@pytest.mark.parametrize(
-    ("options", "count"), [({"rows": 5}, 5), ({"micro_batch": 7}, 20), ({"rows": 100}, 20), ({}, 20)]
-)
+@pytest.mark.parametrize(("options", "count"), ASKED)
 def test_rows_as_asked(options: dict[str, Any], count: int) -> None:
     assert check(Perceptron(5, 2), nn.MSELoss(), rows(2, 20), **options).rows == count
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"batch": (torch.zeros(1, 5), torch.zeros(1, 2))}, BatchError, "at least 2 rows"),
-        ({"batch": (torch.zeros(3), torch.zeros(2))}, BatchError, "rows"),
-        ({"micro_batch": 0}, PlanError, "micro_batch"),
-        ({"batch_norm": "half"}, PlanError, "batch_norm"),
-        ({"loss": nn.Identity()}, LossError, "Identity"),
-        ({"loss": lambda m, micro: Total(0 * m(micro[0]).sum(), 0)}, BatchError, "whose weight is 0"),
-        ({"model": nn.Identity()}, PlanError, "trainable parameters"),
-        ({"model": nn.Sequential(nn.Linear(5, 2), torch.jit.ScriptModule())}, PlanError, "TorchScript at 1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ({"batch": (torch.zeros(1, 5), torch.zeros(1, 2))}, BatchError, "at least 2 rows"),
+    ({"batch": (torch.zeros(3), torch.zeros(2))}, BatchError, "rows"),
+    ({"micro_batch": 0}, PlanError, "micro_batch"),
+    ({"batch_norm": "half"}, PlanError, "batch_norm"),
+    ({"loss": nn.Identity()}, LossError, "Identity"),
+    ({"loss": lambda m, micro: Total(0 * m(micro[0]).sum(), 0)}, BatchError, "whose weight is 0"),
+    ({"model": nn.Identity()}, PlanError, "trainable parameters"),
+    ({"model": nn.Sequential(nn.Linear(5, 2), torch.jit.ScriptModule())}, PlanError, "TorchScript at 1"),
+])  # fmt: skip
 def test_what_no_step_takes_is_refused(arguments: Any, error: Any, message: str) -> None:
     given = {"model": Perceptron(5, 2), "loss": nn.MSELoss(), "batch": rows()} | arguments
     with pytest.raises(error, match=message):
@@ -103,3 +89,101 @@ def test_rows_keep_the_numbers_that_were_drawn_for_them(draw: Callable[[Tensor],
     assert report.notes == ()
     assert (report.dtype, report.cuts) == ("float64", ("5+5+2", "7+5", "1 by 1"))
     assert report.error <= report.limit
+
+
+# ---- from cuts that differ to findings: state, padding, losses, gradients next to nothing
+
+
+def test_a_saved_buffer_that_depends_on_the_cut_is_a_finding() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.average = self.average.lerp(x.detach().mean(0), 0.1)
+        self.total += x.detach().sum(0)  # does not depend on it
+        return x
+
+    remembering = layer("Remembering", forward, average=torch.zeros(5), total=torch.zeros(5))
+    report = check(nn.Sequential(remembering, nn.Linear(5, 2)), nn.MSELoss(), rows())
+    (finding,) = report.findings
+    assert (finding.kind, finding.culprit) == ("buffer", "0 (Remembering)")
+    assert finding.what.endswith("by the number of micro-batches: `0.average`.")
+    assert (report.exact, report.error <= report.limit) == (False, True)
+    assert str(report).startswith("NOT exact: the update is, saved buffers are not: gradient error ")
+
+
+def leaving(x: Tensor) -> Tensor:
+    """Rows decide together: scales where their mean is small, as it is for one of them alone."""
+    return x if x.square().mean() > x.square().mean(1).min() * 1.01 else 2 * x
+
+
+def fixed(x: Tensor) -> Tensor:
+    """Another result in small micro-batches, and not to be run on a row that comes twice."""
+    if len(x.unique(dim=0)) < len(x):
+        raise ValueError("no")
+    return x * (len(x) > 5)
+
+
+@pytest.mark.parametrize(("function", "kind", "said"), [
+    (leaving, "meeting", "other rows are missing"),
+    (lambda x: x * torch.arange(1, len(x) + 1)[:, None], "position", "at another place"),
+    (lambda x: torch.stack([row + torch.rand(()) for row in x]), "position", "another output for a row"),
+    (fixed, "unexplained", "fails with ValueError"),
+])  # fmt: skip
+def test_modules_say_why_they_differ(function: Any, kind: str, said: str) -> None:
+    (finding,) = check(nn.Sequential(computed(function), nn.Linear(5, 2)), nn.MSELoss(), rows()).findings
+    assert (finding.kind, finding.culprit) == (kind, "0 (Computed)")
+    assert said in finding.what
+    assert "torch.rand(len(x))" in finding.ways_out[0] or kind != "position"
+
+
+def test_the_first_module_is_found_at_any_depth_and_sound_ones_are_not() -> None:
+    inner = nn.Sequential(nn.Dropout(0.5), nn.Sequential(computed(), nn.Tanh()))
+    model = nn.Sequential(nn.Linear(5, 5), inner, nn.LayerNorm(5), computed(), nn.Linear(5, 2))
+    assert kinds(model) == [("meeting", "1.1.0 (Computed)")]
+    model[1] = nn.Identity()
+    assert kinds(model) == [("meeting", "3 (Computed)")]
+    model = nn.Linear(5, 2)
+    model.weight.register_hook(lambda gradient: gradient / gradient.norm())  # a gradient's hook counts
+    assert kinds(model)
+
+
+def test_a_loss_that_a_step_refuses_is_told_first() -> None:
+    def masked(model: nn.Module, micro: Any) -> Tensor:
+        return (model(micro[0]) * micro[1]).sum() / micro[1].sum()
+
+    report = check(nn.Linear(5, 2), ModelLoss(call=masked), rows())
+    (finding,) = report.findings
+    assert (finding.kind, finding.culprit, finding.ways_out) == ("refused", "masked", ())
+    assert finding.what.startswith("Expected the loss of Linear to be made of means")
+    assert str(report).startswith("NOT exact: a step refuses this loss, on 12 rows cut as ")
+
+
+def test_gradient_next_to_nothing_is_never_called_exact_without_a_word() -> None:
+    """In a perfect fit loss and gradient are rounding of numbers that cancel inside of each row."""
+    student = Perceptron(5, 2, width=64).double()
+    x = torch.randn(ROWS, 5, dtype=torch.float64)
+    with torch.no_grad():
+        y = torch.stack([student(row) for row in x])
+    (finding,) = check(student, nn.MSELoss(), (x, y)).findings
+    assert finding.kind == "unexplained"
+    assert "so small (norm " in finding.what
+
+    def tiny(model: nn.Module, micro: Any) -> Total:
+        return Total(1e-20 * F.mse_loss(model(micro[0]), micro[1], reduction="sum"), micro[1].numel())
+
+    report = check(Perceptron(5, 2), tiny, rows())
+    assert report.exact
+    assert "so small (norm " in report.notes[0]
+
+
+@pytest.mark.parametrize("is_noisy", [False, True])
+def test_samples_are_collated_once_where_that_draws_numbers(is_noisy: bool) -> None:
+    samples = [torch.ones(length, 5) for length in (3, 1, 2, 3, 4, 1)]
+
+    def collate(chosen: list[Tensor]) -> Any:
+        padded = nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+        return padded + torch.rand_like(padded) * is_noisy, torch.ones(len(chosen), 1, 2)
+
+    model = nn.Sequential(computed(lambda x: x.sum(1, keepdim=True)), nn.Linear(5, 2))
+    report = check(model, nn.MSELoss(), samples, collate=collate)
+    assert report.exact, str(report)
+    assert [("random" in note) for note in report.notes] == [True] * is_noisy
+    assert any("as `collate` makes it" in words for words in report.cuts) != is_noisy

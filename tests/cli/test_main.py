@@ -1,7 +1,8 @@
-"""The command line on small real files: train, resume, evaluate, and every refusal."""
+"""The command line on small real files: train, resume, evaluate, check, plan, and every refusal."""
 
 import json
 import re
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,17 @@ import sklearn  # noqa: F401  (here, because its first import sets environment v
 import torch
 from safetensors.torch import load_file
 
-from anybatch.cli import main as cli
-from anybatch.cli.options import APART, LATER, Run, options_of
+from anybatch.cli import main as cli, plan as plan_action, target
+from anybatch.cli.options import APART, LATER, PlanOptions, Run, options_of, parse
+from anybatch.core.errors import PlanError
+from anybatch.engine import Plan
 from anybatch.train import Trainer, checkpoint
+from tests.check.conftest import unhurried as unhurried
 from tests.data.test_files import idx_bytes
 from tests.snapshots import same
 
 FAST = ["--batch-size", "16", "--micro-batch", "5", "--lr", "0.05", "--quiet", "--device", "cpu"]
+STARTED = ["--epochs", "1", "--momentum", "0.5", "--validation", "0.2", "--warm-up", "3", "--clip-norm", "9"]
 
 
 @pytest.fixture(scope="module")
@@ -77,28 +82,20 @@ def test_export_writes_weights_that_load(mnist: Path, tmp_path: Path, capsys: An
     assert (code, "got no folder with one" in error, (out / "c.safetensors").exists()) == (1, True, False)
 
 
-STARTED = ["--epochs", "1", "--momentum", "0.5", "--validation", "0.2", "--warm-up", "3", "--clip-norm", "9"]
-
-
 @pytest.fixture
 def started(mnist: Path, tmp_path: Path, capsys: Any) -> Path:
     assert run(capsys, "train", "lenet5", "--data", mnist, *FAST, *STARTED, "--out", tmp_path / "run")[0] == 0
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--momentum", "0.9"], "--momentum 0.9 where it had 0.5"),
-        (["--batch-size", "8", "--seed", "1"], "--batch-size 8 where it had 16, --seed 1 where it had 0"),
-        (["--clip-norm", "inf"], "--clip-norm inf where it had 9.0"),
-        (["--precision", "bf16-mixed"], "--precision bf16-mixed where it had float32"),
-        (["--out", "other"], "--out other"),
-    ],
-)
-def test_resume_refuses_options_that_the_run_did_not_have(
-    started: Path, capsys: Any, more: Any, words: str
-) -> None:
+@pytest.mark.parametrize(("more", "words"), [
+    (["--momentum", "0.9"], "--momentum 0.9 where it had 0.5"),
+    (["--batch-size", "8", "--seed", "1"], "--batch-size 8 where it had 16, --seed 1 where it had 0"),
+    (["--clip-norm", "inf"], "--clip-norm inf where it had 9.0"),
+    (["--precision", "bf16-mixed"], "--precision bf16-mixed where it had float32"),
+    (["--out", "other"], "--out other"),
+])  # fmt: skip
+def test_resume_refuses_options_that_the_run_lacks(started: Path, capsys: Any, more: Any, words: str) -> None:
     before = {path: path.read_bytes() for path in started.rglob("*") if path.is_file()}
     code, printed, error = run(capsys, "train", "--resume", started, "--epochs", 2, *more)
     assert (code, printed) == (1, "")
@@ -119,18 +116,87 @@ def test_interrupted_training_says_how_to_go_on(tmp_path: Path, monkeypatch: Any
     assert f"stopped after 0 updates; go on with: anybatch train --resume {tmp_path / 'run'}" in error
 
 
-def option_table() -> str:
-    """The options of a run as docs/command.md shows them."""
+def test_the_table_of_options_is_that_of_the_dataclass() -> None:
     lines = ["| option | meaning | may change |", "|---|---|---|"]
     for name, one in options_of(Run).items():
         told = re.sub(r"(--[a-z-]+)", r"`\1`", one.told()).replace("<", "\\<")
         choices = f" ({', '.join(one.choices)})" if one.choices else ""
         change = "yes" if LATER in one.marks else "not kept" if APART in one.marks else ""
         lines.append(f"| `{name}` | {told}{choices} | {change} |")
-    return "\n".join(lines)
-
-
-def test_the_table_of_options_is_that_of_the_dataclass() -> None:
     page = (Path(__file__).parents[2] / "docs" / "command.md").read_text(encoding="utf-8")
     _, _, rest = page.partition("<!-- options -->\n")
-    assert rest.partition("\n<!-- end of options -->")[0] == option_table(), option_table()
+    assert rest.partition("\n<!-- end of options -->")[0] == "\n".join(lines), "\n".join(lines)
+
+
+# ---- what `anybatch check` and `anybatch plan` are pointed at, and what they say of it
+
+POLICIES = {"all": 3, "blocks.1": 1, "blocks.[01]": 2, "selective": 3}  # and the blocks that run again
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("lenet6", "Expected a target, got 'lenet6'. Name a function"),
+    ("{here}:nowhere", "'nowhere'"),
+    ("{here}:broken", "of type int"),
+    ("{here}:wrong", "['MSELoss', 'tuple']"),
+    ("{here}:with_two", "'Adam', 'Adam'"),
+    ("no.such.module:f", "'no.such.module'"),
+])  # fmt: skip
+def test_refusals_say_what_came(here: str, name: str, words: str) -> None:
+    with pytest.raises(PlanError) as error:
+        target.find(name.format(here=here), "digits")
+    assert words in str(error.value)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
+        target.find(f"{here}_late:f", "digits")
+
+
+def test_check_says_exact_and_only_then_returns_0(here: str, capsys: Any) -> None:
+    code, printed, _ = run(capsys, "check", f"{here}:make", "--rows", 5, "--json")
+    assert (code, json.loads(printed)["exact"]) == (0, True)
+    code, printed, _ = run(capsys, "check", f"{here}:meeting", "--micro-batch", 4, "--json")
+    told = json.loads(printed)
+    assert (code, told["cuts"][0]) == (1, "4+4+1")
+    assert told["findings"][0]["culprit"] == "0 (BatchNorm1d)"
+    code, printed, _ = run(capsys, "check", f"{here}:meeting", "--batch-norm", "frozen", "--device", "cpu")
+    assert (code, printed.partition(":")[0]) == (0, "exact")
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    (["check", "{}:on_meta"], "Expected a model with values to check, got"),
+    (["plan", "{}:make", "--memory", "much"], "'much'"),
+    (["plan", "{}:make", "--device", "tpu"], "'tpu'"),
+    (["plan", "{}:failing", "--memory", "1MB"], "Error"),
+    (["plan", "{}:make", "--memory", "10"], "learn the smallest"),
+    (["check", "{}:failing"], "could not check: RuntimeError"),
+])  # fmt: skip
+def test_targets_that_cannot_be_checked_or_planned(here: str, capsys: Any, arguments: Any, told: str) -> None:
+    code, printed, error = run(capsys, *[one.format(here) for one in arguments])
+    assert (code, printed) == (2 if arguments[0] == "check" else 1, "")
+    assert error.startswith(f"anybatch {arguments[0]}: ")
+    assert told in error
+
+
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_json_is_all_that_is_printed_whatever_the_target_prints(here: str, capsys: Any, command: str) -> None:
+    code, printed, error = run(capsys, command, f"{here}:talking", "--json")
+    assert (code, printed.count("\n"), error) == (0, 1, "I print what I like\n")
+    assert json.loads(printed)
+    code, printed, _ = run(capsys, command, f"{here}:endless", "--json")
+    assert (code, json.loads(printed)) == (130, {"error": "interrupted"})
+
+
+def test_plan_is_a_table_and_one_json_object(here: str, capsys: Any) -> None:
+    arguments = ["plan", f"{here}:make", "--batch-size", 30, "--memory", "1MB", "--json"]
+    code, printed, _ = run(capsys, *arguments, "--plot", "memory.svg")
+    told = json.loads(printed)
+    assert code == 0
+    assert Plan.from_json(json.dumps(told["plan"])) == Plan(rows=30, micro_batch=30)
+    peak = max(sum(one["bytes"]) for one in told["ledger"]["moments"])
+    assert peak == told["peak"] <= told["budget"] == 10**6
+    assert Path("memory.svg").exists()
+
+
+@pytest.mark.parametrize(("recompute", "blocks"), POLICIES.items())
+def test_recompute_is_a_policy_or_a_pattern(here: str, recompute: str, blocks: int) -> None:
+    options = [f"{here}:net", "--memory", "1MB", "--recompute", recompute]
+    found, _ = plan_action.plan(parse(ArgumentParser(), PlanOptions, options))
+    assert len(found["plan"]["blocks"]) == blocks

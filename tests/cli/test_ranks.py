@@ -67,10 +67,8 @@ def wait_for_more_than(done: int, folder: Path, process: Any) -> None:
 @pytest.mark.slow
 def test_a_killed_rank_ends_all_with_one_sentence_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TARGET)
-    options = ["--quiet", "--epochs"]
-    with running(
-        tmp_path, "own:task", "--batch-size", "6", "--ranks", "2", "--out", "run", *options, "100000"
-    ) as one:
+    options, own = ["--quiet", "--epochs"], ["own:task", "--batch-size", "6", "--out"]
+    with running(tmp_path, *own, "run", "--ranks", "2", *options, "100000") as one:
         wait_for_more_than(2, tmp_path, one)
         os.kill(int((tmp_path / "rank1").read_text()), signal.SIGKILL)
         _, err = one.communicate(timeout=WAIT)
@@ -86,7 +84,7 @@ def test_a_killed_rank_ends_all_with_one_sentence_and_the_run_goes_on(tmp_path: 
     assert err == f"anybatch train: interrupted. {go_on}"
     epochs = str(load(tmp_path / "run").progress["epoch"] + 2)
     assert run(tmp_path, "--resume", "run", *options, epochs)[0] == 0  # on two ranks, as it was started
-    assert run(tmp_path, "own:task", "--batch-size", "6", "--out", "alone", *options, epochs)[0] == 0
+    assert run(tmp_path, *own, "alone", *options, epochs)[0] == 0
     found, expected = [load(tmp_path / name) for name in ("run", "alone")]
     assert found.progress["updates"] == expected.progress["updates"]
     for name, weight in expected.model.items():

@@ -16,6 +16,7 @@ from tests.parallel.test_server import EndAt
 from tests.snapshots import same
 
 FAST = ["--batch-size", "8", "--micro-batch", "3", "--quiet", "--device", "cpu"]
+CONFIG = {"batch_size": 8, "micro_batch": 3, "lr": 0.02, "clip_norm": 9, "device": "cpu", "memory": None}
 
 
 @pytest.mark.parametrize("function", ["make", "held_out", "samples", "own_optimizer"])
@@ -41,9 +42,7 @@ def flows(folder: str) -> dict[int, dict[str, list[float]]]:
     return {step: record for step, record in found.items() if record}
 
 
-def test_a_run_records_its_gradient_flow_within_the_budget_and_shows_it(
-    here: str, capsys: Any, monkeypatch: Any
-) -> None:
+def test_a_run_records_its_gradient_flow_within_the_budget(here: str, capsys: Any, monkeypatch: Any) -> None:
     """Every tenth update, also after a resume; weights are copied only where the budget has room."""
     command = ["train", f"{here}:make", *FAST, "--memory", "1MB"]
     run(capsys, *command, "--epochs", 8, "--out", "whole")
@@ -83,21 +82,18 @@ def test_a_served_run_tells_what_servers_did(here: str, capsys: Any, monkeypatch
     assert '<figure id="flow"' not in page
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["{}:pair"], "['Linear', 'MSELoss']"),
-        (["{}:without_rows"], "got"),
-        (["{}:loader", "--validation", "0.2"], "counted to hold some out, got DataLoader"),
-        (["{}:without_parameters"], "got Tanh with none"),
-        (["{}:make", "--data", "digits"], "no options of recipes"),
-        (["{}:own_optimizer", "--lr", "0.1"], "which makes its own, got lr"),
-        (["gpt", "--data", "{}.txt"], "{}.txt"),
-        (["gpt", "--data", "{}.py", "--block-size", "300"], "ten blocks of 300"),
-        (["bert", "--data", "{}.py"], "label<TAB>text"),
-        (["resnet18", "--norm", "whole", "--micro-batch", "9"], "BatchNorm"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["{}:pair"], "['Linear', 'MSELoss']"),
+    (["{}:without_rows"], "got"),
+    (["{}:loader", "--validation", "0.2"], "counted to hold some out, got DataLoader"),
+    (["{}:without_parameters"], "got Tanh with none"),
+    (["{}:make", "--data", "digits"], "no options of recipes"),
+    (["{}:own_optimizer", "--lr", "0.1"], "which makes its own, got lr"),
+    (["gpt", "--data", "{}.txt"], "{}.txt"),
+    (["gpt", "--data", "{}.py", "--block-size", "300"], "ten blocks of 300"),
+    (["bert", "--data", "{}.py"], "label<TAB>text"),
+    (["resnet18", "--norm", "whole", "--micro-batch", "9"], "BatchNorm"),
+])  # fmt: skip
 def test_refusals_are_one_message(here: str, arguments: list[str], words: str, capsys: Any) -> None:
     options = [argument.format(here) for argument in arguments]
     code, printed, error = run(capsys, "train", *options, "--epochs", 1, "--quiet", "--device", "cpu")
@@ -116,9 +112,6 @@ def test_a_text_model_is_evaluated_on_its_own_text(here: str, capsys: Any) -> No
     assert (code, json.loads(printed)["accuracy"]) == (0, told["accuracy"])
     code, _, error = run(capsys, "eval", "run", "--data", "two.txt")
     assert (code, "with another vocabulary. Name that text" in error) == (1, True)
-
-
-CONFIG = {"batch_size": 8, "micro_batch": 3, "lr": 0.02, "clip_norm": 9, "device": "cpu", "memory": None}
 
 
 def test_a_config_is_the_run_of_its_flags_and_flags_win(here: str, capsys: Any) -> None:
@@ -143,21 +136,18 @@ def test_a_config_is_the_run_of_its_flags_and_flags_win(here: str, capsys: Any) 
     assert run(capsys, "train", *again)[::2] == (0, "")  # what a config leaves open stays as the run had it
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"micro-batchs": 3}', "got 'micro-batchs'. Did you mean micro_batch?"),
-        ('{"resume": "run"}', "got 'resume'"),
-        ('{"lr": "0.1"}', "expected lr to be a number or null, got '0.1'"),
-        ('{"epochs": true}', "expected epochs to be a whole number, got True"),
-        ('{"data": {"of": 1}}', "expected data to be a text or null"),
-        ('{"optimizer": "lion"}', "expected optimizer to be one of sgd, adamw, adam or null, got 'lion'"),
-        ('{"lr": -1}', "Expected --lr to be above 0, got -1"),
-        ('{"lr": 1, "lr": 2}', "a name twice"),
-        ("[1]", "options of a run as JSON or TOML"),
-        ("lr = 0.1", "options of a run as JSON or TOML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ('{"micro-batchs": 3}', "got 'micro-batchs'. Did you mean micro_batch?"),
+    ('{"resume": "run"}', "got 'resume'"),
+    ('{"lr": "0.1"}', "expected lr to be a number or null, got '0.1'"),
+    ('{"epochs": true}', "expected epochs to be a whole number, got True"),
+    ('{"data": {"of": 1}}', "expected data to be a text or null"),
+    ('{"optimizer": "lion"}', "expected optimizer to be one of sgd, adamw, adam or null, got 'lion'"),
+    ('{"lr": -1}', "Expected --lr to be above 0, got -1"),
+    ('{"lr": 1, "lr": 2}', "a name twice"),
+    ("[1]", "options of a run as JSON or TOML"),
+    ("lr = 0.1", "options of a run as JSON or TOML"),
+])  # fmt: skip
 def test_a_config_that_is_wrong_is_told_with_its_key(here: str, capsys: Any, text: str, words: str) -> None:
     Path("run.json").write_text(text)
     code, printed, error = run(capsys, "train", f"{here}:make", "--config", "run.json")
@@ -165,16 +155,13 @@ def test_a_config_that_is_wrong_is_told_with_its_key(here: str, capsys: Any, tex
     assert words in error
 
 
-@pytest.mark.parametrize(
-    ("flag", "words"),
-    [
-        ("--micro_batch", "got --micro_batch. Did you mean --micro-batch?"),
-        ("--accumulate", "got --accumulate. Did you mean --micro-batch?"),
-        ("--max-grad-norm", "Did you mean --clip-norm?"),
-        ("--batchsize", "Did you mean --batch-size?"),
-        ("--zzz", "Known are --json, "),
-    ],
-)
+@pytest.mark.parametrize(("flag", "words"), [
+    ("--micro_batch", "got --micro_batch. Did you mean --micro-batch?"),
+    ("--accumulate", "got --accumulate. Did you mean --micro-batch?"),
+    ("--max-grad-norm", "Did you mean --clip-norm?"),
+    ("--batchsize", "Did you mean --batch-size?"),
+    ("--zzz", "Known are --json, "),
+])  # fmt: skip
 def test_an_unknown_flag_is_told_the_right_one(here: str, capsys: Any, flag: str, words: str) -> None:
     code, printed, error = run(capsys, "train", f"{here}:make", flag, "8", "--json")
     assert (code, json.loads(printed)["error"] in error, words in error) == (1, True, True)

@@ -1,6 +1,9 @@
-"""From gradient to update: clip as torch does, update once and in order, with what belongs together."""
+"""A plan carried out: sums in their own memory, each term divided, clipped as torch does, updated once."""
 
+import gc
 import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,16 +14,121 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from anybatch import Options, Step, Total
+from anybatch import Options, Step, Terms, Total
 from anybatch.core.errors import NonFiniteLossError, OutOfMemoryError
-from anybatch.engine import TornUpdateError, owned, step_optimizers
+from anybatch.engine import Apart, TornUpdateError, owned, step_optimizers
+from anybatch.engine.gradients import InPlace, finish
+from tests.options import flat
+from tests.zoo import Made
+
+X = torch.tensor([1.0, 2.0, 3.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 4.0])  # a cut of 3 has one that weighs 0
 
 
-def make_parameters() -> list[nn.Parameter]:
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 4), (4,), ())]
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    return parameters
+def terms(model: Any, x: Tensor) -> Mapping[str, Total]:
+    valid = x > 0
+    return {
+        "fit": Total((model(x) * valid).sum(), valid.sum()),
+        "size": Total(model.w.square() * len(x), len(x)),
+        "seen": Total(7.0, 1) if x[0] == 1 else Total.zero(),  # a number, and from one micro-batch
+        "odd": Total((model.w - model.w).sqrt(), (x == 1).sum()),  # its gradient is NaN
+        "none": Total(model.w * 5, (x > 9).sum()),  # weighs nothing, so it counts for nothing
+    }
+
+
+def weights(x: Tensor) -> Mapping[str, Tensor | int]:
+    return {"fit": (x > 0).sum(), "size": len(x), "seen": 1, "odd": 1, "none": (x > 9).sum()}
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": torch.float64}], ids=str)
+@pytest.mark.parametrize("weight", [None, weights], ids=["late", "promised"])
+@pytest.mark.parametrize("micro_batch", [1, 3, 4, 10])
+def test_each_term_is_divided_by_its_own_weight(micro_batch: int, weight: Any, options: Any) -> None:
+    two, one = (nn.Parameter(torch.tensor(value)) for value in (2.0, 1.0))
+    model: Any = Made(lambda self, x: self.w * x, w=two, unused=one)  # gradients can be written down
+    seen = list[Any]()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    noted = lambda *_: seen.extend(p.grad and p.grad.item() for p in model.parameters())  # noqa: E731
+    optimizer.register_step_pre_hook(noted)
+    loss = Terms(terms, coefficients={"size": 0.5, "seen": 0.0, "odd": 0.0}, weight=weight)
+    report = Step(model, loss, optimizer, micro_batch=micro_batch, **flat(options, check=False))(X)
+    assert seen == [2.5 + 0.5 * 4, None]
+    assert model.w.grad is None
+    assert report.weights == {"fit": 4, "size": 10, "seen": 1, "odd": 1, "none": 0}
+    assert report.loss == 5.0 + 0.5 * 4
+    assert (report.rows, sum(report.cut), report.updated) == (10, 10, True)
+    values = dict(report.terms)
+    assert math.isnan(values.pop("none"))
+    assert values == {"fit": 5.0, "size": 4.0, "seen": 7.0, "odd": 0.0}
+
+
+# ---- sums of gradients: that they add up is a law
+
+
+def apart(parameters: Sequence[nn.Parameter], **options: Any) -> Apart:
+    plain = {"dtype": None, "is_looked_at": False, "is_whole": True}
+    return Apart(parameters, names=("loss",), **plain | options)
+
+
+# Each way to accumulate; those that are not whole take a gradient as soon as it is finished.
+WAYS: dict[str, Callable[..., InPlace | Apart]] = {
+    "in place": lambda parameters: InPlace(parameters, "loss"),
+    "apart, one by one": lambda parameters: apart(parameters, is_whole=False),
+    "apart, as a whole": apart,
+    "looked at": lambda parameters: apart(parameters, is_looked_at=True),
+}
+
+
+@pytest.mark.parametrize("mode", [{}, {"accumulate": torch.float64}], ids=str)
+def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[str, Any]) -> None:
+    model = nn.Linear(3, 2)
+    batch = (torch.randn(4, 3), torch.randn(4, 2))
+
+    make_step = lambda: Step(model, nn.MSELoss(), SGD(model.parameters(), lr=0.1), **flat(mode))  # noqa: E731
+    window = make_step().window()
+    window.add(batch)
+    nn.functional.mse_loss(model(batch[0]), batch[1]).backward()  # somebody else's, while it is open
+    expected = torch.autograd.grad(nn.functional.mse_loss(model(batch[0]), batch[1]), model.weight)[0]
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, expected)
+    model.zero_grad()
+    assert make_step()(batch).updated  # another step on the same parameters
+    gone = weakref.ref(window)
+    del window
+    gc.collect()
+    assert gone() is None
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+SHARED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "with the cotangent": lambda a, b, _: a.sum() + b[0].view(()),
+    "with each other": lambda a, b, _: (a.view(-1) + b.view(-1)).square().sum(),
+    "parts of one": lambda a, b, _: torch.cat([a, b]).square().sum(),
+    "with a leaf of nobody's": lambda a, b, leaf: ((a.view(-1) + leaf.view(-1)) * b).square().sum(),
+    "with what a hook holds": lambda a, b, _: (a * b).sum(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SHARED)
+def test_first_gradients_that_share_memory_are_summed_apart(name: str, way: str) -> None:
+    a, b, leaf = (nn.Parameter(torch.tensor([1.0, 2.0])) for _ in range(3))
+    if name == "with what a hook holds":
+        held = torch.zeros(2)
+        a.register_hook(lambda gradient: held.copy_(gradient).detach())
+    gradients = WAYS[way]([a, b])
+    cotangent = torch.ones(())  # the same for all micro-batches
+    for _ in range(3):
+        gradients.begin()
+        gradients.add([SHARED[name](a, b, leaf)], [cotangent])
+    total = finish(gradients.parted(), {})
+    if isinstance(gradients, Apart):
+        gradients.close()
+    once = torch.autograd.grad(SHARED[name](a, b, leaf), [a, b])
+    assert [total[one].tolist() for one in (a, b)] == [(3 * one).tolist() for one in once]
+    assert cotangent.item() == 1.0
+
+
+# ---- from gradient to update
 
 
 class Partial(SGD):
@@ -41,7 +149,10 @@ class Partial(SGD):
 
 
 def partial(**group: Any) -> Partial:
-    return Partial([{"params": [one], **group} for one in make_parameters()], lr=1.0)
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 4), (4,), ())]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    return Partial([{"params": [one], **group} for one in parameters], lr=1.0)
 
 
 @pytest.fixture
@@ -103,13 +214,9 @@ def test_gradients_that_were_added_to_are_not_used_again(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("windowed", [False, True])
-def test_inside_of_a_callers_autocast_no_step_goes_on_with_old_weights(
-    precision: str, enabled: bool, windowed: bool
-) -> None:
+def test_in_a_callers_autocast_no_weights_are_old(precision: str, enabled: bool, windowed: bool) -> None:
     """Torch casts a weight once, and knows no better before the outermost autocast is over."""
-
-    def autocast() -> Any:
-        return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+    autocast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=enabled)  # noqa: E731
 
     def losses(around: Any) -> list[float]:
         torch.manual_seed(0)

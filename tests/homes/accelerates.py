@@ -89,15 +89,13 @@ def halves(task: str, folder: Path, *, dies: bool = False) -> Run:
 
 
 def shards_on_rank(rank: int, size: int, accumulate: int) -> list[float]:
-    """The errors of six calls with a model that accelerate has sharded by FSDP2; ranks have 5 and 2 rows.
-
-    accelerate keeps FSDP2 for accelerators, so the kind of its state is set here. The rest is accelerate's.
-    """
+    """The errors of six calls with a model that accelerate has sharded by FSDP2; ranks have 5 and 2 rows."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Linear"], cpu_ram_efficient_loading=False,
     )  # fmt: skip
     errors: list[float] = []
+    # accelerate keeps FSDP2 for accelerators, so the kind of its state is set here; the rest is accelerate's.
     with as_rank(rank, size), mock.patch.object(AcceleratorState, "is_fsdp2", True):
         host = accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=accumulate)
         host.state.fsdp_plugin = plugin

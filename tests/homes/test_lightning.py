@@ -95,17 +95,14 @@ def mixup(module: Any, batch: Any) -> Tensor:
     return F.cross_entropy(module.net(mixed).transpose(1, 2), batch[1])
 
 
-@pytest.mark.parametrize(
-    ("loss", "options", "error", "said"),
-    [
-        ("manual", {"gradient_clip_val": None}, PlanError, "got manual"),
-        (None, {"accumulate_grad_batches": 2}, PlanError, "accumulate_grad_batches=2"),
-        (None, {"task": "weighted"}, LossError, "divided afterwards"),
-        (drawing, {"rows_meet": True}, LossError, "random numbers"),
-        (mixup, {}, LossError, "mixes rows by them"),
-        (lambda module, batch: None, {}, LossError, "got None"),
-    ],
-)
+@pytest.mark.parametrize(("loss", "options", "error", "said"), [
+    ("manual", {"gradient_clip_val": None}, PlanError, "got manual"),
+    (None, {"accumulate_grad_batches": 2}, PlanError, "accumulate_grad_batches=2"),
+    (None, {"task": "weighted"}, LossError, "divided afterwards"),
+    (drawing, {"rows_meet": True}, LossError, "random numbers"),
+    (mixup, {}, LossError, "mixes rows by them"),
+    (lambda module, batch: None, {}, LossError, "got None"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(loss: Any, options: Any, error: type, said: str) -> None:
     options = dict(options)
     task, meets = options.pop("task", "tokens"), options.pop("rows_meet", False)

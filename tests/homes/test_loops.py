@@ -82,6 +82,14 @@ def test_step_takes_prepared_parts_of_accelerate() -> None:
     assert scheduler.last_epoch == UPDATES
 
 
+@pytest.mark.skipif("accelerate" not in MODULES, reason="accelerate is not installed")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_model_that_accelerate_shards_makes_the_update_of_one_process(two: Any, accumulate: int) -> None:
+    """With 2, accelerate turns FSDP's reduction off in every other call."""
+    for errors in two.run(MODULES["accelerate"].shards_on_rank, accumulate, seconds=120.0):
+        assert max(errors) < EXACT
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_ranks_are_one_batch_and_reduced_once(name: str) -> None:

@@ -16,18 +16,8 @@ for needed in ("accelerate", "peft", "transformers"):
 
 import transformers  # noqa: E402
 
-from benchmarks.homes_transformers import (  # noqa: E402
-    BY_NAME,
-    ROWS,
-    TASKS,
-    Task,
-    Weighted,
-    error,
-    quiet,
-    train,
-    trainer_of,
-    weights,
-)
+from benchmarks import homes_transformers as homes  # noqa: E402
+from benchmarks.homes_transformers import TASKS, Task, error, quiet, train, weights  # noqa: E402
 from tests.homes.tasks import as_rank, dies_at, was_killed  # noqa: E402
 from tests.parallel.spawned import spawned  # noqa: E402
 
@@ -35,7 +25,7 @@ LIMIT = 1e-12  # float64, before clipping
 UPDATED = 1e-9  # parameters after 20 updates: AdamW divides by the root of squares
 LOGGED = 1e-6  # the Trainer adds losses up in float32
 IN_FLOAT32 = 2e-6  # TRL computes its loss in float32
-CAUSAL, MASKED, OWN = BY_NAME["causal LM"], BY_NAME["masked LM"], BY_NAME["own weighted loss"]
+CAUSAL, MASKED, OWN = (homes.BY_NAME[name] for name in ("causal LM", "masked LM", "own weighted loss"))
 
 IGNORED = ("ignore::UserWarning:transformers", "ignore::UserWarning:torch", "ignore::FutureWarning")
 pytestmark = [pytest.mark.filterwarnings(*IGNORED), pytest.mark.usefixtures("host_leaves_nothing_behind")]
@@ -101,12 +91,12 @@ class Dies(transformers.TrainerCallback):
 @pytest.mark.parametrize(("name", "mode"), [("classification", "home"), ("label smoothing", "both")])
 def test_resume_after_a_kill_is_the_unbroken_run(name: str, mode: Any, tmp_path: Path) -> None:
     def dropping() -> nn.Module:
-        model = BY_NAME[name].model()
+        model = homes.BY_NAME[name].model()
         for one in model.modules():
             one.p = 0.1 if isinstance(one, nn.Dropout) else None
         return model
 
-    task = replace(BY_NAME[name], model=dropping)
+    task = replace(homes.BY_NAME[name], model=dropping)
     more: dict[str, Any] = {"updates": 5, "save_strategy": "steps", "save_steps": 2}
     more["train_sampling_strategy"] = "random"
     folders = {one: str(tmp_path / one) for one in ("unbroken", "killed", "whole")}
@@ -116,7 +106,7 @@ def test_resume_after_a_kill_is_the_unbroken_run(name: str, mode: Any, tmp_path:
     kept = [{one.name for one in Path(folders[of], "checkpoint-2").iterdir()} for of in ("killed", "whole")]
     assert kept[0] == kept[1]  # nothing of ours
     for of in (mode, "whole"):
-        run = trainer_of(task, of, **more)
+        run = homes.trainer_of(task, of, **more)
         with quiet():
             run.trainer.train(resume_from_checkpoint=f"{folders['killed']}/checkpoint-2")
         assert len(run.gradients) == 3
@@ -131,9 +121,9 @@ def test_out_of_memory_loses_no_update(mode: Any) -> None:
     def narrow(self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if len(inputs["labels"]) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return Weighted.compute_loss(self, model, inputs)
+        return homes.Weighted.compute_loss(self, model, inputs)
 
-    task = with_host(Weighted, compute_loss=narrow, loss_is_scaled_for_ga=False)
+    task = with_host(homes.Weighted, compute_loss=narrow, loss_is_scaled_for_ga=False)
     whole, home = train(OWN, "whole", updates=5), train(task, mode, updates=5, parts=2, micro_batch=None)
     assert home.trainer.state.global_step == 5
     assert error(whole.gradients[-1], home.gradients[-1]) <= LIMIT
@@ -167,14 +157,14 @@ def test_sixteen_bits_of_the_host(mode: Any, host: type) -> None:
 def on_rank(rank: int, size: int, name: str, mode: Any) -> tuple[dict[str, Tensor], list[float]]:
     """The first gradient and the logged losses; micro-batches differ between ranks."""
     with as_rank(rank, size), quiet():
-        run = train(BY_NAME[name], mode, ranks=size, parts=2, micro_batch=2 + rank, ddp_backend="gloo")
+        run = train(homes.BY_NAME[name], mode, ranks=size, parts=2, micro_batch=2 + rank, ddp_backend="gloo")
         return run.gradients[0], run.logged("loss")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal LM", "masked LM", "label smoothing", "TRL SFT"])
 def test_two_ranks_make_the_update_of_all_their_rows(name: str) -> None:
-    limit, whole = installed(BY_NAME[name]), train(BY_NAME[name], "whole")
+    limit, whole = installed(homes.BY_NAME[name]), train(homes.BY_NAME[name], "whole")
     with spawned(2) as ranks:
         for mode in ("home", "both"):
             for gradients, losses in ranks.run(on_rank, name, mode, seconds=240.0):
@@ -193,7 +183,7 @@ def half_divided(self: Any, model: nn.Module, inputs: Any, num_items_in_batch: A
 
 @pytest.mark.parametrize(("own", "said"), [(in_a_tuple, "got a tuple"), (half_divided, "Divide all of it")])
 def test_losses_that_cannot_be_cut_are_refused(own: Any, said: str) -> None:
-    run = trainer_of(with_host(compute_loss=own), "home")
+    run = homes.trainer_of(with_host(compute_loss=own), "home")
     with pytest.raises((LossError, PlanError), match=said), quiet():
         run.trainer.train()
     assert "compute_loss" not in vars(run.trainer)
@@ -201,7 +191,7 @@ def test_losses_that_cannot_be_cut_are_refused(own: Any, said: str) -> None:
 
 
 def test_contrastive_loss_names_the_way_out() -> None:
-    task = BY_NAME["contrastive"]
+    task = homes.BY_NAME["contrastive"]
     with pytest.raises(LossError, match="WholeBatch") as caught, quiet():
         train(task, "home", loss=None)
     assert "argument `loss`" in caught.value.__notes__[-1]
@@ -209,14 +199,13 @@ def test_contrastive_loss_names_the_way_out() -> None:
         train(task, "both")
 
 
-def flat_rows(rows: Any) -> dict[str, Any]:
-
-    ids = [row["input_ids"][row["attention_mask"].bool()] for row in rows]
-    own = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
-    return own([{"input_ids": one.tolist(), "labels": one.tolist()} for one in ids])
-
-
 def test_documents_of_a_flat_sequence_are_rows() -> None:
+    flatten = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+
+    def flat_rows(rows: Any) -> dict[str, Any]:
+        ids = [row["input_ids"][row["attention_mask"].bool()].tolist() for row in rows]
+        return flatten([{"input_ids": one, "labels": one} for one in ids])
+
     own = {"data_collator": flat_rows}
     whole = train(CAUSAL, "whole", own=own)
     for run in (train(CAUSAL, "both", own=own, parts=2), train(CAUSAL, "home", own=own)):
@@ -239,7 +228,7 @@ def test_loss_whose_rows_meet_is_cut_where_that_is_said() -> None:
     task = with_host(compute_loss=meeting, __init__=begin)
     whole, home = train(task, "whole"), train(task, "home", own={"rows_meet": True})
     assert error(whole.gradients[1], home.gradients[1]) <= LIMIT
-    assert home.trainer._total_train_tokens == 2 * ROWS  # not those of each micro-batch
+    assert home.trainer._total_train_tokens == 2 * homes.ROWS  # not those of each micro-batch
     with pytest.raises(LossError) as caught:
         train(task, "home")
     assert any("rows_meet=True" in note for note in caught.value.__notes__)
@@ -251,4 +240,4 @@ def test_compiled_models_are_exact_or_refused_by_name() -> None:
     whole, home = train(CAUSAL, "whole"), train(CAUSAL, "home", **more)
     assert error(whole.gradients[1], home.gradients[1]) <= LIMIT
     with pytest.raises(LossError, match=r"BertFor.* outside of compiled code.*block\.compile\(\)"):
-        train(BY_NAME["classification"], "home", **more)  # its mean is inside the compiled code
+        train(homes.BY_NAME["classification"], "home", **more)  # its mean is inside the compiled code

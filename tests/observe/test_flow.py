@@ -1,4 +1,4 @@
-"""Gradient flow: figures equal those of a plain loop in any cut; nothing is changed; what stands out."""
+"""Gradient flow and noise: figures equal those of a plain loop in any cut; nothing is changed."""
 
 import math
 import random
@@ -18,10 +18,12 @@ from anybatch.observe.flow_figures import Flow
 from anybatch.observe.flow_picture import draw
 from tests.options import flat
 from tests.snapshots import same, same_as_before
-from tests.zoo import Made
+from tests.zoo import Made, Perceptron
 
 EXACT = 1e-12
 FIGURES = ("mean", "largest", "norm", "zeros", "ratio")
+CUTS = {"equal": [4] * 3, "ragged": [5, 5, 2], "late": [5, 5, 2], "window": [7, 4, 1], "scarce": [3] * 4}
+LAYERS = ("(model)", "first", "again", "unused", "last")
 
 
 class Net(nn.Module):
@@ -40,9 +42,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.shift
         return self.last(self.frozen(self.first(x).relu() + self.again(x)))
-
-
-LAYERS = ("(model)", "first", "again", "unused", "last")
 
 
 def rows_of(rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -109,6 +108,13 @@ def runs_out(most: int, module: nn.Module, inputs: tuple[Tensor]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
+def windowed(step: ab.Step, batch: tuple[Tensor, Tensor], cut: list[int]) -> ab.StepReport:
+    window = step.window()
+    for micro in zip(*[part.split(cut) for part in batch], strict=True):
+        window.add(micro)
+    return window.close()
+
+
 @pytest.mark.parametrize("cut", [None, 7, 3, 1, "window", "scarce"])
 def test_figures_equal_those_of_a_plain_loop_on_the_whole_batch(cut: int | str | None) -> None:
     batch, other = rows_of(7), make_net()
@@ -120,13 +126,7 @@ def test_figures_equal_those_of_a_plain_loop_on_the_whole_batch(cut: int | str |
         model.register_forward_pre_hook(partial(runs_out, 2))
     flow, size = ab.GradientFlow(model), {"scarce": 5, "window": None}.get(str(cut), cut)
     step = make_step(model, micro_batch=size, callbacks=[flow], check=False)
-    if cut == "window":
-        window = step.window()
-        for micro in zip(*[part.split((3, 2, 2)) for part in batch], strict=True):
-            window.add(micro)
-        report = window.close()
-    else:
-        report = step(batch)
+    report = windowed(step, batch, [3, 2, 2]) if cut == "window" else step(batch)
     assert (report.redone > 0) == (cut == "scarce")
     (found,) = flow.history
     assert found.layers == LAYERS
@@ -139,24 +139,7 @@ def test_figures_equal_those_of_a_plain_loop_on_the_whole_batch(cut: int | str |
     assert found.marks[3] == "unused"
 
 
-@pytest.mark.parametrize("cut", [None, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parameters_are_the_same_to_the_bit_with_and_without_callbacks(cut: Any, dtype: Any) -> None:
-    def train(*, is_watched: bool) -> list[Tensor]:
-        model = make_net(dtype)
-        callbacks = [ab.GradientFlow(model, every=2), GradientNoise(every=2)] if is_watched else []
-        step = make_step(model, micro_batch=cut, callbacks=callbacks)
-        for _ in range(5):
-            step(rows_of(7, dtype))
-        return [p.detach() for p in model.parameters()]
-
-    assert same(train(is_watched=True), train(is_watched=False))
-
-
-ALONE = {}, {"micro_batch": 2}, {"memory": "1GB"}, {"micro_batch": 3}
-
-
-@pytest.mark.parametrize("options", ALONE)
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"memory": "1GB"}, {"micro_batch": 3}])
 def test_one_call_shows_the_whole_gradient_and_touches_nothing(options: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     inputs, targets = rows_of(6, torch.float32)
@@ -224,3 +207,63 @@ def test_flow_of_another_model_is_refused_and_no_update_made() -> None:
     step = make_step(model, callbacks=[ab.GradientFlow(make_net())])
     with same_as_before(step), pytest.raises(PlanError, match="that it does not have"):
         step(rows_of(2, torch.float32))
+
+
+# ---- noise
+
+
+def make(noise: GradientNoise, loss: Any = None, **options: Any) -> ab.Step:
+    torch.manual_seed(0)
+    return make_step(Perceptron(3, 2).double(), loss, callbacks=[noise], check=False, **options)
+
+
+def slow(model: nn.Module, batch: tuple[Tensor, Tensor], cut: list[int]) -> tuple[float, float]:
+    """Noise and signal by the equations of the paper, solved by least squares: gradients part by part."""
+
+    def gradient(start: int, stop: int) -> Tensor:
+        loss = nn.functional.mse_loss(model(batch[0][start:stop]), batch[1][start:stop])
+        return torch.cat([one.flatten() for one in torch.autograd.grad(loss, [*model.parameters()])])
+
+    rows, stops = sum(cut), [sum(cut[: index + 1]) for index in range(len(cut))]
+    means = [gradient(stop - size, stop) for size, stop in zip(cut, stops, strict=True)]
+    # E |mean of b rows|^2 = signal + noise / b; each part counts as its share of the rows, squared.
+    shares = [(size / rows) ** 2 for size in cut]
+    small = sum(share * float(mean.square().sum()) for share, mean in zip(shares, means, strict=True))
+    large = float(gradient(0, rows).square().sum())
+    left = torch.tensor([[sum(shares), 1 / rows], [1.0, 1 / rows]], dtype=torch.float64)
+    signal, noise = torch.linalg.solve(left, torch.tensor([small, large], dtype=torch.float64)).tolist()
+    return noise, signal
+
+
+def total(model: nn.Module, micro: tuple[Tensor, Tensor]) -> ab.Total:
+    return ab.Total(((model(micro[0]) - micro[1]) ** 2).sum(), torch.tensor(float(micro[1].numel())))
+
+
+@pytest.mark.parametrize(("how", "cut"), CUTS.items())
+def test_estimate_equals_a_slow_one(how: str, cut: list[int]) -> None:
+    noise, batch = GradientNoise(every=1), rows_of(12)
+    size = 6 if how == "scarce" else cut[0]
+    loss = total if how == "late" else None
+    step = make(noise, loss, micro_batch=None if how == "window" else size)
+    expected = slow(step.model, batch, cut)
+    if how == "scarce":
+        step.model.register_forward_pre_hook(partial(runs_out, 3))
+    report = windowed(step, batch, cut) if how == "window" else step(batch)
+    assert report.cut == tuple(cut)
+    (found,) = noise.history
+    assert math.isclose(found.noise, expected[0], rel_tol=1e-9)
+    assert math.isclose(found.signal, expected[1], rel_tol=1e-9)
+    assert (found.rows, noise.scale) == (12, found.noise / found.signal if found.signal > 0 else None)
+    assert noise.record() == {name: getattr(found, name) for name in ("scale", "noise", "signal", "rows")}
+
+
+def test_only_due_updates_hold_micro_batches_apart_and_what_tells_nothing_is_left_out() -> None:
+    noise, batch = GradientNoise(every=2), rows_of(6)
+    step, told = make(noise, micro_batch=2), list[bool]()
+    for _ in range(5):
+        step(batch)
+        told.append(bool(noise.record()))
+    assert told == [True, False, True, False, True]
+    uncut = GradientNoise(every=1)
+    make(uncut)(batch)
+    assert (uncut.history, uncut.scale, uncut.record()) == ([], None, {})

@@ -11,10 +11,51 @@ import pytest
 from anybatch.cli import main
 from anybatch.core import DataError
 from anybatch.observe import report_page
-from tests.observe.logs import NAMES, START, lines, step, write
 
+START: dict[str, Any] = {
+    "event": "start", "format": 2, "time": "2026-11-23T08:00:00Z", "model": "GPT",
+    "machine": {"python": "3.11", "device": "cpu"},
+    "command": ["/bin/anybatch", "train", "gpt", "--memory", "2 GiB"],
+    "total_updates": 40, "done_updates": 0, "done_epochs": 0,
+}  # fmt: skip
+NAMES = ["first", "blocks.0.<script>alert('a')</script>", 'blocks.1."last"', "unused", "far"]
 ALL = "loss terms metric-0 learning-rate gradient-norm noise callback-1 scale flow layer layer-zeros"
 EMPTY = ("input", "meta", "link", "rect", "br")
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    """One update's line with everything a log may hold; layer i's figures are 10**-i * update."""
+    factors: list[float | None] = [1.0, 0.1, 0.01, None, 1e-9]
+    flow: dict[str, Any] = {
+        name: [None if one is None else one * number for one in factors]
+        for name in ("mean", "largest", "norm", "ratio")
+    }
+    slow = 1.0 + number / 1000
+    flow["zeros"] = [None if one is None else 0.25 for one in factors]
+    record = {"event": "step", "step": number, "loss": 5.0 / number, "rows": 64, "micro_batches": 4}
+    record |= {"terms": {"a": slow, "b": 0.5}, "grad_norm": slow, "updated": True, "cut": [[16, 4]]}
+    record |= {"learning_rate": 0.1 / slow, "seconds": 0.5 * number, "memory": 1 << 20, "scale": 1024.0}
+    flow |= {"layers": NAMES, "classes": ["Linear"] * 5} if number == 1 else {}
+    noise = {"scale": 100.0 * slow, "rows": 1}
+    return record | {"observed": {"flow": flow, "noise": noise, "mine": {"x": number}}} | more
+
+
+def lines(updates: int) -> list[dict[str, Any]]:
+    rare = {5: {"redone": 2}, 6: {"scale": 512.0}, 7: {"loss": None, "updated": False}, 8: {"dropped": 3}}
+    epoch: dict[str, Any] = {"event": "epoch", "epoch": 1, "updates": updates, "loss": 0.5}
+    epoch |= {"learning_rate": 0.1}
+    epoch |= {"validation": {"loss": 0.25, "accuracy": 0.875}, "seconds": 2.0, "samples_per_second": 9.0}
+    plan = {"event": "plan", "step": 1, "text": "micro_batch 16 rows <", "bytes": {"parameters": 1 << 20}}
+    test = {"event": "test", "updates": updates, "loss": 0.3125, "accuracy": 0.75}
+    first = epoch | {"updates": 1, "validation": {"loss": 2.0, "accuracy": 0.5}}
+    steps = [step(number, **rare.get(number, {})) for number in range(1, updates + 1)]
+    return [START, plan, first, *steps, epoch, {"event": "later"}, {"event": "stop"}, test]
+
+
+def write(folder: Path, records: list[dict[str, Any]], end: str = "") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "log.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records) + end)
+    return folder
 
 
 class Page(HTMLParser):
@@ -105,24 +146,21 @@ def test_a_run_that_went_on_has_each_update_once(tmp_path: Path) -> None:
     assert "in the log already, left out: 1" in page.text
 
 
-@pytest.mark.parametrize(
-    ("records", "end", "told"),
-    [
-        ([START], "", "No update was made yet of 40."),
-        ([START, step(1), step(2)], '{"event": "step", "st', "2 of 40 updates were made. The log has no end"),
-        ([START, step(1)], "[1]\n{\n", "could not be read, or only in part: 2."),
-        ([{"event": "start"}, {"event": "step", "step": 3}], "", "3 updates were made."),
-        ([START, step(1, loss=None, grad_norm=None)], "", "no finite loss"),
-        ([START, step(1, loss=-1e308, rows=10**400, grad_norm=1e-320)], "", "1 of 40"),
-        ([START, step(1, observed={"flow": {"mean": ["a"]}}, terms=3, cut=["x"])], "", "in part: 1."),
-        ([START, step(-1), step(2**70), {"event": 3}], "", "in part: 3."),
-        ([START, step(1), {"event": "epoch", "validation": 3}, {"event": "plan", "bytes": 3}], "", "1 of 40"),
-        ([START | {"command": "x", "machine": 3, "done_updates": None}, step(1)], "", "1 of 40"),
-        ([START, step(1, counts={"pushes": 0, "units repeated": None, "bytes <": 1e300})], "", "<"),
-        ([START, step(1), {"event": "stop"}], "", "40 updates were made. The run stopped before its end."),
-        ([START, step(1), {"event": "stop", "reason": "<i>"}], "", "The run stopped before its end: <i>."),
-    ],
-)
+@pytest.mark.parametrize(("records", "end", "told"), [
+    ([START], "", "No update was made yet of 40."),
+    ([START, step(1), step(2)], '{"event": "step", "st', "2 of 40 updates were made. The log has no end"),
+    ([START, step(1)], "[1]\n{\n", "could not be read, or only in part: 2."),
+    ([{"event": "start"}, {"event": "step", "step": 3}], "", "3 updates were made."),
+    ([START, step(1, loss=None, grad_norm=None)], "", "no finite loss"),
+    ([START, step(1, loss=-1e308, rows=10**400, grad_norm=1e-320)], "", "1 of 40"),
+    ([START, step(1, observed={"flow": {"mean": ["a"]}}, terms=3, cut=["x"])], "", "in part: 1."),
+    ([START, step(-1), step(2**70), {"event": 3}], "", "in part: 3."),
+    ([START, step(1), {"event": "epoch", "validation": 3}, {"event": "plan", "bytes": 3}], "", "1 of 40"),
+    ([START | {"command": "x", "machine": 3, "done_updates": None}, step(1)], "", "1 of 40"),
+    ([START, step(1, counts={"pushes": 0, "units repeated": None, "bytes <": 1e300})], "", "<"),
+    ([START, step(1), {"event": "stop"}], "", "40 updates were made. The run stopped before its end."),
+    ([START, step(1), {"event": "stop", "reason": "<i>"}], "", "The run stopped before its end: <i>."),
+])  # fmt: skip
 def test_any_log_gives_a_whole_page(tmp_path: Path, records: Any, end: str, told: str) -> None:
     assert told in read(write(tmp_path, records, end)).text
 

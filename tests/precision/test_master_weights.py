@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from anybatch import Options, Step, Total
-from tests.options import flat
 from tests.snapshots import changes
 from tests.train.runs import raising
 from tests.zoo import Made
@@ -28,8 +27,7 @@ def line() -> Any:
 
 
 def mean(model: nn.Module, micro: Any) -> Total:
-    outputs = model(micro[0])
-    return Total(outputs.float().sum(), len(outputs))
+    return Total(model(micro[0]).float().sum(), len(micro[0]))
 
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -44,13 +42,10 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def steps(optimizer: Make = SGD, precision: str = "fp16-true") -> tuple[Step, Step]:
-    options: Any = {"micro_batch": 4, "check": False}
-    models = [(one, line()) for one in (precision, "float32")]
-    short, full = (
-        Step(m, mean, optimizer(m.parameters()), precision=one, **flat(options)) for one, m in models
-    )
-    return short, full
+def steps(optimizer: Make = SGD, precision: str = "fp16-true") -> list[Step]:
+    more: Any = {"micro_batch": 4, "options": Options(check=False)}
+    models = [(line(), one) for one in (precision, "float32")]
+    return [Step(m, mean, optimizer(m.parameters()), precision=one, **more) for m, one in models]
 
 
 def update(*steps: Step, times: int = 1) -> None:
@@ -106,9 +101,7 @@ def put_data(model: nn.Module, value: float) -> None:
 
 @pytest.mark.parametrize("is_read", [False, True], ids=["updated", "read, then updated"])
 @pytest.mark.parametrize("write", [load, put_data])
-def test_the_backup_follows_who_writes_to_the_weights(
-    write: Callable[[nn.Module, float], None], is_read: bool
-) -> None:
+def test_the_backup_follows_who_writes_to_the_weights(write: Any, is_read: bool) -> None:
     short, full = steps()
     update(short, full)
     for step in (short, full):
@@ -140,7 +133,6 @@ def test_states_hold_the_float32_weights_and_may_be_loaded_in_part(precision: st
 
 def test_what_fails_in_the_optimizer_leaves_short_weights() -> None:
     short, _ = steps()
-
     short.optimizers[0].register_step_post_hook(lambda *_: raising(RuntimeError("the optimizer's own"))())
     with pytest.raises(RuntimeError, match="own"):
         short((X,))

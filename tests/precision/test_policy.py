@@ -17,6 +17,7 @@ from tests.train.runs import raising
 from tests.zoo import Made
 
 MATMUL: Any = torch.backends.cuda.matmul
+BATCH = torch.ones(4, 2), torch.zeros(4, 1)
 SHORT_SUMS = (
     "allow_fp16_reduced_precision_reduction",
     "allow_bf16_reduced_precision_reduction",
@@ -24,10 +25,9 @@ SHORT_SUMS = (
 )
 CUDNN: Any = torch.backends.cudnn
 # Before torch 2.9: two flags.
-TF32, WORD, NO_WORD = (
-    ("fp32_precision", "tf32", "ieee") if hasattr(CUDNN, "conv") else ("allow_tf32", True, False)
-)
-HOLDERS = [MATMUL, *([CUDNN.conv, CUDNN.rnn] if hasattr(CUDNN, "conv") else [CUDNN])]
+NEW = hasattr(CUDNN, "conv")
+TF32, WORD, NO_WORD = ("fp32_precision", "tf32", "ieee") if NEW else ("allow_tf32", True, False)
+HOLDERS = [MATMUL, *([CUDNN.conv, CUDNN.rnn] if NEW else [CUDNN])]
 
 
 def switches() -> dict[str, Any]:
@@ -68,9 +68,6 @@ def looking(precision: Any, **options: Any) -> tuple[Step, Any]:
     return Step(model, nn.MSELoss(), optimizer, precision=precision, **flat(options)), model
 
 
-BATCH = torch.ones(4, 2), torch.zeros(4, 1)
-
-
 def carried_out(step: Step, *, windowed: bool) -> None:
     if not windowed:
         step(BATCH)
@@ -91,12 +88,9 @@ def test_switches_hold_within_a_step_and_are_put_back_whatever_happens(
     assert switches() == before
     for index, seen in enumerate(model.seen):
         is_short = find_precision(precision).is_short
-        assert [seen[name] for name in SHORT_SUMS] == (
-            [False] * len(SHORT_SUMS) if is_short else [before[name] for name in SHORT_SUMS]
-        )
+        assert [seen[name] for name in SHORT_SUMS] == [not is_short and before[name] for name in SHORT_SUMS]
         assert seen["tf32"] == ([WORD] * len(HOLDERS) if precision == "tf32" else before["tf32"])
-        is_forward = index % 2 == 0
-        assert seen["autocast"] == [is_forward and precision.endswith("mixed"), False]
+        assert seen["autocast"] == [index % 2 == 0 and precision.endswith("mixed"), False]  # in a forward
     for error in (RuntimeError("the model's own"), KeyboardInterrupt()):
         handle = model.linear.register_forward_hook(lambda *_, error=error: raising(error)())
         with pytest.raises(type(error)):
@@ -108,18 +102,14 @@ def test_switches_hold_within_a_step_and_are_put_back_whatever_happens(
     assert switches() == before
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"store": "float32"}, "store to be one of .* got 'float32'"),
-        ({"store": "float16", "compute": "bfloat16"}, "computed with in float16, got compute='bfloat16'"),
-        ({"accumulate": "int32"}, "accumulate to name a floating dtype, got 'int32'"),
-        ({"keep_float32": ("LayerNorm",)}, r"a shorter dtype beside keep_float32, .*got \['LayerNorm'\]"),
-        ({"store": "float16", "keep_float32": "LayerNorm"}, "a list of patterns.* got 'LayerNorm'"),
-        *(({"loss_scale": one}, f"a power of two.* got {one!r}") for one in (3, 0.5, "static")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("values", "message"), [
+    ({"store": "float32"}, "store to be one of .* got 'float32'"),
+    ({"store": "float16", "compute": "bfloat16"}, "computed with in float16, got compute='bfloat16'"),
+    ({"accumulate": "int32"}, "accumulate to name a floating dtype, got 'int32'"),
+    ({"keep_float32": ("LayerNorm",)}, r"a shorter dtype beside keep_float32, .*got \['LayerNorm'\]"),
+    ({"store": "float16", "keep_float32": "LayerNorm"}, "a list of patterns.* got 'LayerNorm'"),
+    *(({"loss_scale": one}, f"a power of two.* got {one!r}") for one in (3, 0.5, "static")),
+], ids=str)  # fmt: skip
 def test_what_cannot_be_carried_out_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=rf"^Expected (.|\n)*{message}(.|\n)*\. "):  # and then what to do
         Precision(**values)

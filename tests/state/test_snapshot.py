@@ -1,4 +1,4 @@
-"""What a forward may change is noted and put back: of a step, and of the micro-batch at hand."""
+"""What a forward may change is noted and put back, of a step and a micro-batch; random streams come again."""
 
 import copy
 import random
@@ -75,7 +75,7 @@ def snapshot(model: nn.Module, effects: Effects, *, begun: bool = True) -> Snaps
 
 
 def looking(model: nn.Module, steps: int = 1) -> Effects:
-    """In so many steps."""
+    """In so many steps; later ones do not compare."""
     effects = Effects()
     for _ in range(steps):
         effects.begin([model])
@@ -83,24 +83,19 @@ def looking(model: nn.Module, steps: int = 1) -> Effects:
     return effects
 
 
-def blind(model: nn.Module) -> Effects:
-    """Of a step that does not compare."""
-    return looking(model, FIRST + 1)
-
-
-@pytest.mark.parametrize("make", [looking, blind])
+@pytest.mark.parametrize("steps", [1, FIRST + 1])
 @pytest.mark.parametrize("effect", [*EFFECTS, "torch", "generator"])
-def test_a_step_is_put_back(effect: str, make: Callable[[nn.Module], Effects]) -> None:
+def test_a_step_is_put_back(effect: str, steps: int) -> None:
     model = Restless()
     found = state(model)
-    before = snapshot(model, make(model))
+    before = snapshot(model, looking(model, steps))
     ALL[effect](model)
     assert state(model) != found
     before.put_back()
     assert state(model) == found
 
 
-@pytest.mark.parametrize("effect", [*EFFECTS, *DRAWS])
+@pytest.mark.parametrize("effect", ALL)
 def test_a_looking_step_undoes_a_micro_batch_or_says_that_it_cannot(effect: str) -> None:
     model, change = Restless(), ALL[effect]
     before = snapshot(model, looking(model))
@@ -114,9 +109,7 @@ def test_a_looking_step_undoes_a_micro_batch_or_says_that_it_cannot(effect: str)
     assert state(model) == found
 
 
-@pytest.mark.parametrize(
-    "effect", [one for one in ALL if one not in ("attribute taken away", "key of a dict")]
-)
+@pytest.mark.parametrize("effect", sorted(ALL.keys() - {"attribute taken away", "key of a dict"}))
 def test_what_was_seen_to_change_is_noted_before_each_micro_batch(effect: str) -> None:
     model = Restless()
     change, effects = ALL[effect], looking(model)
@@ -152,3 +145,29 @@ def test_an_evaluation_leaves_no_trace() -> None:
     assert state(model) == found
     assert model.weight.grad is gradient
     assert rng.is_same(streams, rng.capture(rng.of_process()))
+
+
+def test_preserved_gives_the_stream_back_also_after_an_error() -> None:
+    before = torch.get_rng_state()
+    for error in (None, KeyboardInterrupt):
+        with suppress(KeyboardInterrupt), rng.preserved():
+            torch.rand(3)
+            if error:
+                raise error
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("capture", [rng.capture, rng.capture_process])
+def test_replay_repeats_the_streams(capture: Callable[[], Any]) -> None:
+    def draw_all() -> list[float]:
+        others = [random.random(), np.random.rand()] if capture is rng.capture_process else []
+        return [*torch.rand(3).tolist(), *nn.functional.dropout(torch.ones(20)).tolist(), *others]
+
+    draw_all()
+    before = torch.get_rng_state()
+    state = capture()
+    assert torch.equal(torch.get_rng_state(), before)  # and it moves nothing
+    first, second = draw_all(), draw_all()
+    assert first != second
+    (rng.restore if capture is rng.capture else rng.restore_process)(state)
+    assert [draw_all(), draw_all()] == [first, second]

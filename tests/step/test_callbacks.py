@@ -1,5 +1,6 @@
 """Callbacks of steps, windows, batch losses and trainers: who is accepted, called when, and may raise."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.core import NonFiniteLossError
+from anybatch.core import NonFiniteLossError, PlanError
 from anybatch.observe import GradientNoise
 from tests.options import flat
 from tests.snapshots import same_as_before
@@ -46,11 +47,6 @@ def make(*callbacks: object, **options: Any) -> ab.Step:
     return ab.Step(model, nn.CrossEntropyLoss(), optimizer, **flat(settings))
 
 
-def seeded(use: Callable[[ab.Step], object], step: ab.Step) -> None:
-    torch.manual_seed(1)
-    use(step)
-
-
 def in_step(step: ab.Step) -> None:
     step((X, Y))
 
@@ -79,11 +75,19 @@ WAYS: dict[str, tuple[Callable[[ab.Step], object], list[str]]] = {
 }
 
 
+def seeded(use: Callable[[ab.Step], object], step: ab.Step) -> None:
+    torch.manual_seed(1)
+    use(step)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16-true"])
 @pytest.mark.parametrize("way", WAYS)
-def test_each_method_is_called_in_order_and_changes_no_bit(way: str) -> None:
+def test_each_method_is_called_in_order_and_changes_no_bit(way: str, precision: str) -> None:
     use, expected = WAYS[way]
-    told, plain = Told(), make()
-    step = make(told, GradientNoise(every=1), list[object]().append)
+    told, watched, noise = Told(), dropout(3, 2), GradientNoise(every=1)
+    plain = make(model=copy.deepcopy(watched), precision=precision)
+    watching = told, noise, ab.GradientFlow(watched, every=1), list[object]().append
+    step = make(*watching, model=watched, precision=precision)
     seeded(use, plain)
     seeded(use, step)
     assert told.events == expected
@@ -107,3 +111,8 @@ def test_what_a_callback_raises_is_raised_and_never_recovered_from(way: str, nam
     assert "redone" not in told.events
     notes = " ".join(getattr(raised, "__notes__", ()))
     assert ("Update 1 was made" in notes) is not is_before
+
+
+def test_a_loss_for_another_loop_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"got an ab\.BatchLoss of Linear\. Your loop makes the update"):
+        ab.BatchLoss(nn.Linear(2, 1), nn.MSELoss(), callbacks=[ab.EMA()])

@@ -25,6 +25,11 @@ LEFT = RIGHT.flip(1)
 DRAW = torch.Generator().manual_seed(0)
 TOKENS = torch.randint(3, WORDS, (ROWS, LONGEST), generator=DRAW)
 FEATURES = torch.randn(ROWS, LONGEST, 4, generator=DRAW).double()
+TAGS = torch.where(RIGHT, TOKENS % 3, -100)
+WORDS_AND_TAGS = (TOKENS * RIGHT, TAGS)
+PADDED = (F.pad(WORDS_AND_TAGS[0], (0, 9)), F.pad(TAGS, (0, 9), value=-100))
+FLAT = Made(lambda self, x: self.out((x * 0.1).double()), out=nn.Linear(LONGEST, 3))  # of fixed length
+MASKED = {"tokens": TOKENS * RIGHT, "mask": RIGHT}
 SHORT = {
     "vocab_size": WORDS, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_labels": 3,
     "num_attention_heads": 2, "pad_token_id": 0, "hidden_dropout_prob": 0.0,
@@ -74,10 +79,6 @@ def test_the_gradient_is_that_of_padded_rows(name: str, mask: Tensor, width: int
     assert error < 1e-12
     assert report.rows == ROWS
     assert report.micro_batches < ROWS // (micro_batch or 6)
-
-
-TAGS = torch.where(RIGHT, TOKENS % 3, -100)
-WORDS_AND_TAGS = (TOKENS * RIGHT, TAGS)
 
 
 @pytest.mark.parametrize("options", [{"micro_batch": 3}, {"memory": "1GB"}, {}])
@@ -134,11 +135,6 @@ def test_memory_that_runs_out_halves_what_is_left_and_later_steps_know() -> None
     assert first.redone > 0 == second.redone
     assert relative_error(recorder.gradients, expected) < 1e-12
     assert second.micro_batches < 2 * len(LENGTHS)
-
-
-PADDED = (F.pad(WORDS_AND_TAGS[0], (0, 9)), F.pad(TAGS, (0, 9), value=-100))
-FLAT = Made(lambda self, x: self.out((x * 0.1).double()), out=nn.Linear(LONGEST, 3))  # of fixed length
-MASKED = {"tokens": TOKENS * RIGHT, "mask": RIGHT}
 
 
 def mean_over_places(model: nn.Module, micro: Any) -> ab.Total:

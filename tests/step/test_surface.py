@@ -1,30 +1,32 @@
-"""What a step shows and refuses: read-only attributes, warnings, reports, choices, what goes around it."""
+"""What a step shows, refuses and keeps: attributes, warnings, reports, hooks that update, its own state."""
 
+import io
+import json
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from anybatch import AnybatchError, Options, Step, Terms, Total
-from anybatch.core.errors import PlanError
+from anybatch.core import CheckpointError, OptimizerError, PlanError
 from tests.options import flat
-from tests.zoo import Made
+from tests.zoo import Limited, Made, Perceptron, dropout
 
 X, Y = torch.randn(4, 3), torch.randn(4, 2)
+ATTRIBUTES = "clip_norm precision model callbacks open_window microbatch"
+FORMS = {"terms": Terms, "method": lambda own: own.forward, "closure": lambda own: lambda *it: own(*it)}
 
 
-def make(loss: Any = F.mse_loss, **options: Any) -> Step:
+def make(model: nn.Module | None = None, loss: Any = F.mse_loss, **options: Any) -> Step:
     torch.manual_seed(0)
-    model = nn.Linear(3, 2)
+    model = model or nn.Linear(3, 2)
     return Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), **flat(options))
 
 
-@pytest.mark.parametrize(
-    "name", ["clip_norm", "precision", "model", "callbacks", "open_window", "microbatch"]
-)
+@pytest.mark.parametrize("name", ATTRIBUTES.split())
 def test_attributes_of_a_step_and_a_window_are_only_read(name: str) -> None:
     step = make()
     found = vars(step).copy()
@@ -59,9 +61,6 @@ def test_an_optimizer_of_other_parameters_is_warned_about_and_does_what_is_said(
     assert (other.tolist(), other.grad, idle.tolist(), idle.grad) == ([0.5, 0.5], None, [1, 1], None)
 
 
-FORMS = {"terms": Terms, "method": lambda own: own.forward, "closure": lambda own: lambda *it: own(*it)}
-
-
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_parameter_of_the_loss_is_trained(form: Any) -> None:
     own = Made(
@@ -69,8 +68,7 @@ def test_a_parameter_of_the_loss_is_trained(form: Any) -> None:
         scale=nn.Parameter(torch.tensor(2.0)),
     )
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD([*model.parameters(), own.scale], lr=0.5)
-    step = Step(model, form(own), optimizer, micro_batch=4)
+    step = Step(model, form(own), torch.optim.SGD([*model.parameters(), own.scale], lr=0.5), micro_batch=4)
     (expected,) = torch.autograd.grad(F.mse_loss(model(X) * own.scale, Y), own.scale)
     step((X, Y))
     assert own.scale.item() == pytest.approx(2.0 - 0.5 * expected.item())
@@ -94,3 +92,111 @@ def test_a_scheduler_that_the_caller_steps_too_is_warned_about_once() -> None:
     assert told[0].filename == __file__
     schedulers[1].step()
     step((X, Y))  # once is enough
+
+
+# ---- programs of any kind
+
+
+def optimizer_in_backward(model: nn.Module) -> None:
+    apply: Any = pytest.importorskip("torch.distributed.optim")._apply_optimizer_in_backward
+    apply(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+
+
+def hook_that_updates(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())  # pyright: ignore
+
+
+def squares(model: nn.Module, micro: Any) -> Total:
+    return Total(F.mse_loss(model(micro[0]), micro[1], reduction="sum"), len(micro[0]))
+
+
+@pytest.mark.parametrize("loss", [squares, nn.MSELoss()])
+@pytest.mark.parametrize("micro_batch", [None, 3])
+@pytest.mark.parametrize("add_hooks", [optimizer_in_backward, hook_that_updates])
+def test_hooks_that_update_are_refused(add_hooks: Any, micro_batch: int | None, loss: object) -> None:
+    model = Perceptron(3, 2)
+    step = make(model, loss, micro_batch=micro_batch)
+    step((X, Y))
+    add_hooks(model)
+    weights = [one.detach().clone() for one in model.parameters()]
+    for use in (lambda: step((X, Y)), step.window):
+        with pytest.raises(OptimizerError, match="without hooks that run after"):
+            use()
+    assert all(map(torch.equal, weights, model.parameters()))
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_error_names_its_micro_batch(in_backward: bool) -> None:
+    def fail(rows: Any) -> None:
+        if len(rows) == 1:
+            raise ValueError("no single row")
+
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(fail) if in_backward else fail(output)
+
+    model = Perceptron(3, 2)
+    model.register_forward_hook(hook)
+    with pytest.raises(ValueError, match="no single row") as caught:
+        make(model, squares, micro_batch=3, check=False)((torch.randn(7, 3), torch.randn(7, 2)))
+    place = "This error was raised in micro-batch 2 (rows 6 to 6 of the batch; the cut 3+3+1 leaves one row)."
+    assert caught.value.__notes__[-1] == place
+
+
+# ---- a step's own state
+
+DRAW = torch.Generator().manual_seed(0)
+DATA = [(torch.randn(12, 4, generator=DRAW), torch.randn(12, 1, generator=DRAW)) for _ in range(6)]
+
+
+def made(precision: Any, **options: Any) -> Step:
+    """A step in which more than five rows run out of memory."""
+    torch.manual_seed(0)
+    model = Limited(5, dropout(4, 1, p=0.1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return Step(model, nn.MSELoss(), optimizer, precision=precision, **options)
+
+
+@pytest.mark.filterwarnings("ignore:Expected to find the same loss")
+@pytest.mark.parametrize("precision", ["float32", "bf16-true", "fp16-mixed"])
+def test_loop_that_was_saved_and_loaded_is_the_unbroken_one(precision: str) -> None:
+    whole, file, cuts = made(precision, micro_batch=6), io.BytesIO(), list[tuple[int, ...]]()
+    for number, batch in enumerate(DATA):
+        if number == 3:
+            parts = whole.model.state_dict(), whole.optimizers[0].state_dict(), whole.state_dict()
+            torch.save(parts, file)
+        cuts.append(whole(batch).cut)
+    again = made(precision, micro_batch=6)
+    file.seek(0)
+    model, optimizer, own = torch.load(file, weights_only=True)
+    again.model.load_state_dict(model)
+    again.optimizers[0].load_state_dict(optimizer)
+    again.load_state_dict(own)
+    reports = [again(batch) for batch in DATA[3:]]
+    assert [report.cut for report in reports] == cuts[3:]  # what did not fit is known
+    assert reports[-1].update == 6
+    assert not any(report.redone for report in reports)
+    assert again.scale.value == whole.scale.value
+    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+        full = whole.masters.of(one), again.masters.of(other)
+        assert full == (None, None) or torch.equal(*full)  # pyright: ignore
+
+
+def test_report_as_a_dict_goes_into_a_log() -> None:
+    report = made("float32", micro_batch=4)(DATA[0])
+    found = report.asdict()
+    assert json.loads(json.dumps(found))["cut"] == [4, 4, 4]
+    assert found["loss"] == report.loss
+    assert found["checked"] is report.checked
+
+
+def test_another_state_is_refused_before_anything_is_loaded() -> None:
+    step = make()
+    step((X, Y))
+    half = {name: one for name, one in step.state_dict().items() if name != "random"}
+    for state in ({}, step.model.state_dict(), half | {"updates": 9}):
+        with pytest.raises(CheckpointError, match=r"Expected the result of step.state_dict\(\), got one wi"):
+            step.load_state_dict(state)
+    assert step.state_dict()["updates"] == 1

@@ -12,6 +12,7 @@ from tests.budgets import metered
 from tests.options import flat
 
 WIDTH = 400  # the weight takes eight rows' worth of input
+CASES = ((8, 8), {}), ((6, 6, 6), {"accumulate": torch.float64}), ((3, 13), {"non_finite": "drop"})
 
 
 def rows_of(rows: int) -> tuple[Tensor, Tensor]:
@@ -37,9 +38,6 @@ def peak_of_window(step: Step, batch: Any, sizes: Any) -> int:
     run()
     others = 1 - max(sizes) / sum(sizes)
     return metered(step, run, batch) - int(others * sum(leaf.nbytes for leaf in batch))
-
-
-CASES = ((8, 8), {}), ((6, 6, 6), {"accumulate": torch.float64}), ((3, 13), {"non_finite": "drop"})
 
 
 @pytest.mark.parametrize(("sizes", "options"), CASES, ids=str)

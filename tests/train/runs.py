@@ -52,10 +52,9 @@ def make_step(kind: str = "SGD with momentum", **options: Any) -> Step:
     model = nn.Sequential(*layers)
     make_optimizer, make_scheduler = KINDS[kind]
     optimizer = make_optimizer(model.parameters())
-    settings = {"loss": nn.CrossEntropyLoss(), "micro_batch": 3, "batch_norm": "micro"}
-    return Step(
-        model, optimizer=optimizer, **flat(settings | {"scheduler": make_scheduler(optimizer)} | options)
-    )
+    settings: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "micro_batch": 3, "batch_norm": "micro"}
+    settings |= {"scheduler": make_scheduler(optimizer)} | options
+    return Step(model, optimizer=optimizer, **flat(settings))
 
 
 def listening(tell: Callable[[Any], object]) -> Any:
@@ -138,6 +137,10 @@ class Diary(Callback):
         self.told.extend(told)
         if self.at == (event, self.events.count(event)):
             self.then()
+
+
+class Killed(BaseException):
+    """A process that ends here: no handler of errors catches it, and not even a stop is carried out."""
 
 
 def raising(error: BaseException) -> Callable[[], None]:

@@ -12,22 +12,17 @@ from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 from torch import nn, optim
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    ExponentialLR,
-    LambdaLR,
-    LinearLR,
-    LRScheduler,
-    MultiStepLR,
-    SequentialLR,
-)
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, MultiStepLR
 
+import anybatch as ab
 from anybatch.core.errors import CheckpointError
 from anybatch.parallel.checkpoint import load, restore, save
 from anybatch.state import rng
+from tests.compiled import Counting
 from tests.snapshots import same
 
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=5))
+DTYPES = ["float64", "float32", "bfloat16", "float8_e4m3fn", "int64", "int16", "uint8", "bool"]
 NESTED = st.recursive(
     PLAIN | st.builds(torch.tensor, st.integers(-9, 9)) | st.just(torch.arange(6.0).view(2, 3).T),
     lambda inner: st.one_of(
@@ -43,7 +38,7 @@ NESTED = st.recursive(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: Any) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
@@ -59,19 +54,12 @@ def test_nested_values_come_back_with_their_types(folder: Path, value: Any) -> N
     assert repr(found) == repr(value)  # and -0.0 is not 0.0
 
 
-DTYPES = ["float64", "float32", "bfloat16", "float8_e4m3fn", "int64", "int16", "uint8", "bool"]
-
-
 @pytest.mark.parametrize("dtype", [getattr(torch, name) for name in DTYPES])
 def test_tensors_of_every_kind_come_back(folder: Path, dtype: torch.dtype) -> None:
     base = torch.arange(24).to(torch.float32).to(dtype)
     shaped = {"scalar": base[3], "empty": base[:0].view(0, 5), "transposed": base.view(4, 6).T}
-    tensors = shaped | {
-        "strided": base[::5],
-        "expanded": base[:1].expand(7),
-        "front": base[:16],
-        "back": base[8:],
-    }
+    parts = {"strided": base[::5], "expanded": base[:1].expand(7), "front": base[:16], "back": base[8:]}
+    tensors = shaped | parts
     assert same(trip(folder, **tensors), tensors)
 
 
@@ -121,12 +109,12 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "AdamW, lr as tensor": lambda m: optim.AdamW(two_groups(m), lr=torch.tensor(0.01)),
     "Adafactor": lambda m: optim.Adafactor(m.parameters(), lr=0.01),
 }
-ramp = lambda o: LinearLR(o, 1 / 3, total_iters=2)  # noqa: E731
+ramp = lambda o: optim.lr_scheduler.LinearLR(o, 1 / 3, total_iters=2)  # noqa: E731
 SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "LambdaLR": lambda o: LambdaLR(o, lambda update: 0.9**update),
     "MultiStepLR": lambda o: MultiStepLR(o, milestones=[3, 3, 7], gamma=0.5),
-    "SequentialLR": lambda o: SequentialLR(o, [ramp(o), MultiStepLR(o, [2, 4])], [3]),
-    "ChainedScheduler": lambda o: ChainedScheduler([ramp(o), ExponentialLR(o, 0.9)]),
+    "SequentialLR": lambda o: optim.lr_scheduler.SequentialLR(o, [ramp(o), MultiStepLR(o, [2, 4])], [3]),
+    "ChainedScheduler": lambda o: optim.lr_scheduler.ChainedScheduler([ramp(o), ExponentialLR(o, 0.9)]),
 }
 
 
@@ -159,16 +147,46 @@ PAIRS = [(name, "LambdaLR") for name in OPTIMIZERS] + [("Adafactor", name) for n
 
 @pytest.mark.filterwarnings("ignore:.*capturable.*")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
-def test_every_optimizer_and_scheduler_goes_on(
-    tmp_path: Path, optimizer: str, scheduler: str, dtype: torch.dtype
-) -> None:
-    whole, path = Parts(0, optimizer, scheduler, dtype), tmp_path / "a"
+@pytest.mark.parametrize("names", PAIRS, ids=str)
+def test_every_optimizer_and_scheduler_goes_on(tmp_path: Path, names: Any, dtype: Any) -> None:
+    whole, path = Parts(0, *names, dtype), tmp_path / "a"
     whole.train(range(5))
     save(path, 0, **vars(whole), random=rng.capture_process())
     end = whole.train(range(5, 10))
-    found, other = load(path), Parts(1, optimizer, scheduler, dtype)
+    found, other = load(path), Parts(1, *names, dtype)
     for _ in range(2):  # twice: going on must not write into the checkpoint
         restore(found, **vars(other))
         rng.restore_process(found.random)
         assert same(other.train(range(5, 10)), end)
+
+
+# ---- a compiled model
+
+
+def trainer(*, is_compiled: bool = False) -> ab.Trainer:
+    torch.manual_seed(0)
+    x, y = torch.randn(43, 4), torch.randint(3, (43,))  # batches of 20, 20 and 3
+    model: Any = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 3))
+    model = Counting().compile(model) if is_compiled else model
+    optimizer, flow = torch.optim.AdamW(model.parameters(), lr=0.01), ab.GradientFlow(model)
+    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=16, callbacks=[flow])
+    return ab.Trainer(step, (x, y), batch_size=20, progress=False, callbacks=[ab.EMA(0.9)])
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_either_model_goes_on_from_the_others_checkpoint(is_compiled: bool, tmp_path: Path) -> None:
+    first, second = trainer(is_compiled=is_compiled), trainer(is_compiled=not is_compiled)
+    first.fit(epochs=1)
+    first.save(tmp_path / "a")
+    second.resume(tmp_path / "a")
+    saved, loaded = (
+        {name.replace("_orig_mod.", ""): value.clone() for name, value in one.step.model.state_dict().items()}
+        for one in (first, second)
+    )
+    assert same(loaded, saved)
+    ema: Any = second.callbacks[-1]
+    assert ema.average.keys() == saved.keys()
+    second.fit(epochs=2)
+    found = load(tmp_path / "a").model
+    assert set(found) == set(saved)
+    trainer().step.model.load_state_dict(found)

@@ -21,7 +21,7 @@ from anybatch.core.errors import CheckpointError
 from anybatch.parallel import stored
 from anybatch.parallel.checkpoint import INDEX, load, restore, save
 from tests.snapshots import same
-from tests.train.runs import raising
+from tests.train.runs import Killed, raising
 
 
 def write(path: Path, number: float = 1.0) -> Path:
@@ -61,19 +61,15 @@ def refused(folder: Path, told: str) -> None:
     assert str(folder) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda path: None, "got no folder"),
-        (lambda path: path.mkdir(), "got no folder"),
-        (lambda path: torch.save(Evil(), path), "pickled files are never opened"),
-        (lambda path: (path.mkdir(), save_file({}, path / "last.safetensors")), "only that version reads"),
-        (lambda path: (path.mkdir(), (path / "whole.json").touch()), "only that version reads"),
-        (lambda path: (path.mkdir(), (path / INDEX).touch()), "JSONDecodeError"),
-        (lambda path: (path.mkdir(), (path / INDEX).mkdir()), "got no folder"),
-    ],
-    ids=["missing", "folder", "pickle", "old", "old shards", "empty", "folders"],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda path: None, "got no folder"),
+    (lambda path: path.mkdir(), "got no folder"),
+    (lambda path: torch.save(Evil(), path), "pickled files are never opened"),
+    (lambda path: (path.mkdir(), save_file({}, path / "last.safetensors")), "only that version reads"),
+    (lambda path: (path.mkdir(), (path / "whole.json").touch()), "only that version reads"),
+    (lambda path: (path.mkdir(), (path / INDEX).touch()), "JSONDecodeError"),
+    (lambda path: (path.mkdir(), (path / INDEX).mkdir()), "got no folder"),
+], ids=["missing", "folder", "pickle", "old", "old shards", "empty", "folders"])  # fmt: skip
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, make: Callable[[Path], Any], message: str) -> None:
     make(tmp_path / "some")
     refused(tmp_path / "some", message)
@@ -149,10 +145,7 @@ def pickled(folder: Path) -> None:
 
 ODD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pickle": (pickled, "SafetensorError"),
-    "of another checkpoint": (
-        lambda made: shutil.copy(write(made / "b", 2.0) / FILE, made),
-        "other bytes in",
-    ),
+    "of another checkpoint": (lambda at: shutil.copy(write(at / "b", 2.0) / FILE, at), "other bytes in"),
     "a symlink": (linked, "a link or no file"),
     "an absolute path": (renamed("/etc/passwd"), "a file named"),
     "a header of 2^60 bytes": (headed, "SafetensorError"),
@@ -172,10 +165,6 @@ def test_files_that_mean_harm_are_refused_by_name(tmp_path: Path, what: str) -> 
     refused(made, told)
     with pytest.warns(UserWarning, match=f"Going on from {first} instead"):
         assert load(tmp_path).path == first
-
-
-class Killed(BaseException):
-    """An error that no handler of errors catches."""
 
 
 def failing(error: BaseException) -> Callable[..., None]:
@@ -266,20 +255,16 @@ def prepare(model: Any = layers, optimizer: Any = WHOLE, schedule: Any = StepLR)
     return {"model": made, **parts}
 
 
-@pytest.mark.parametrize(
-    ("there", "here", "message"),
-    [
-        ({"model": lambda: nn.Linear(3, 3)}, {}, "of this ModuleDict, .*bias: .* there, nothing here"),
-        ({"model": lambda: layers(4)}, {}, r"one.bias: float32 \(4,\) there, float32 \(3,\) here"),
-        ({}, {"model": lambda: layers(tied=True)}, "one.weight and two.weight: two values there, one tied"),
-        ({"optimizer": lambda m: optim.AdamW(m.parameters())}, {}, "optimizer 0: AdamW there, SGD here"),
-        ({"optimizer": sgd("one", "two")}, {"optimizer": sgd("two", "one")}, "one.weight there, two.weight"),
-        ({"schedule": lambda o, _: ExponentialLR(o, 0.9)}, {}, "scheduler 0: ExponentialLR there, StepLR"),
-        # Too late for its own parameters, but optimizers and schedulers go back.
-        (*[{"model": lambda: Refusing(3, 3)}] * 2, "RuntimeError: refused"),
-    ],
-    ids=map(str, range(7)),
-)
+@pytest.mark.parametrize(("there", "here", "message"), [
+    ({"model": lambda: nn.Linear(3, 3)}, {}, "of this ModuleDict, .*bias: .* there, nothing here"),
+    ({"model": lambda: layers(4)}, {}, r"one.bias: float32 \(4,\) there, float32 \(3,\) here"),
+    ({}, {"model": lambda: layers(tied=True)}, "one.weight and two.weight: two values there, one tied"),
+    ({"optimizer": lambda m: optim.AdamW(m.parameters())}, {}, "optimizer 0: AdamW there, SGD here"),
+    ({"optimizer": sgd("one", "two")}, {"optimizer": sgd("two", "one")}, "one.weight there, two.weight"),
+    ({"schedule": lambda o, _: ExponentialLR(o, 0.9)}, {}, "scheduler 0: ExponentialLR there, StepLR"),
+    # Too late for its own parameters, but optimizers and schedulers go back.
+    (*[{"model": lambda: Refusing(3, 3)}] * 2, "RuntimeError: refused"),
+], ids=map(str, range(7)))  # fmt: skip
 def test_another_model_optimizer_or_scheduler_is_refused_and_left_as_it_was(
     tmp_path: Path, there: dict[str, Any], here: dict[str, Any], message: str
 ) -> None:

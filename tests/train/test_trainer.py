@@ -1,7 +1,6 @@
 """The trainer: the same run to the last bit however often it is stopped; nothing lost, nothing half done."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,10 @@ from tests.train import runs
 from tests.train.runs import EPOCHS, KINDS, TRAIN, UPDATES, make_rows, make_step, make_trainer
 
 
-@pytest.mark.parametrize(
-    ("kind", "precision"),
-    [
-        *[(kind, "float32") for kind in KINDS],
-        *[("AdamW", one) for one in ("bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true")],
-    ],
-)
+@pytest.mark.parametrize(("kind", "precision"), [
+    *[(kind, "float32") for kind in KINDS],
+    *[("AdamW", one) for one in ("bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true")],
+])  # fmt: skip
 def test_resumed_run_is_identical(kind: str, precision: str, tmp_path: Path) -> None:
     def make(out: Path | None = tmp_path, micro_batch: int = 3) -> Trainer:
         return make_trainer(out, step=make_step(kind, precision=precision, micro_batch=micro_batch))
@@ -52,20 +48,15 @@ def test_resumed_run_is_identical(kind: str, precision: str, tmp_path: Path) -> 
         other.fit(epochs=0)
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda: {"train": make_rows(TRAIN + 1)}, r"rows 14 there and 15 here"),
-        (lambda: {"batch_size": 5}, r"batch_size 6 there and 5 here"),
-        (lambda: {"config": {"lr": 2}}, r"lr 1 there and 2 here"),
-        (lambda: {"step": make_step(scheduler=())}, r"schedulers 1 there and 0 here"),
-        (lambda: {"step": make_step("AdamW")}, "optimizer 0: SGD there, AdamW here"),
-        (lambda: {"step": make_step(precision="bf16-mixed")}, "precision float32 there and bf16-mixed here"),
-    ],
-)
-def test_resume_from_another_run_is_refused(
-    change: Callable[[], dict[str, Any]], told: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("change", "told"), [
+    (lambda: {"train": make_rows(TRAIN + 1)}, r"rows 14 there and 15 here"),
+    (lambda: {"batch_size": 5}, r"batch_size 6 there and 5 here"),
+    (lambda: {"config": {"lr": 2}}, r"lr 1 there and 2 here"),
+    (lambda: {"step": make_step(scheduler=())}, r"schedulers 1 there and 0 here"),
+    (lambda: {"step": make_step("AdamW")}, "optimizer 0: SGD there, AdamW here"),
+    (lambda: {"step": make_step(precision="bf16-mixed")}, "precision float32 there and bf16-mixed here"),
+])  # fmt: skip
+def test_resume_from_another_run_is_refused(change: Any, told: str, tmp_path: Path) -> None:
     make_trainer(tmp_path, config={"lr": 1}).fit(epochs=1)
     other = make_trainer(**({"config": {"lr": 1}} | change()))
     before = runs.state(other)
@@ -77,18 +68,13 @@ def test_resume_from_another_run_is_refused(
     assert changes(before, runs.state(other)) == []
 
 
-@pytest.mark.parametrize(
-    ("values", "larger", "best_epoch"),
-    [
-        ([math.nan, math.nan], False, None),
-        ([3.0, 1.0, 2.0, 1.0], False, 2),
-        ([1.0, 2.0, 3.0, 2.5], True, 3),
-        ([math.nan, 2.0, 3.0, math.inf], False, 2),
-    ],
-)
-def test_best_checkpoint_is_of_the_best_epoch(
-    values: list[float], larger: bool, best_epoch: int | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("values", "larger", "best_epoch"), [
+    ([math.nan, math.nan], False, None),
+    ([3.0, 1.0, 2.0, 1.0], False, 2),
+    ([1.0, 2.0, 3.0, 2.5], True, 3),
+    ([math.nan, 2.0, 3.0, math.inf], False, 2),
+])  # fmt: skip
+def test_best_is_of_the_best_epoch(values: Any, larger: bool, best_epoch: Any, tmp_path: Path) -> None:
     told = iter(values)  # a validation that goes as written
     metric: Fold[Any, float, float] = Fold(
         init=lambda: next(told), add=lambda value, _: value, merge=min, finish=lambda value: value
@@ -105,19 +91,16 @@ def test_best_checkpoint_is_of_the_best_epoch(
     assert best["epoch"] == best_epoch
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"batch_size": 0}, PlanError, r"batch_size to be a whole number of at least 1, got 0"),
-        ({"batch_size": True}, PlanError, r"batch_size.*got True"),
-        ({"save_every": -1}, PlanError, r"save_every.*at least 0, got -1"),
-        ({"seed": 1.0}, PlanError, r"seed to be a whole number.*got 1\.0"),
-        ({"config": {"out": Path("a")}}, PlanError, r"config to hold JSON values.*PosixPath"),
-        ({"keep": -1}, PlanError, r"keep.*at least 0, got -1"),
-        ({"save_minutes": math.nan}, PlanError, r"save_minutes of at least 0, got nan"),
-        ({"callbacks": [Callback]}, PlanError, r"methods of ab\.Callback, got the class Callback\. Pass"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"batch_size": 0}, PlanError, r"batch_size to be a whole number of at least 1, got 0"),
+    ({"batch_size": True}, PlanError, r"batch_size.*got True"),
+    ({"save_every": -1}, PlanError, r"save_every.*at least 0, got -1"),
+    ({"seed": 1.0}, PlanError, r"seed to be a whole number.*got 1\.0"),
+    ({"config": {"out": Path("a")}}, PlanError, r"config to hold JSON values.*PosixPath"),
+    ({"keep": -1}, PlanError, r"keep.*at least 0, got -1"),
+    ({"save_minutes": math.nan}, PlanError, r"save_minutes of at least 0, got nan"),
+    ({"callbacks": [Callback]}, PlanError, r"methods of ab\.Callback, got the class Callback\. Pass"),
+])  # fmt: skip
 def test_bad_input_is_refused_before_anything_is_touched(
     options: dict[str, Any], error: type[AnybatchError], message: str, tmp_path: Path
 ) -> None:
@@ -155,9 +138,7 @@ def test_parameters_of_the_loss_are_kept_and_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("policy", "dropped", "skipped"), [("drop", 3, 0), ("skip", 0, 1)])
-def test_what_is_not_finite_is_counted_told_and_kept(
-    policy: str, dropped: int, skipped: int, tmp_path: Path
-) -> None:
+def test_not_finite_is_counted_told_and_kept(policy: str, dropped: int, skipped: int, tmp_path: Path) -> None:
     x, y = make_rows(TRAIN)
     x[4] = math.nan
 
