@@ -16,72 +16,37 @@ from anybatch.engine import Plan, admit, carry_out
 from anybatch.memory.meter import Meter
 from anybatch.planner.request import Request
 from anybatch.recompute.blocks import find_blocks
+from tests import zoo
 from tests.options import flat
 from tests.snapshots import changes, same_as_before, snapshot
 
 WIDTH, CLASSES, ROWS = 8, 4, 24
 
-Build = Callable[..., Optimizer]
+
+def net(dropout: float = 0.0, blocks: int = 3) -> nn.Module:
+    """Return blocks along the last axis, and a buffer that every forward changes."""
+    return zoo.counting(zoo.blocks(WIDTH, CLASSES, count=blocks, dropout=dropout))
 
 
-class Block(nn.Module):
-    """What is worth rebuilding: little comes in, much is kept."""
+def pooled(layer: Callable[[], nn.Module], channels: int, width: int, *places: int) -> nn.Module:
+    """Return blocks in which rows meet; with a linear layer their kernels hold nothing beside tensors."""
 
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(dropout)
+    def block() -> nn.Module:
+        forward = lambda self, x: x + self.norm(self.layer(x).sin()).tanh()  # noqa: E731
+        return zoo.Made(forward, layer=layer(), norm=nn.BatchNorm2d(channels))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.narrow(torch.tanh(self.wide(x).sin())))
-
-
-class Net(nn.Module):
-    """Three blocks along the last axis, and a buffer that every forward changes."""
-
-    def __init__(self, dropout: float = 0.0, blocks: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(dropout) for _ in range(blocks)])
-        self.head = nn.Linear(WIDTH, CLASSES)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += len(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.mean(1) if x.dim() == 3 else x)
+    forward = lambda self, x: self.head(self.blocks(x).mean(places))  # noqa: E731
+    blocks = nn.Sequential(*[block() for _ in range(4)])
+    return zoo.Made(forward, blocks=blocks, head=nn.Linear(width, CLASSES))
 
 
-class Normed(nn.Module):
-    """A block in which rows meet, and whose kernels hold nothing beside tensors if its layer is linear."""
-
-    def __init__(self, layer: nn.Module, channels: int) -> None:
-        super().__init__()
-        self.layer, self.norm = layer, nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm(self.layer(x).sin()).tanh()
+def meeting() -> nn.Module:
+    """Return such blocks for rows of 8 x 64 x 16."""
+    return pooled(lambda: nn.Linear(16, 16), 8, 16, 1, 2)
 
 
-class Meeting(nn.Module):
-    """Blocks with BatchNorm for rows of 8 x 64 x 16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*[Normed(nn.Linear(16, 16), 8) for _ in range(4)])
-        self.head, self.places = nn.Linear(16, CLASSES), (1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x).mean(self.places))
-
-
-class ConvNet(Meeting):
-    """The same with convolutions, for images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*[Normed(nn.Conv2d(4, 4, 3, padding=1), 4) for _ in range(4)])
-        self.head, self.places = nn.Linear(4, CLASSES), (2, 3)
+def conv_net() -> nn.Module:
+    return pooled(lambda: nn.Conv2d(4, 4, 3, padding=1), 4, 4, 2, 3)
 
 
 def sgd(parameters: Any) -> Optimizer:
@@ -96,19 +61,12 @@ def foreach(parameters: Any) -> Optimizer:
     return torch.optim.AdamW(parameters, foreach=True)
 
 
-def make(
-    model: Callable[[], nn.Module] = Net,
-    optimizer: Build = adamw,
-    *,
-    dtype: torch.dtype = torch.float32,
-    **options: Any,
-) -> Step:
+def make(model: Any = net, optimizer: Any = adamw, *, dtype: Any = torch.float32, **options: Any) -> Step:
     """A step on a model that is the same each time."""
     torch.manual_seed(0)
     built = model().to(dtype)
-    return Step(
-        built, nn.CrossEntropyLoss(), optimizer(built.parameters()), **flat({"check": False} | options)
-    )
+    given = flat({"check": False} | options)
+    return Step(built, nn.CrossEntropyLoss(), optimizer(built.parameters()), **given)
 
 
 def rows_of(rows: int = ROWS, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -122,13 +80,11 @@ def images(rows: int = ROWS, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     return rows_of(rows, 4, 6, 6, dtype=dtype)
 
 
-def request(step: Step, batch: Any, rows: int | None = None, **options: Any) -> Request:
+def request(step: Step, batch: Any, **options: Any) -> Request:
     """What planning would ask, with nothing settled."""
-    task = step.task()
+    task, blocks = step.task(), find_blocks(step.model)
     logical = admit(batch, task, step.collate)
-    rows = logical.rows if rows is None else rows
-    like = Plan(rows=rows, micro_batch=rows)
-    blocks = find_blocks(step.model)
+    like = Plan(rows=logical.rows, micro_batch=logical.rows)
     return Request(**{"task": task, "batch": logical, "like": like, "blocks": blocks} | options)
 
 

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.state import rng
 from tests.accelerator.simulated import counted, load
 from tests.options import flat
-from tests.zoo import Perceptron, Transformer, conv_net, own_loss
+from tests.zoo import Perceptron
 
 FEATURES, CLASSES, ROWS = 5, 4, 11
 Batch = tuple[Tensor, Tensor]
@@ -80,23 +79,16 @@ def trained(
     return error(model, expected)
 
 
-def steps(clip: Any = None, **options: Any) -> float:
+def clipped() -> float:
     """Two steps with a loss of torch."""
     load()
-    batches, model = [batch(0), batch(1)], perceptron()
-    return trained(model, reference(model, [mean_of(one) for one in batches], clip), batches, **options)
-
-
-def plain() -> float:
-    return steps()
-
-
-def cut() -> float:
-    return steps(micro_batch=3)
-
-
-def clipped() -> float:
-    return steps(lambda ones: nn.utils.clip_grad_norm_(ones, 0.05), micro_batch=3, clip_norm=0.05)
+    batches, model, clip = (
+        [batch(0), batch(1)],
+        perceptron(),
+        lambda ones: nn.utils.clip_grad_norm_(ones, 0.05),
+    )
+    expected = reference(model, [mean_of(one) for one in batches], clip)
+    return trained(model, expected, batches, micro_batch=3, clip_norm=0.05)
 
 
 def offloaded() -> float:
@@ -112,105 +104,8 @@ def offloaded() -> float:
     return found
 
 
-def window() -> float:
-    """Two windows of three `add`s of unequal sizes."""
-    load()
-    batches, model = [batch(0), batch(1)], perceptron()
-    expected = reference(model, [mean_of(one) for one in batches])
-    model = model.to("sim")
-    step = ab.Step(model, nn.CrossEntropyLoss(), sgd(model), micro_batch=2)
-    for x, y in batches:
-        with step.window() as opened:
-            for start, end in ((0, 5), (5, 6), (6, ROWS)):
-                opened.add(moved((x[start:end], y[start:end])))
-    return error(model, expected)
-
-
-def model_loss() -> float:
-    load()
-    torch.manual_seed(1)
-    model, rows = own_loss(Perceptron(FEATURES, CLASSES)).double(), batch(0)
-    expected = reference(model, [lambda one: one(*rows)["loss"]] * 2)
-    return trained(model, expected, [{"x": rows[0], "labels": rows[1]}] * 2, ab.ModelLoss(), micro_batch=3)
-
-
 def contrast(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs @ outputs.T, targets.clamp(0, 3))
-
-
-def whole_batch() -> float:
-    load()
-    model, (x, y) = perceptron(), batch(0)
-    expected = reference(model, [lambda one: contrast(one(x), y)] * 2)
-    return trained(model, expected, [(x, y)] * 2, ab.WholeBatch(contrast), micro_batch=3)
-
-
-def drop() -> float:
-    """Rows 3, 4 and 5 are a micro-batch, and one of them is not finite."""
-    load()
-    model, (x, y) = perceptron(), batch(0)
-    rest = torch.tensor([0, 1, 2, *range(6, ROWS)])
-    expected = reference(model, [mean_of((x[rest], y[rest]))])
-    x[5] = torch.nan
-    return trained(model, expected, [(x, y)], micro_batch=3, non_finite="drop")
-
-
-def batch_loss() -> float:
-    load()
-    rows, model = batch(0), perceptron()
-    expected = reference(model, [mean_of(rows)] * 2)
-    model = model.to("sim")
-    optimizer, loss = sgd(model), ab.BatchLoss(model, nn.CrossEntropyLoss(), micro_batch=3)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss(moved(rows)).backward()
-        optimizer.step()
-    return error(model, expected)
-
-
-def trainer() -> float:
-    """Three epochs of one batch, which the trainer shuffles and brings to the device."""
-    load()
-    rows, model = batch(0, 2 * ROWS), perceptron()
-    expected = reference(model, [mean_of(rows)] * 3)
-    model = model.to("sim")
-    step = ab.Step(model, nn.CrossEntropyLoss(), sgd(model), micro_batch=3)
-    ab.Trainer(step, rows, batch_size=2 * ROWS, progress=False).fit(epochs=3)
-    return error(model, expected)
-
-
-def of(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Two steps of a model on a batch, cut."""
-    return trained(model, reference(model, [mean_of((x, y))] * 2), [(x, y)] * 2, micro_batch=2)
-
-
-def convolution() -> float:
-    load()
-    torch.manual_seed(1)
-    x, y = torch.randn(5, 2, 4, 4, dtype=torch.float64), torch.randint(3, (5, 4, 4))
-    return of(conv_net(2, 3).double(), x, y)
-
-
-def transformer() -> float:
-    load()
-    torch.manual_seed(1)
-    tokens = torch.randint(1, 9, (5, 6))
-    return of(Transformer(9).double(), tokens, tokens.roll(-1, 1).where(tokens != 3, -100))
-
-
-PLAIN = plain, cut, clipped, offloaded, window, convolution, transformer
-EXACT = *PLAIN, model_loss, whole_batch, drop, batch_loss, trainer
-
-
-def drawn_again() -> list[list[float]]:
-    """Numbers that the device draws, twice, from one captured state."""
-    load()
-    state = rng.capture_process()
-    found: list[list[float]] = []
-    for _ in range(2):
-        rng.restore_process(state)
-        found.append(torch.rand(3, device="sim").tolist())
-    return found
 
 
 def mixed(name: str) -> tuple[float, bool]:

@@ -9,7 +9,7 @@ import pytest
 SOURCE = """
 import torch
 from torch import nn
-from tests.budgets import Net
+from tests.budgets import net as counted
 
 def rows(count=20):
     x = torch.arange(3.0 * count).view(count, 3).sin()
@@ -27,7 +27,7 @@ def own_optimizer():
     return model, *others, torch.optim.Adam(model.parameters(), lr=0.02)
 
 def net():
-    return Net(), nn.CrossEntropyLoss(), (torch.zeros(2, 5, 8), torch.zeros(2, dtype=torch.long))
+    return counted(), nn.CrossEntropyLoss(), (torch.zeros(2, 5, 8), torch.zeros(2, dtype=torch.long))
 
 def on_meta():
     with torch.device("meta"):

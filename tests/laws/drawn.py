@@ -199,10 +199,10 @@ def the_planned_peak_is_the_measured_one(
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
-    "blocks": (budgets.Net, budgets.rows_of),
-    "sequences": (budgets.Net, lambda rows: budgets.rows_of(rows, 5, budgets.WIDTH)),
-    "dropout": (lambda: budgets.Net(0.5), budgets.rows_of),
-    "images": (budgets.ConvNet, budgets.images),
+    "blocks": (budgets.net, budgets.rows_of),
+    "sequences": (budgets.net, lambda rows: budgets.rows_of(rows, 5, budgets.WIDTH)),
+    "dropout": (lambda: budgets.net(0.5), budgets.rows_of),
+    "images": (budgets.conv_net, budgets.images),
 }
 CHOICES = [{}, {"clip_norm": 1.0}, {"accumulate": torch.float64}]
 PEAKS = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from anybatch import Step
 from anybatch.core import PlanError
 from anybatch.planner import Budget
-from tests.budgets import Net, changed_by, make, metered, rows_of, sgd
+from tests.budgets import changed_by, make, metered, net, rows_of, sgd
 from tests.zoo import Made
 
 ROWS = 6
@@ -62,17 +62,17 @@ def test_another_budgets_readings_are_not_taken_over() -> None:
 
 
 def test_kinds_of_rows_settings_and_trained_parameters_have_ladders_of_their_own(made: list[Any]) -> None:
-    step, batch = make(Net, lambda these: torch.optim.SGD(these), memory=3_000_000), lengths(400)
+    step, batch = make(net, lambda these: torch.optim.SGD(these), memory=3_000_000), lengths(400)
     budget = budget_of(step)
     step(batch)
     step(lengths(300))
     assert len(budget.state()) == 1  # lengths share one
-    step.model.blocks.requires_grad_(False)
+    step.model.body.blocks.requires_grad_(False)
     step(batch)
     step.model.double()
     step((batch[0].double(), batch[1]))
     assert len(budget.state()) == 3
-    step.model.float().blocks.requires_grad_(True)
+    step.model.float().body.blocks.requires_grad_(True)
     for _ in range(2):
         step(batch)
     assert metered(step, lambda: step(batch), batch) <= 3_000_000

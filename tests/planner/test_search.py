@@ -14,7 +14,7 @@ from anybatch.planner.request import Request
 from anybatch.planner.search import choose
 from anybatch.planner.trace import trace
 from tests import budgets
-from tests.budgets import ConvNet, Net, adamw, foreach, images, make, request, rows_of, sgd
+from tests.budgets import adamw, conv_net, foreach, images, make, net, request, rows_of, sgd
 
 
 def within(asked: Request, budget: int) -> PlanReport:
@@ -46,7 +46,7 @@ def vectors() -> Any:
 
 
 def small(optimizer: Any = adamw) -> Step:
-    return make(lambda: Net(blocks=2), optimizer)
+    return make(lambda: net(blocks=2), optimizer)
 
 
 def whole_batch() -> Step:
@@ -57,7 +57,7 @@ def whole_batch() -> Step:
 CASES: dict[str, tuple[Callable[[], Step], Callable[[], Any], dict[str, Any]]] = {
     "sgd": (lambda: small(sgd), vectors, {}),
     "foreach": (lambda: small(foreach), lambda: rows_of(12), {}),
-    "rows meet": (lambda: make(ConvNet), images, {"cut_refused": "rows meet"}),
+    "rows meet": (lambda: make(conv_net), images, {"cut_refused": "rows meet"}),
     "no blocks": (small, vectors, {"blocks": ()}),
     "a loss over all rows": (whole_batch, lambda: rows_of(6), {"blocks": ()}),
 }
@@ -93,12 +93,12 @@ def test_a_budget_above_all_changes_nothing_and_one_below_rebuilds_or_cuts() -> 
 
 
 def test_an_optimizer_goes_one_by_one_only_where_that_is_needed() -> None:
-    step, batch = make(lambda: Net(blocks=2), foreach), rows_of(12)
+    step, batch = make(lambda: net(blocks=2), foreach), rows_of(12)
     asked = request(step, batch)
     least = smallest(asked)
     assert within(asked, 2**40).plan.foreach is None
     report = within(asked, least)
     assert report.plan.foreach is False
     assert peak_of(step, report, batch) == report.peak <= least
-    plain = request(make(lambda: Net(blocks=2)), batch)
+    plain = request(make(lambda: net(blocks=2)), batch)
     assert least == smallest(plain)

@@ -14,7 +14,7 @@ from anybatch.core import BudgetError, PlanError
 from anybatch.engine import Plan, admit, strategy, window
 from anybatch.testing import relative_error, tolerance
 from tests import budgets
-from tests.budgets import Meeting, Net, adamw, foreach, metered, refused, rows_of, sgd
+from tests.budgets import adamw, foreach, metered, refused, rows_of, sgd
 from tests.options import flat
 from tests.snapshots import assert_same, same_as_before, snapshot
 from tests.zoo import Made, Perceptron
@@ -216,7 +216,7 @@ TIGHT = [(sgd, 2_000_000, 0), (adamw, 875_000, 1), (foreach, 770_000, 2)]  # blo
 
 
 def net() -> nn.Module:
-    return Net(blocks=2)
+    return budgets.net(blocks=2)
 
 
 def long(dtype: torch.dtype = torch.float32) -> Any:
@@ -236,7 +236,7 @@ def test_result_is_that_of_the_whole_batch_and_of_the_same_cut_to_the_bit(
         expected, report = whole(batch), planned(batch)
         assert len(report.cut) > 1
         assert (f"{again} block" in planned.planning.explain()) is (again > 0)
-        blocks = tuple((f"blocks.{number}", "recompute") for number in range(again))
+        blocks = tuple((f"body.blocks.{number}", "recompute") for number in range(again))
         plan = Plan(rows=6, micro_batch=max(report.cut), cut=report.cut, blocks=blocks)
         budgets.carried_out(obeyed, plan, batch)
         assert relative_error(report.loss, expected.loss) <= LIMIT
@@ -260,7 +260,7 @@ def test_the_real_step_takes_what_was_foreseen(options: dict[str, Any]) -> None:
 
 def test_batch_norm_is_never_cut(made: list[Any]) -> None:
     batch = rows_of(8, 8, 64, 16)  # half a megabyte each
-    meeting = lambda memory=None, **more: budgets.make(Meeting, memory=memory, **more)  # noqa: E731
+    meeting = lambda memory=None, **more: budgets.make(budgets.meeting, memory=memory, **more)  # noqa: E731
     most = budgets.measured(meeting(), batch)
     assert meeting(int(1.3 * most))(batch).cut == (8,)
     for memory in (int(0.8 * most), refused(meeting(most // 3), batch, "4 BatchNorm layers")):
