@@ -116,23 +116,6 @@ def test_mnist(tmp_path: Path, end: str, mark: str) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("stem", "values", "message"), [
-    ("train-images", labels(TRAIN_ROWS), r"shape \(rows, 28, 28\), got shape \(12,\)"),
-    ("t10k-images", images(TEST_ROWS, 28, 28).float(), "unsigned bytes .* got 00 00 0d 03"),
-    ("train-labels", labels(TRAIN_ROWS - 1), "each image of train-images.*, .* got 11 labels and 12"),
-    ("t10k-labels", labels(0), "got 0 labels and 5"),
-    ("train-labels", labels(TRAIN_ROWS) + 1, "classes 0 to 9, got 10 in row 9"),
-])  # fmt: skip
-def test_mnist_files_that_belong_not_together(tmp_path: Path, stem: str, values: Any, message: str) -> None:
-    write_mnist(tmp_path)
-    next(tmp_path.glob(f"{stem}*")).write_bytes(idx_bytes(values))
-    with pytest.raises(DataError, match=f"{stem}.*: expected .*{message}"):
-        read_mnist(tmp_path)
-    next(tmp_path.glob(f"{stem}*")).unlink()
-    with pytest.raises(DataError, match=f"{re.escape(str(tmp_path))}: expected one of {stem}-idx"):
-        read_mnist(tmp_path)
-
-
 def test_pixels_are_red_then_green_then_blue_row_by_row(tmp_path: Path) -> None:
     write_cifar10(tmp_path)
     record = bytes([5]) + bytes(pixel // 1024 * 64 + pixel % 32 for pixel in range(3072))
@@ -254,16 +237,6 @@ def test_every_fifth_image_of_a_class_is_held_out(tmp_path: Path) -> None:
     assert split.train.targets.tolist() == [0] * 4 + [1] * 5
 
 
-@pytest.mark.parametrize("held", ["test", "val"])
-def test_folders_to_test_on_are_taken(tmp_path: Path, held: str) -> None:
-    for part in ("train", held):
-        for name in ("b", "a"):
-            put(tmp_path / part / name, 2, size=(8, 6) if part == "train" else (5, 9))
-    split = load(tmp_path, image_size=4)
-    assert split.train.inputs.shape == split.test.inputs.shape == (4, 3, 4, 4)
-    assert split.test.targets.tolist() == [0, 0, 1, 1]
-
-
 def test_images_of_several_sizes_need_one(tmp_path: Path) -> None:
     put(tmp_path / "a", 5)
     put(tmp_path / "b", 5, size=(7, 5))
@@ -327,12 +300,3 @@ def test_what_is_no_labelled_text_is_refused(tmp_path: Path, content: bytes | No
         path.write_bytes(content)
     with pytest.raises(DataError, match=f"{re.escape(str(path))}(.|\n)*{re.escape(words)}"):
         read_lines(str(path), labelled=True)
-
-
-@pytest.mark.parametrize("size", [-1, 0, 10, 2000])
-def test_a_text_shorter_than_its_blocks_is_refused(tmp_path: Path, size: int) -> None:
-    (tmp_path / "a.txt").write_text(TEXT[:100])
-    told = f"ten blocks of {size} characters, got 100 .* block size from 1 to 9$"
-    with pytest.raises(DataError, match=told):
-        read_blocks(str(tmp_path / "a.txt"), size)
-    assert len(read_blocks(str(tmp_path / "a.txt"), 9).test[0]) == 1

@@ -1,7 +1,8 @@
-"""The five laws, on a few cases each; `make soak` draws hundreds."""
+"""The five laws, and the look before the first split, on a few cases each; `make soak` draws hundreds."""
 
 import pytest
 
+from tests.laws import planted
 from tests.laws.check import ADVICE
 from tests.laws.drawn import LAWS, run
 
@@ -10,3 +11,8 @@ from tests.laws.drawn import LAWS, run
 @pytest.mark.parametrize("name", LAWS)
 def test_law(name: str) -> None:
     run(LAWS[name], seed=0, examples=LAWS[name].few)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_nothing_wrong_is_silent(seed: int) -> None:
+    planted.assert_said(seed)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from anybatch import Step
+from anybatch.core.errors import TraceError
+from anybatch.memory.fake import FakeMode, replaced_by_fakes
 from anybatch.memory.ledger import OWNERS
 from anybatch.memory.meter import Meter
 
@@ -146,3 +148,16 @@ def test_attention_of_the_cpu_is_counted() -> None:
     with Meter(NOTHING) as other:
         query @ query.transpose(2, 3)
     assert meter.flops == 2 * other.flops == 2 * 2 * 2 * 8 * 8 * 4
+
+
+def test_a_bool_is_refused_but_for_code_of_torch() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4), 1, enable_nested_tensor=False)
+    mask = nn.Transformer.generate_square_subsequent_mask(3)
+    mode = FakeMode()
+    with replaced_by_fakes(mode, encoder.modules(), []), mode:
+        x = torch.ones(3, 2, 4)
+        assert encoder(x, mask=torch.empty_like(mask)).shape == x.shape
+        with pytest.raises(TraceError, match="got a bool asked of a tensor in a loss"):
+            bool(x.isnan().any())
+        with pytest.raises(TraceError, match=r"aten\.equal"), mode.explained():
+            torch.equal(x, x)

@@ -13,6 +13,7 @@ from anybatch import Step
 from anybatch.core.errors import AnybatchError, PlanError
 from anybatch.recipes import RECIPES, Training, find_recipe
 from anybatch.recipes.gpt import GPT2
+from anybatch.recipes.lenet5 import LeNet5
 from anybatch.recipes.resnet import NORMS, ResNet
 from anybatch.testing import relative_error, tolerance
 
@@ -151,3 +152,11 @@ def test_options_are_checked(name: str, options: dict[str, Any], words: str, tex
     with pytest.raises(AnybatchError) as error:
         prepared(name, text, **options)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("channels", "size"), [(1, 61_706), (3, 62_006)])  # counted from the paper
+def test_lenet5_is_that_of_the_paper(channels: int, size: int) -> None:
+    model = LeNet5(channels, 10)
+    assert sum(parameter.numel() for parameter in model.parameters()) == size
+    assert model(torch.zeros(5, channels, 32, 32)).shape == (5, 10)
+    assert LeNet5(channels, 3)(torch.zeros(2, channels, 32, 32)).shape == (2, 3)
