@@ -1,5 +1,6 @@
 """Reentrant checkpoints of the caller's own, and a micro-batch that has to come again."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,3 +54,18 @@ def test_out_of_memory_in_a_replay_loses_nothing(way: str, at: int, is_tied: boo
     assert [take(one, way, batch).redone for one in (step, twin)] == [1, 0]
     found, expected = ([*one.model.parameters()] for one in (step, twin))
     assert relative_error(found, expected) <= tolerance(torch.float32, 4)
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["three", "tied"])
+def test_an_overflow_loses_nothing_where_gradients_are_looked_at_in_parts(
+    is_tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anybatch.engine.gradients.BUCKET", 64)  # bytes, less than any layer has
+    step, twin = (make(is_tied=is_tied, precision="fp16-mixed") for _ in range(2))
+    first, batch = [math.inf], (torch.randint(20, (16, 5)), torch.randint(4, (16,)))
+    step.model.layers[0].weight.register_hook(lambda gradient: gradient * (first.pop() if first else 1.0))
+    twin.scale.give_way()
+    assert [one(batch).redone for one in (step, twin)] == [1, 0]
+    assert relative_error([*step.model.parameters()], [*twin.model.parameters()]) <= tolerance(
+        torch.float32, 4
+    )

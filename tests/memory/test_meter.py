@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext, suppress
+from itertools import groupby
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from anybatch import Step
+from anybatch import Options, Step
 from anybatch.core.errors import TraceError
 from anybatch.memory.fake import FakeMode, replaced_by_fakes
 from anybatch.memory.ledger import OWNERS
@@ -161,3 +162,21 @@ def test_a_bool_is_refused_but_for_code_of_torch() -> None:
             bool(x.isnan().any())
         with pytest.raises(TraceError, match=r"aten\.equal"), mode.explained():
             torch.equal(x, x)
+
+
+def test_phases_micro_batches_and_modules() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=2, options=Options(check=False))
+    batch = torch.randn(4, 4), torch.randint(2, (4,))
+    with Meter(model, [optimizer], batch_leaves=batch) as meter:
+        step(batch)
+    marks = meter.recording.marks
+    order = [pair for pair, _ in groupby((one.phase, one.micro_batch) for one in marks)]
+    passes = [(phase, index) for index in (0, 1) for phase in ("forward", "loss", "backward")]
+    assert order == [("start", -1), *passes, ("update", 1)]
+    for phase, names in (("forward", ["0", "1", "2"]), ("backward", ["2", "1", "0"])):
+        here = (one.module for one in marks if (one.phase, one.micro_batch) == (phase, 0))
+        assert [*filter(None, here)] == names
+    # Two products in forward and three in backward, as the input wants no gradient; twice 2 rows.
+    assert marks[-1].flops == 2 * 2 * 2 * (2 * 4 * 8 + 3 * 8 * 2)

@@ -28,6 +28,8 @@ def smallest(asked: Request) -> int:
         with pytest.raises(BudgetError) as refused:
             within(asked, least)
         least = int(refused.value.smallest)
+    assert "; largest: " in str(refused.value)
+    assert len(str(refused.value)) <= 300
     return least
 
 

@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
 from anybatch.core.errors import PlanError
 from anybatch.recompute import POLICIES, Choice, apply_policies, find_blocks, offload as offload_module
+from anybatch.recompute.selective import contexts
 from anybatch.testing import GradientRecorder
 from tests import device
+from tests.device import needs_cpu
 from tests.integrations.heads import HEADS
 from tests.recompute.models import MODELS, every, make, run, seed, streams
 from tests.snapshots import changes, same
@@ -144,3 +148,27 @@ def test_a_compiled_model_is_refused() -> None:
     entered = apply_policies(model, every(model, "recompute"))
     with pytest.raises(PlanError, match=r"Compile the blocks.*block.compile\(\)"), entered:
         pass
+
+
+@pytest.mark.parametrize(("forward", "shapes", "kept", "again"), [
+    (torch.matmul, ((3, 4), (4, 5)), "mm", 2),  # those of the gradients
+    (torch.conv2d, ((1, 2, 4, 4), (3, 2, 3, 3)), "convolution", 0),
+    pytest.param(scaled_dot_product_attention, ((1, 2, 4, 8),) * 3, "attention", 0, marks=needs_cpu),
+])  # fmt: skip
+def test_selective_keeps_products_convolutions_and_attention(
+    forward: Any, shapes: Any, kept: str, again: int
+) -> None:
+    ran = list[str]()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    block = lambda *given: forward(*given).tanh().exp()  # noqa: E731
+    loss = checkpoint(block, *leaves, use_reentrant=False, context_fn=contexts).sum()
+    with Names():
+        loss.backward()
+    assert sum(kept in name and "backward" not in name for name in ran) == again
+    assert ran.count("tanh") == 1

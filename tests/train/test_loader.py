@@ -131,6 +131,15 @@ def test_an_epoch_of_a_loader_can_be_repeated_and_draws_nothing_of_the_models(na
     assert random.getstate() == streams[1]
 
 
+def test_samples_are_gathered_whether_they_come_one_by_one_or_in_lists() -> None:
+    samples = [{"x": number} for number in range(7)]
+    source = type("Source", (IterableDataset,), {"__iter__": lambda self: iter(samples)})
+    for data in (source(), DataLoader(source(), batch_size=2, collate_fn=list)):
+        assert epoch(make_rows(data, list), 3) == [samples[:3], samples[3:6], samples[6:]]
+    with pytest.raises(BatchError, match=r"lists of samples from the loader.*got a tuple.*collate_fn=list"):
+        epoch(make_rows(DataLoader(source(), batch_size=2, collate_fn=tuple), list))
+
+
 def test_data_that_cannot_be_repeated_is_said_so() -> None:
     rows = make_rows(numbers := Numbers())
     batches = rows.batches(batch_size=4, seed=0, epoch=0)
