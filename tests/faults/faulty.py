@@ -1,18 +1,24 @@
 """Small models in which a fault can be planted, their steps, and what such a step may change."""
 
 import math
+import os
 import random
-from collections.abc import Sequence
+import signal
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import anybatch as ab
-from anybatch.engine import admit, carry_out
+from anybatch.engine import Part, admit, carry_out
 from anybatch.testing import relative_error, tolerance
 from tests.options import flat
 from tests.snapshots import assert_same, snapshot
@@ -20,7 +26,6 @@ from tests.train.runs import listening
 
 FEATURES, CLASSES, SIZE, ROWS = 8, 4, 4, 16  # powers of two, so that early and late division agree to the bit
 BEGIN = 100  # of the random streams
-
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory.")
 
 
@@ -35,15 +40,15 @@ class Fault:
         self.told: list[object] = []
         self.arm("")
 
-    def arm(self, place: str, at: int = 0, what: BaseException | float = 1.0, times: float = 1) -> None:
-        """Plant one fault: what is raised, or multiplies gradients, `at` the place and so many times.
+    def arm(self, place: str, at: int = 0, what: Any = 1.0, times: float = 1) -> None:
+        """Plant one fault: what is raised, multiplies gradients, or is a signal, `at` a place and so often.
 
-        The place is "collate", "forward", "loss", "mid" (in backward, when later layers have their
+        Places of `Net` are "collate", "forward", "loss", "mid" (in backward, when later layers have their
         gradients), "end" (before any), or a class of events.
         """
         self.planted = [(place, at, what, times)]
         self.passed: dict[str, int] = {}
-        self.met: list[BaseException | float] = []  # planted faults that were met
+        self.met: list[Any] = []  # planted faults that were met
 
     def __call__(self, place: str) -> float:
         passed = self.passed[place] = self.passed.get(place, 0) + 1
@@ -53,7 +58,10 @@ class Fault:
                 self.met.append(what)
                 if isinstance(what, BaseException):
                     raise what
-                factor *= what
+                if isinstance(what, signal.Signals):
+                    os.kill(os.getpid(), what)
+                else:
+                    factor *= what
         return factor
 
 
@@ -114,7 +122,6 @@ class Net(nn.Module):
         hidden = torch.tanh(self.enter(x[:, :-1]))
         if self.kind == "drawing":
             hidden = hidden * (1 + random.random()) * (1 + np.random.rand())
-
         self.fault("forward")
         hidden = Spot.apply(hidden, marked, self.fault, "mid")
         hidden = self.drop(self.norm(torch.tanh(self.inner(hidden))))
@@ -126,12 +133,6 @@ class Head(Net):
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         return {"loss": F.cross_entropy(super().forward(x), labels)}
-
-
-def fit(model: nn.Module, micro: Any) -> ab.Total:
-    losses = F.cross_entropy(model(micro[0]).float(), micro[1], reduction="none")
-    model.fault("loss")
-    return ab.Total(losses.sum(), len(losses))
 
 
 def terms(model: nn.Module, micro: Any) -> dict[str, ab.Total]:
@@ -169,7 +170,7 @@ ZOO: dict[str, dict[str, Any]] = {
 # Losses and ways to add up.
 VARIANTS: dict[str, dict[str, Any]] = {
     "divided early": {},
-    "divided late": {"loss": fit},
+    "divided late": {"loss": lambda model, micro: terms(model, micro)["fit"]},
     "several terms": {"loss": ab.Terms(terms, coefficients={"size": 0.25, "first": 2.0})},
     "whole batch": {"loss": ab.WholeBatch(spread)},
     "model's own": {"loss": ab.ModelLoss(), "model": Head},
@@ -334,3 +335,46 @@ def said(error: BaseException | None) -> str:
         return ""
     notes = getattr(error, "__notes__", [])
     return "\n".join([str(error), *notes, said(error.__cause__)])
+
+
+class Scarce(TorchDispatchMode):
+    """Refuses allocations of watched functions: these, counted from 0, and all while more bytes are held."""
+
+    def __init__(self, refuse: set[int], most: float) -> None:
+        super().__init__()
+        self.refuse, self.most, self.held = refuse, most, WeakTensorKeyDictionary()
+        self.count = self.refused = self.watched = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What writes in place or returns a view allocates nothing.
+        is_made = not func._schema.is_mutable and all(one.alias_info is None for one in func._schema.returns)
+        if not (self.watched and is_made):
+            return func(*args, **(kwargs or {}))
+        self.count += 1
+        if self.count - 1 in self.refuse or sum(self.held.values()) > self.most:
+            self.refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else [made]:
+            if self.most < math.inf and isinstance(one, Tensor):
+                self.held[one] = one.nbytes
+        return made
+
+
+@contextmanager
+def scarce_in_passes(refuse: set[int] | None = None, *, most: float = math.inf) -> Generator[Scarce]:
+    """Memory is scarce in forward and backward of micro-batches."""
+
+    def watched(function: Any) -> Any:
+        def run(*args: Any) -> Any:
+            mode.watched += 1
+            try:
+                return function(*args)
+            finally:
+                mode.watched -= 1
+
+        return run
+
+    mode, passes = Scarce(refuse or set(), most), (Part.evaluate, Part.backward)
+    with mock.patch.multiple(Part, **{one.__name__: watched(one) for one in passes}), mode:
+        yield mode

@@ -10,8 +10,7 @@ from torch import nn
 from anybatch import Options, Step, StepReport, Total
 from anybatch.core.errors import OutOfMemoryError
 from tests.device import needs_cpu
-from tests.faults.faulty import CLASSES, FEATURES, ROWS, build, make_batch, windowed
-from tests.faults.scarce import scarce_in_passes
+from tests.faults.faulty import CLASSES, FEATURES, ROWS, build, make_batch, scarce_in_passes, windowed
 from tests.snapshots import assert_same, same_as_before, snapshot
 
 
@@ -89,8 +88,4 @@ def test_a_lasting_lack_of_memory_is_learned_once() -> None:
     assert memory.refused
     assert [report.redone > 0 for report in reports] == [True, False, False, False]
     assert max(reports[1].cut) < 8
-
     assert step.plan(ROWS).micro_batch == 8  # other rows
-
-
-# ---- a real limit

@@ -1,19 +1,21 @@
-"""A gradient overflows float16: only its micro-batch comes again, and no update is lost."""
+"""A gradient overflows float16: only its micro-batch comes again; first passes of whole-batch losses."""
 
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from anybatch import Options, Precision, Step
-from anybatch.core.errors import NonFiniteLossError
+from anybatch import Options, Precision, Step, WholeBatch
+from anybatch.core.errors import LossError, NonFiniteLossError
 from anybatch.core.report import MicroBatchDone
-from anybatch.testing import relative_error, tolerance
+from anybatch.testing import GradientRecorder, relative_error, tolerance
 from tests.faults import faulty
 from tests.faults.faulty import BEGIN, ROWS, SIZE, VARIANTS, build, make_batch, parts, seed, take, windowed
+from tests.losses.whole_losses import encoder, labelled, sup_con
 from tests.snapshots import changes, same_as_before, snapshot
+from tests.zoo import Made
 
 FIRST = 2.0**10  # a gradient that is not divided yet overflows at the 2^16 where scales begin
 PRECISIONS: dict[str, Any] = {
@@ -77,7 +79,6 @@ def test_an_overflow_costs_no_update(name: str, precision: str, way: str, halvin
 
 @pytest.mark.parametrize("way", ["step", "window"])
 def test_a_scale_that_gave_way_is_put_back_with_all_else(way: str) -> None:
-
     step, _, batch = twins("dropout", "fp16-mixed", 3, way)
     seed(BEGIN)
     with same_as_before(step):
@@ -101,9 +102,33 @@ def test_a_sum_that_overflows_makes_no_update(policy: str, way: str) -> None:
     model, options = nn.Linear(1, 1, bias=False), Options(non_finite=policy)
     nn.init.zeros_(model.weight)
     sgd, loss = torch.optim.SGD(model.parameters(), lr=1e-6), nn.SoftMarginLoss(reduction="sum")
-    step, batch = (
-        Step(model, loss, sgd, micro_batch=1, options=options),
-        (torch.full((4, 1), 2e38), -torch.ones(4, 1)),
-    )
+    step = Step(model, loss, sgd, micro_batch=1, options=options)
+    batch = torch.full((4, 1), 2e38), -torch.ones(4, 1)
     with same_as_before(step), nullcontext() if policy == "skip" else pytest.raises(NonFiniteLossError):
         assert not (windowed(step, batch, 1) if way == "window" else step(batch)).updated
+
+
+def tiny(outputs: Tensor, target: Tensor) -> Tensor:
+    """Its gradient is less than float16 can hold."""
+    return 1e-9 * ((outputs - target).float() * torch.arange(1.0, 5.0)).sum()
+
+
+@pytest.mark.parametrize("micro_batch", [None, 4])
+def test_a_first_pass_keeps_gradients_that_float16_would_lose(micro_batch: int | None) -> None:
+    model, found = nn.Linear(3, 4), []
+    for precision in ("float32", "fp16-mixed"):
+        recorder = GradientRecorder(model)
+        step = Step(model, WholeBatch(tiny), recorder, micro_batch=micro_batch, precision=precision)
+        step((torch.ones(8, 3), torch.ones(8, 4)))
+        found.append(recorder.gradients)
+    assert relative_error(found[1], found[0]) <= tolerance(torch.float16, 8)
+
+
+def test_a_second_pass_that_differs_is_refused() -> None:
+    """It draws from a generator that nobody can put back."""
+    draw = torch.Generator().manual_seed(0)
+    model = nn.Sequential(encoder(), Made(lambda _, x: x * torch.rand(x.shape, generator=draw)))
+    step = Step(model, WholeBatch(sup_con), torch.optim.SGD(model.parameters(), lr=1.0), micro_batch=4)
+    batch = labelled(23)
+    with pytest.raises(LossError, match="repeat the first"), same_as_before(step):
+        step(batch)

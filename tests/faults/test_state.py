@@ -1,4 +1,7 @@
-"""What a step must not lose: gradients it finds, attributes its forward changes, and what it draws."""
+"""What a step must not lose: gradients it finds, attributes its forward changes, and what it draws.
+
+Also the snapshot on which tests of faults rely: it sees every kind of change.
+"""
 
 import math
 import random
@@ -16,9 +19,10 @@ import anybatch as ab
 from anybatch.core.errors import NonFiniteLossError, OutOfMemoryError, WindowError
 from anybatch.state.snapshot import EVERY, FIRST
 from anybatch.testing import relative_error
+from tests import snapshots
 from tests.faults import faulty
 from tests.faults.faulty import NO_MEMORY, ROWS, SIZE, VARIANTS, Net, build, make_batch, parts, seed, take
-from tests.snapshots import DRAWN, assert_same, same_as_before, snapshot
+from tests.snapshots import DRAWN, assert_same, changes, same, same_as_before, snapshot
 
 EXACT = 1e-12  # additions in another order, in float64
 
@@ -295,3 +299,44 @@ def test_every_stream_that_a_forward_draws_from_comes_back(
     report = take(step, "step", make_batch())
     assert report.redone == 1
     faulty.assert_as_unfaulted(step, report, twin, make_batch())
+
+
+# ---- the snapshot
+
+
+def momentum(step: ab.Step) -> dict[str, Any]:
+    return next(iter(step.optimizers[0].state.values()))
+
+
+CHANGES: dict[str, Callable[[ab.Step], Any]] = {
+    "buffer 1.running_mean": lambda step: step.model[1].running_mean.add_(1e-6),
+    "parameter 0.weight": lambda step: step.model[0].weight.data[0, 0].add_(1e-6),
+    "gradient 0.weight": lambda step: step.model[0].weight.grad.add_(1),
+    "identity 4.bias": lambda step: setattr(step.model[4].bias, "grad", step.model[4].bias.grad.clone()),
+    "buffer 1.new": lambda step: step.model[1].register_buffer("new", torch.ones(1)),
+    "mode of 3": lambda step: step.model[3].eval(),
+    "0": lambda step: step.optimizers[0].param_groups[0].update(lr=0.2),
+    "optimizer 0": lambda step: momentum(step)["momentum_buffer"].add_(1),
+    "scheduler 0": lambda step: setattr(step.schedulers[0], "last_epoch", 9),
+    "random state": lambda step: torch.rand(1),
+    "on gradient 0.weight": lambda s: s.model[0].weight.register_post_accumulate_grad_hook(print),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_change_is_seen_alone(name: str) -> None:
+    step = snapshots.make_step()
+    before = snapshot(step)
+    assert changes(before, snapshot(step)) == []
+    CHANGES[name](step)
+    (changed,) = changes(before, snapshot(step))
+    assert changed.endswith(name)
+
+
+def test_sameness_is_of_bits() -> None:
+    nan = torch.tensor(float("nan"))
+    assert same({"a": [nan, float("nan")]}, {"a": [nan.clone(), float("nan")]})
+    assert not same(torch.tensor(0.0), torch.tensor(-0.0))
+    assert not same(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
+    assert not same((1, 2), [1, 2])
+    assert not same({"a": 1}, {"a": 1, "b": 2})

@@ -22,8 +22,7 @@ from anybatch.planner.trace import trace
 from anybatch.testing import relative_error, tolerance
 from tests import budgets
 from tests.faults import faulty
-from tests.faults.faulty import NO_MEMORY, VARIANTS, take, weights
-from tests.faults.scarce import scarce_in_passes
+from tests.faults.faulty import NO_MEMORY, VARIANTS, scarce_in_passes, take, weights
 from tests.laws.cases import Case
 from tests.laws.check import check, collated, cut, reference, windowed
 from tests.laws.draw import MASKS

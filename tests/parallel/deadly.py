@@ -20,16 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from anybatch import EMA
 from anybatch.parallel import ParameterServer, parameter_server
 from anybatch.parallel.on_ray import RayCluster
 from anybatch.parallel.scheduler import Scheduler
 from anybatch.parallel.server import ServerShard
 from anybatch.parallel.worker import Worker
-from tests.faults.mortal import REPLACE, born, make
-from tests.faults.test_kill import assert_same_end
 from tests.parallel.inline import Inline
-from tests.train.runs import EPOCHS, make_step
+from tests.parallel.mortal_saves import assert_same_end, lived
+from tests.train.runs import EPOCHS, TRAIN, make_rows, make_step, make_trainer
 
 METHODS: dict[type, list[Callable[..., Any]]] = {  # not their names, so that a new name is noticed
     Worker: [Worker.__init__, Worker.fold],
@@ -103,7 +104,8 @@ class Deadly(RayCluster):
 def train(out: Path, server: ParameterServer) -> None:
     """To the end, from where the last one came to."""
     step = make_step("AdamW", batch_norm="frozen", micro_batch=1, strategy=server)
-    trainer = make(out, step=step)
+    rows = DataLoader(TensorDataset(*make_rows(TRAIN)), batch_size=3, shuffle=True)
+    trainer = make_trainer(out, step=step, train=rows, callbacks=[EMA(0.9)], save_every=1, keep=2)
     if [*out.glob("step-*")]:
         trainer.resume(out)
     trainer.fit(epochs=EPOCHS)
@@ -128,7 +130,7 @@ def live(out: Path, folder: str, seed: str, share: float, mark: str, is_mortal: 
     if is_mortal:
         plant("drivers", 4)
     parameter_server.Scheduler = deadly(Scheduler, folder)
-    os.replace = passing(folder, "checkpoint", REPLACE)
+    os.replace = passing(folder, "checkpoint", os.replace)
     train(out, Drawn(2, 2, cluster=Deadly(folder), units=4))
 
 
@@ -165,7 +167,7 @@ def main(seed: int, deaths: int, share: float) -> None:
             mark = f"ANYBATCH_LIFE={uuid.uuid4()}"
             is_mortal = len(codes) < deaths
             life = partial(live, folder / "served", places, f"{seed} {len(codes)}", share, mark, is_mortal)
-            codes.append(born(life))
+            codes += lived(life)
             left = stay(mark, GONE_S, AGENTS)
             assert not left, f"after {GONE_S} s there are {left}"
             assert codes[-1] in ((0, ENDED) if is_mortal else (0,)), codes

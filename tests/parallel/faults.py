@@ -19,10 +19,19 @@ from anybatch.core import local
 from anybatch.core.errors import RankError
 from anybatch.parallel import Shard
 from anybatch.testing import tolerance
-from tests.faults.faulty import ROWS, SIZE, VARIANTS, assert_as_unfaulted, build, make_batch, take
+from tests.faults.faulty import (
+    NO_MEMORY,
+    ROWS,
+    SIZE,
+    VARIANTS,
+    assert_as_unfaulted,
+    build,
+    make_batch,
+    take,
+)  # fmt: skip
 from tests.parallel import pairs
 from tests.parallel.drawn import WAYS, sending
-from tests.parallel.pairs import NO_MEMORY, Pair, copies, digest, draw_sizes, make, rows, shard, share
+from tests.parallel.pairs import Pair, copies, digest, draw_sizes, make, rows, shard, share
 from tests.parallel.spawned import Ranks
 from tests.snapshots import DRAWN, changes, snapshot
 

@@ -1,4 +1,4 @@
-"""Trainings on 1, 2 and 4 ranks, plain and sharded, of which a rank is killed while a checkpoint is saved.
+"""Trainings on 1, 2 and 4 ranks, plain and sharded, of which a rank is killed at drawn lines and which go on.
 
 `python -m tests.parallel.mortal_saves [--kills N] [--seed S] [--ranks R ...]` ends with 1 where a run did not
 come back: the last or the last but one checkpoint loads, and leads to the same bits.
@@ -8,132 +8,164 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from anybatch import Callback
-from anybatch.core import AnybatchError
-from anybatch.parallel import checkpoint, stored
+import anybatch as ab
+from anybatch.parallel import checkpoint
 from tests.parallel import trainings
 from tests.parallel.spawned import GROUP_TIMEOUT
+from tests.snapshots import assert_same
 
-EPOCHS, UPDATES = 1, 5
-SAVING = {checkpoint.__file__, stored.__file__}
-Death = tuple[int, int, int]  # the rank, the save, and the line of it
+EPOCHS = 2
+SAVING = ["begin", "write_tensors", "finish", "sync_folder", "rmtree", "_rmtree_safe_fd"]  # they touch files
+KINDS = "all", "saving", "ending"  # lines: of all functions, of these, and of the last four of these
+OURS = str(Path(ab.__file__).parent)
+Death = tuple[int, str, int]  # the rank, a kind of lines, and the number of the line
 
 
-class Lines(Callback):
-    """Counts the lines of each save, and kills this process at one; writes down the update before."""
+def lived(*lives: Callable[[], object]) -> list[int]:
+    """Fork a process for each; 0 for one that ends well, minus the signal's number for one that is killed."""
+    children: list[int] = []
+    for life in lives:
+        if not (child := os.fork()):
+            code = 1
+            try:
+                life()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            os._exit(code)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def assert_same_end(folder: Path, name: str) -> None:
+    """The last and the best checkpoint are those of the training that was not disturbed; no file is half."""
+    both = [folder / "undisturbed", folder / name]
+    last, best = ([checkpoint.load(one / file) for one in both] for file in ("", "best"))
+    for one in last:
+        del one.progress["seconds"]  # a clock says it
+    for part in ("model", "optimizers", "schedulers", "progress"):
+        assert_same(*({part: getattr(one, part)} for one in last))
+    assert_same(*(one.model | {"cpu": one.random["cpu"]} for one in last))
+    assert_same(*(one.model | {"epoch": one.progress["epoch"]} for one in best))
+    logs = [(one / "log.jsonl").read_text().splitlines() for one in both]
+    for event in ("step", "epoch"):
+        whole, found = ([one[event] for one in map(json.loads, log) if one["event"] == event] for log in logs)
+        assert found == whole == [*range(1, len(whole) + 1)]
+    whole, found = ({path.name.partition("+")[0] for path in one.iterdir()} for one in both)
+    assert found >= whole
+    old = found - whole  # killed before it deleted an old one, a run that is done has it still
+    assert len(old) <= 1 == all(one.startswith("step-") for one in old), old
+    suffixes = {path.suffix for path in both[1].rglob("*") if path.is_file()}
+    assert suffixes == {".safetensors", ".json", ".jsonl"}
+
+
+class Lines(ab.Callback):
+    """Counts the lines that a rank passes, kills it at one, and notes the updates at its start and saves."""
 
     on_every_rank = True
 
-    def __init__(self, note: Path, save: int = sys.maxsize, line: int = 0) -> None:
-        self.note, self.at, self.saves, self.lines = note, (save, line), 0, 0
+    def __init__(self, note: Path, kind: str = "all", at: int = sys.maxsize) -> None:
+        self.note, self.kind, self.at, self.passed = note.open("a"), kind, at, Counter[str]()
 
     def start(self, trainer: Any, info: Any) -> None:
-        self.trainer = trainer
-        trainer.save = self.saving(trainer.save)
+        self.note.write(f"\n{trainer.steps}")
+        save = trainer.save
 
-    def saving(self, save: Any) -> Any:
-        def counted(path: Path) -> None:
-            self.note.write_text(f"{self.trainer.steps} {self.lines}")
-            self.saves, self.lines = self.saves + 1, 0
-            sys.settrace(self.enter)
-            try:
-                save(path)
-            finally:
-                sys.settrace(None)
+        def noted(path: Path) -> None:
+            self.note.write(f" {trainer.steps}")
+            self.note.flush()
+            save(path)
 
-        return counted
+        trainer.save = noted
 
     def enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self.line if frame.f_code.co_filename in SAVING else None
+        return self.line if frame.f_code.co_filename.startswith((OURS, shutil.__file__)) else None
 
     def line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        self.lines += 1
-        if (self.saves, self.lines) >= self.at:  # a save may have fewer lines than the one that was counted
+        self.passed["all"] += 1
+        self.passed["saving"] += frame.f_code.co_name in SAVING
+        self.passed["ending"] += frame.f_code.co_name in SAVING[2:]
+        if self.passed[self.kind] == self.at:
             os.kill(os.getpid(), signal.SIGKILL)
         return self.line
 
 
 def live(rank: int, size: int, is_sharded: bool, folder: Path, store: str, death: Death | None) -> None:
-    """Be a rank of a run, from its last checkpoint if there is one; write down how it ended."""
+    """Be a rank of a run, from its last checkpoint if there is one; write down how many lines it passed."""
     if size > 1 or is_sharded:
         where = f"file://{store}"
         dist.init_process_group("gloo", where, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     lines = Lines(folder.with_suffix(f".{rank}"), *(death[1:] if death and death[0] == rank else ()))
-    way = "shard" if is_sharded else "replicate"
-    trainer = trainings.build(way, out=folder, save_every=1, callbacks=[lines])
-    loaded = -1
+    metrics, stopping = ab.Metrics(accuracy=ab.accuracy), ab.EarlyStopping("accuracy", patience=EPOCHS)
+    callbacks = [lines, metrics, stopping, *([] if is_sharded else [ab.EMA(0.9)])]
+    kept = {"out": folder, "save_every": 1, "keep": 2, "callbacks": callbacks, "layer": nn.Dropout}
+    trainer = trainings.build("shard" if is_sharded else "replicate", "joined", **kept)
     if checkpoint.has_run(folder):
         trainer.resume(folder)
-        loaded = trainer.steps
+    os.fsync = lambda _: None  # it takes most of the time, and saves from power cuts, not from kills
+    sys.settrace(lines.enter)
     try:
         trainer.fit(epochs=EPOCHS)
-    except AnybatchError:  # another rank was killed
+    except ab.AnybatchError:  # another rank was killed
         return
-    told = {"loaded": loaded, "bits": trainings.numbers(trainer)["bits"], "lines": lines.lines}
-    folder.with_suffix(f".end{rank}").write_text(json.dumps(told))
+    finally:
+        sys.settrace(None)
+    folder.with_suffix(f".lines{rank}").write_text(json.dumps(lines.passed))
 
 
-def lived(size: int, is_sharded: bool, folder: Path, death: Death | None = None) -> list[int]:
-    """Fork the ranks of a run, and wait for them; how each ended."""
-    children: list[int] = []
+def ranks(size: int, is_sharded: bool, folder: Path, death: Death | None = None) -> list[int]:
     with tempfile.TemporaryDirectory() as stores:
-        for rank in range(size):
-            if not (child := os.fork()):
-                code = 1
-                try:
-                    live(rank, size, is_sharded, folder, f"{stores}/store", death)
-                    code = 0
-                except BaseException as error:
-                    sys.stderr.write(f"rank {rank}: {type(error).__name__}: {error}\n")
-                os._exit(code)
-            children.append(child)
-        return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        how = size, is_sharded, folder, f"{stores}/store", death
+        return lived(*(partial(live, rank, *how) for rank in range(size)))
 
 
-def ends(size: int, folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(folder.with_suffix(f".end{rank}").read_text()) for rank in range(size)]
+def killed(folder: Path, name: str, size: int, is_sharded: bool, draw: random.Random) -> list[int]:
+    """Kill a rank of a run at drawn lines until it comes to its end; how many saves each kill lost."""
+    odd, code = draw.randrange(size if is_sharded else 1), -signal.SIGKILL
+    while code == -signal.SIGKILL:
+        kind = draw.choice(KINDS)
+        most = json.loads((folder / f"undisturbed.lines{odd}").read_text())[kind]
+        codes = ranks(size, is_sharded, folder / name, (odd, kind, draw.randint(1, most)))
+        code = codes[odd]
+    assert not any(codes), codes
+    assert_same_end(folder, name)
+    noted = (folder / f"{name}.{odd}").read_text().split("\n")[1:]
+    return [int(died.split()[-1]) - int(again.split()[0]) for died, again in pairwise(noted)]
 
 
-def campaign(kills: int, seed: int, ranks: list[int]) -> bool:
-    """Kill so many runs, shared out among the kinds; True if all came back."""
-    is_whole, kinds = True, [(size, is_sharded) for is_sharded in (False, True) for size in ranks]
+def campaign(kills: int, seed: int, sizes: list[int]) -> None:
+    """Kill so many ranks, shared out among the kinds of runs; fails where one does not come back."""
+    kinds = [(size, is_sharded) for is_sharded in (False, True) for size in sizes]
+    with tempfile.TemporaryDirectory() as name:  # here, so that all that torch loads on first use is there
+        live(0, 1, False, Path(name, "first"), "", None)
     for number, (size, is_sharded) in enumerate(kinds):
-        draw, came, loaded, begin = random.Random(f"{seed} {number}"), 0, Counter[int](), time.monotonic()
+        draw, lost, begin, runs = random.Random(f"{seed} {number}"), Counter[int](), time.monotonic(), 0
         with tempfile.TemporaryDirectory() as name:
-            whole = Path(name, "whole")
-            assert not any(lived(size, is_sharded, whole))
-            expected = ends(size, whole)
-            wanted = kills // len(kinds) + (number < kills % len(kinds))
-            for trial in range(wanted):
-                folder, odd = Path(name, f"run{trial}"), draw.randrange(size if is_sharded else 1)
-                death = odd, draw.randint(2, EPOCHS * (UPDATES + 1)), draw.randint(1, expected[odd]["lines"])
-                codes = lived(size, is_sharded, folder, death)
-                steps = int(folder.with_suffix(f".{odd}").read_text().split()[0])  # of the save it died in
-                again = lived(size, is_sharded, folder)
-                found = [] if any(again) else ends(size, folder)
-                lost = {steps - one["loaded"] for one in found}
-                are_same = [one["bits"] for one in found] == [one["bits"] for one in expected]
-                if codes[odd] == -signal.SIGKILL and are_same and lost <= {0, 1}:
-                    came += 1
-                else:
-                    print(f"broken: {size} {is_sharded} {death}: {codes}, {again}, {lost} lost", flush=True)
-                loaded.update(lost)
-        kind, last = f"{size} ranks{', sharded' * is_sharded}", f"{loaded[0]} from the last checkpoint"
-        print(f"{kind}: {came} of {wanted} came back, {last}; {time.monotonic() - begin:.0f} s", flush=True)
-        is_whole = is_whole and came == wanted
-    return is_whole
+            assert not any(ranks(size, is_sharded, Path(name, "undisturbed")))
+            while lost.total() < kills // len(kinds) + (number < kills % len(kinds)):
+                lost.update(killed(Path(name), f"run{runs}", size, is_sharded, draw))
+                runs += 1
+        assert {*lost} <= {0, 1}, lost
+        kind, last = f"{size} ranks{', sharded' * is_sharded}", f"{lost[0]} from the last checkpoint"
+        print(f"{kind}: {lost.total()} came back, {last}; {time.monotonic() - begin:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
@@ -142,5 +174,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=90)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    sys.exit(not campaign(**vars(parser.parse_args())))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], dest="sizes")
+    campaign(**vars(parser.parse_args()))

@@ -2,11 +2,8 @@
 
 import copy
 import hashlib
-import os
 import random
-import signal
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -21,12 +18,12 @@ from torch.distributed.fsdp import fully_shard
 import anybatch as ab
 from anybatch.core import tree
 from tests import zoo
+from tests.faults.faulty import Fault
 from tests.laws.check import samples
 from tests.options import flat
 
 WIDTH, LENGTH, WORDS = 6, 5, 7
 CLOSE = 1e-12  # of numbers near 1 in float64
-NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory.")
 
 
 def share(batch: Any, sizes: Sequence[int], rank: int) -> Any:
@@ -64,24 +61,6 @@ def told(call: Callable[[], object]) -> str:
     return "no error"
 
 
-class Fault:
-    """An error, or a signal to this process, where a place is passed; no module, so that none notes it."""
-
-    def __init__(self) -> None:
-        self.arm("", 0, None)
-
-    def arm(self, place: str, passes: int, what: Any) -> None:
-        self.place, self.left, self.what = place, passes, what
-
-    def __call__(self, place: str, gradient: object = None) -> None:
-        self.left -= place == self.place
-        if place == self.place and self.left == -1:
-            if isinstance(self.what, signal.Signals):
-                os.kill(os.getpid(), self.what)
-            else:
-                raise self.what
-
-
 class Place(nn.Module):
     """The identity, which passes a place in forward and in backward."""
 
@@ -92,7 +71,7 @@ class Place(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.fault(f"forward {self.name}")
         if x.requires_grad:
-            x.register_hook(partial(self.fault, f"backward {self.name}"))
+            x.register_hook(lambda _: self.fault(f"backward {self.name}") and None)
         return x
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from anybatch.core import CheckpointError, PlanError
 from anybatch.parallel import Cast, Codec, DeepGradientCompression
 from anybatch.testing import relative_error, tolerance
+from tests.snapshots import same
 
 SHAPES = {"conv": (4, 3, 5, 5), "bias": (4,), "scale": (), "empty": (0, 3), "weight": (7, 9)}
 LIKE = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
@@ -39,12 +40,6 @@ def added(shares: Sequence[Named]) -> Named:
 def exchanged(codecs: Sequence[Codec], shares: Sequence[Named], like: Named = LIKE) -> Named:
     payloads = [codec.encode(share, like) for codec, share in zip(codecs, shares, strict=True)]
     return codecs[0].decode(payloads, like)
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
-    return one.dtype == other.dtype and torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
 CODECS = {

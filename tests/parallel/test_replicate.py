@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -22,11 +21,11 @@ import anybatch as ab
 from anybatch.core.errors import BatchError, RankError
 from anybatch.parallel import Cast, DeepGradientCompression, Replicate
 from anybatch.testing import relative_error, tolerance
-from tests.faults.faulty import build, make_batch, spread
+from tests.faults.faulty import NO_MEMORY, build, make_batch, spread
 from tests.parallel import drawn, faults
 from tests.parallel.drawn import WAYS, sending
-from tests.parallel.pairs import NO_MEMORY, Pair, digest, told, whole
-from tests.parallel.spawned import Ranks, on_ranks, spawned
+from tests.parallel.pairs import Pair, digest, told, whole
+from tests.parallel.spawned import Ranks, on_ranks
 
 FLOAT64 = tolerance(torch.float64, 4)
 
@@ -237,11 +236,6 @@ def test_a_failure_in_the_update_ends_the_others_at_their_next_step(rank: int, s
 def test_an_add_without_rows_is_left_out(rank: int, size: int) -> None:
     with pytest.raises(BatchError, match="Leave the add out"):
         build("plain").window().add((torch.zeros(0, 4), torch.zeros(0, 3)))
-
-
-def test_a_rank_that_dies_ends_all() -> None:
-    with spawned(2) as ranks:
-        faults.assert_ended(ranks, signal.SIGKILL, 0, is_sharded=False)
 
 
 # ---- how a group starts and ends

@@ -13,7 +13,8 @@ from torch.distributed.nn.functional import all_reduce
 import anybatch as ab
 from anybatch.parallel import Replicate
 from tests.faults import faulty
-from tests.parallel.pairs import NO_MEMORY, Pair, share, told, whole
+from tests.faults.faulty import NO_MEMORY
+from tests.parallel.pairs import Pair, share, told, whole
 from tests.parallel.spawned import on_ranks
 
 GIVE_UP = timedelta(seconds=6)  # a busy machine answers later than 2

@@ -134,8 +134,10 @@ def test_with_dropout_a_resumed_run_is_the_same_to_the_bit(
     return found["bits"]
 
 
-def test_killed_while_saving_a_good_checkpoint_is_loaded() -> None:
-    command = [sys.executable, "-m", "tests.parallel.mortal_saves", "--kills", "4", "--ranks", "2"]
+@pytest.mark.parametrize(("ranks", "seed"), [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1)])
+def test_killed_at_any_moment_it_comes_to_the_same_end(ranks: int, seed: int) -> None:
+    options = ["--kills", "6", "--ranks", str(ranks), "--seed", str(seed)]
+    command = [sys.executable, "-m", "tests.parallel.mortal_saves", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stdout + done.stderr
 
