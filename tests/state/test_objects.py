@@ -83,6 +83,18 @@ def test_what_a_module_keeps_is_put_back_in_place(case: str) -> None:
         assert held_in(kept) == before
 
 
+def test_values_are_put_back_where_it_is_said() -> None:
+    model = Holder([torch.zeros(2), torch.zeros(2), np.zeros(2)])
+    for but_for, expected in ((None, [1, 1, 0]), ([model.kept[1]], [0, 1, 0])):
+        for one in model.kept:
+            one[...] = 0
+        noted = ObjectState([model], but_for=but_for)
+        for one in model.kept:
+            one += 1
+        noted.put_back()
+        assert [float(one[0]) for one in model.kept] == expected
+
+
 def test_what_globals_that_methods_name_hold_is_put_back() -> None:
     noted = ObjectState([Holder()])
     assert OTHER in noted.modules
