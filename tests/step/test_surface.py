@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from anybatch import AnybatchError, Options, Step, Terms, Total
 from anybatch.core import CheckpointError, OptimizerError, PlanError
+from anybatch.step.decide import PATIENCE, Limits
 from tests.options import flat
 from tests.zoo import Limited, Made, Perceptron, dropout
 
@@ -48,6 +49,31 @@ def test_micro_batch_may_be_set_to_what_a_step_takes(wrong: Any) -> None:
         with pytest.raises(PlanError, match="micro_batch"):
             refused()
     assert step((X, Y)).micro_batches == 2
+
+
+def test_a_step_and_its_report_are_shown_on_a_line() -> None:
+    step = make(loss=nn.MSELoss(), micro_batch=3, precision="bf16-mixed", clip_norm=1.0)
+    report = step((X, Y))
+    shown = "Step(Linear, MSELoss, SGD, 8 trained parameters, micro_batch=3, memory=None, "
+    assert repr(step) == f"{shown}precision='bf16-mixed', 1 update made)"
+    told = f"StepReport(update 1, loss {report.loss:.6g}, rows 4, micro_batches 2, grad_norm "
+    assert repr(report).startswith(f"{told}{report.grad_norm:.4g}, learning_rate 0.5, ")
+    assert " 0 trained" in repr(make(nn.LazyLinear(2)))
+
+
+def test_more_rows_are_tried_after_clean_steps_and_each_failure_doubles_the_patience() -> None:
+    limits = Limits()
+    limits.learn("rows", 32, largest=32, failed=32)
+    assert [limits.size(*one) for one in (("other rows", 32), ("rows", 4))] == [32, 4]
+    for patience in (PATIENCE, 2 * PATIENCE):
+        for _ in range(patience):
+            assert limits.size("rows", 32) == 16  # not the half of 24
+            limits.learn("rows", 32, largest=16, failed=0)
+        assert limits.size("rows", 32) == 24
+        limits.learn("rows", 32, largest=24, failed=24 if patience == PATIENCE else 0)
+    assert (limits.size("rows", 32), limits.known["rows"].clean) == (24, 0)  # kept, as it fits
+    limits.learn("rows", 32, largest=16, failed=16)  # what used to fit does no longer
+    assert limits.size("rows", 32) == 8
 
 
 def test_an_optimizer_of_other_parameters_is_warned_about_and_does_what_is_said() -> None:
