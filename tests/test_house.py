@@ -1,6 +1,6 @@
-"""The shape of the house: floors, faces, captions, import without effects, sizes.
+"""The shape and the habits of the house: floors, faces, captions, sizes, words, errors, pins.
 
-How the rules work, and the floors, stand in `tests/house.py`.
+A rule says what breaks a house, and is tried on ours and on small ones that break it.
 """
 
 import ast
@@ -10,27 +10,141 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
 
 import anybatch
-from tests.house import (
-    FLOOR,
-    FLOORS,
-    ROOT,
-    SRC,
-    TOP,
-    House,
-    classes,
-    face,
-    functions,
-    lines,
-    only,
-    ours,
-    package_of,
-    python,
-    read_house,
-    rule,
-)
+from anybatch.core import errors
+
+# Every package, from the ground up, a line for each floor. A package imports only from the faces of packages
+# of lower floors: never upward, and never from its own floor.
+FLOORS = """
+    core
+    state batchnorm integrations
+    precision recompute memory data
+    losses
+    engine
+    planner parallel compare
+    step
+    observe
+    check train recipes homes
+    cli
+"""
+FLOOR = {name: height for height, line in enumerate(FLOORS.split("\n")) for name in line.split()}
+TOP = ("__init__", "__main__", "testing")  # files beside the packages; they may import every face
+
+SRC = "src/anybatch/"
+ROOT = Path(__file__).parents[1]
+House = dict[str, str]  # path -> text
+Rule = Callable[[House], Iterable[str]]
+
+
+def read_house() -> House:
+    """All the text that rules speak about."""
+    folders = ("src", "tests", "benchmarks", "examples", "docs")
+    patterns = [f"{folder}/**/*.{ending}" for folder in folders for ending in ("py", "md")]
+    paths = [path for pattern in (*patterns, "*.md", "*.toml", "*.lock") for path in ROOT.glob(pattern)]
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(paths)}
+
+
+def rule(*offences: House) -> Callable[[Rule], Callable[[House | None], None]]:
+    """Make a test of a function that says what breaks a house: ours nowhere, each offence exactly once."""
+
+    def as_test(find: Rule) -> Callable[[House | None], None]:
+        ids = ["ours", *(f"offence{number}" for number in range(1, len(offences) + 1))]
+
+        @pytest.mark.parametrize("offence", [None, *offences], ids=ids)
+        def test(offence: House | None) -> None:
+            found = list(find(read_house() if offence is None else offence))
+            expected = 0 if offence is None else 1
+            assert len(found) == expected, "\n".join(["found:", *found])
+
+        return test
+
+    return as_test
+
+
+def only(source: str, path: str = "core/total.py") -> House:
+    """A house that is only one file of src."""
+    return {SRC + path: source}
+
+
+@cache
+def parse(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def python(house: House, folder: str = SRC) -> Iterator[tuple[str, ast.Module]]:
+    """Path and syntax tree of every Python file under a folder."""
+    paths = (path for path in house if path.startswith(folder) and path.endswith(".py"))
+    return ((path, parse(house[path])) for path in paths)
+
+
+def package_of(path: str) -> str:
+    """The package that a file of src is in, or the file's own name at the top."""
+    return path.removeprefix(SRC).split("/")[0].removesuffix(".py")
+
+
+def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def classes(tree: ast.AST) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def lines(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+    return node.end_lineno - node.lineno + 1
+
+
+def imports(path: str, tree: ast.Module) -> set[str]:
+    """Dotted names of all that a file imports, however late: `from a import b` is `a.b`."""
+    package = path.removeprefix("src/").split("/")[:-1]
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names}
+            case ast.ImportFrom(module=module, names=names, level=level):
+                base = package[: len(package) + 1 - level] if level else []
+                found |= {".".join([*base, *([module] if module else []), alias.name]) for alias in names}
+            case ast.Call(func=func, args=[ast.Constant(value=str(name)), *_]):
+                found |= {name} if "import" in ast.unparse(func) else set()
+            case _:
+                pass
+    return found
+
+
+def ours(path: str, tree: ast.Module) -> set[str]:
+    """Dotted names below `anybatch` that a file uses, without that prefix: `core.Batch`, however imported."""
+    names = {name.removeprefix("anybatch.") for name in imports(path, tree) if name.startswith("anybatch.")}
+    packages = names & set(FLOOR)  # `from anybatch import core`: what is used of it counts
+    used = {
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in packages
+    }
+    return (names - {one.split(".")[0] for one in used}) | used
+
+
+def face(house: House, package: str) -> set[str]:
+    """The names that a package shows: those imported as themselves, and those that its `__init__` defines."""
+    tree = parse(house.get(f"{SRC}{package}/__init__.py", ""))
+    shown = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in tree.body:
+        match node:
+            case ast.ImportFrom(names=names):
+                shown |= {alias.name for alias in names if alias.asname == alias.name}
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                shown.add(name)
+            case _:
+                pass
+    return shown
+
 
 # Not to be loaded by an import of ours.
 HEAVY = "accelerate lightning lightning_fabric matplotlib ray sentence_transformers sklearn transformers"
@@ -282,3 +396,85 @@ def test_a_class_name_stands_for_one_thing(house: House) -> Iterable[str]:
     for name, paths in places.items():
         if len(paths) > 1:
             yield f"{name} is a class in {sorted(paths)}"
+
+
+# ---- habits
+
+BANNED_WORDS = re.compile(r"mini[-_ ]?batch|accumulation[-_ ]steps|(?<!\.)\bchunk", re.IGNORECASE)
+GREETING = "gradient accumulation"  # lines that greet those who know the idea under this name
+DATACLASS = r"(dataclasses\.)?dataclass\b"
+VALUELESS = ("WindowError",)  # an order of calls has no value to show
+
+
+@rule(only("# a Mini-batch"), only("accumulation_steps = 4"), {"README.md": "in chunks of 4"})
+def test_one_word_per_idea(house: House) -> Iterable[str]:
+    spoken = ("src/", "examples/", "docs/", "README.md")
+    for path, text in house.items():
+        for number, line in enumerate(text.splitlines() if path.startswith(spoken) else (), 1):
+            found = BANNED_WORDS.search(line.replace("gradient_accumulation_steps", ""))  # transformers' name
+            if found and GREETING not in line.lower():
+                yield f"{path}:{number}: {found.group()!r} is not one of our words"
+
+
+@rule(
+    {"tests/test_total.py": "assert_close(a, b, rtol=1e-5, atol=tolerance)"},
+    {"tests/test_total.py": "assert a == pytest.approx(b, rel=2 * 1e-6)"},
+)
+def test_tolerances_come_from_the_table(house: House) -> Iterable[str]:
+    for path, tree in python(house, "tests/"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.keyword) and node.arg in ("rtol", "atol", "rel", "abs"):
+                literal = not any(isinstance(part, ast.Name) for part in ast.walk(node.value))
+                if literal and ast.unparse(node.value) not in ("0", "0.0"):
+                    yield f"{path}:{node.value.lineno}: {node.arg}={ast.unparse(node.value)}"
+
+
+@rule(
+    only("@dataclass\nclass A: ..."),
+    only("@dataclasses.dataclass(frozen=True)\nclass A: ..."),
+    only("@dataclass(slots=True, frozen=False)\nclass A: ..."),
+)
+def test_public_records_are_frozen(house: House) -> Iterable[str]:
+    for path, tree in python(house):
+        for node in classes(tree):
+            calls = [call for call in map(ast.unparse, node.decorator_list) if re.match(DATACLASS, call)]
+            frozen = all("frozen=True" in call and "slots=True" in call for call in calls)
+            if not frozen and not node.name.startswith("_"):
+                yield f"{path}: {node.name} is not frozen with slots"
+
+
+@rule(
+    only("raise BatchError"),
+    only("raise BatchError()"),
+    only("raise errors.BatchError('The batch is empty.')"),
+)
+def test_errors_show_what_came(house: House) -> Iterable[str]:
+    shown = {name for name in vars(errors) if name.endswith("Error")} - set(VALUELESS)
+    for path, tree in python(house):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Raise) and node.exc:
+                name = ast.unparse(node.exc).partition("(")[0].rpartition(".")[2]
+                values = isinstance(node.exc, ast.Call) and not all(
+                    isinstance(arg, ast.Constant) for arg in node.exc.args
+                )
+                if name in shown and not values:
+                    yield f"{path}:{node.lineno}: {ast.unparse(node)} shows no value"
+
+
+@rule(
+    {"requirements.lock": "torch==2.13.0+cpu\n"},
+    {"requirements.lock": "torch @ file:///torch.whl\n"},
+    {
+        "requirements.lock": "rich==15.0.0\n",
+        "pyproject.toml": "[project]\ndependencies = ['torch>=2.6', 'rich']",
+    },
+)
+def test_lock_pins_every_dependency(house: House) -> Iterable[str]:
+    lines = [line for line in house.get("requirements.lock", "").splitlines() if not line.startswith("#")]
+    yield from (line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line))
+    project = tomllib.loads(house.get("pyproject.toml", "")).get("project", {})
+    wanted = sum(project.get("optional-dependencies", {}).values(), project.get("dependencies", []))
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
+    for name in (re.split(r"[\[<>=]", line)[0] for line in wanted):
+        if name not in pinned:
+            yield f"requirements.lock does not pin {name}"

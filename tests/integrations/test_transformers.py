@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,12 @@ from anybatch.core.errors import LossError
 from anybatch.integrations.transformers import homes, recorded
 from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
-from tests.house import ROOT
 from tests.integrations.heads import HEADS, LENGTH, ROWS, VIT, WORDS, Head
 from tests.options import flat
 from tests.snapshots import assert_same
 
 LIMIT = 1e-12  # the law, in float64
+ROOT = Path(__file__).parents[2]
 FLOAT32 = 1e-6  # where a head computes its loss in float32 and the division comes at the end
 
 
