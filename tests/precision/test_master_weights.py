@@ -125,3 +125,17 @@ def test_what_fails_in_the_optimizer_leaves_short_weights() -> None:
     for parameter in short.model.parameters():
         assert parameter.dtype == torch.float16
         assert torch.equal(parameter, short.masters.of(parameter).half())
+
+
+def test_a_thousand_small_updates_arrive() -> None:
+    nn.init.ones_((model := nn.Linear(4, 1, bias=False)).weight)
+    plain, x = copy.deepcopy(model).half(), torch.ones(2, 4)
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=1e-4) for one in (model, plain))
+    step = Step(model, mean, ours, precision="fp16-true", options=Options(check=False))
+    for _ in range(1000):
+        step((x,))
+        plain(x.half()).mean().backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert (model.weight - 0.9).abs().max() <= torch.finfo(torch.float16).eps
+    assert torch.equal(plain.weight, torch.ones_like(plain.weight))
