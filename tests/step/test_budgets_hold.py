@@ -1,6 +1,8 @@
 """Budgets hold: fewer rows, then blocks that run again, then refusal; the same result, told before a step."""
 
 import copy
+import random
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +19,7 @@ from tests import budgets
 from tests.budgets import adamw, foreach, metered, refused, rows_of, sgd
 from tests.options import flat
 from tests.snapshots import assert_same, same_as_before, snapshot
-from tests.zoo import Made, Perceptron
+from tests.zoo import Limited, Made, Perceptron
 
 ROWS, WIDTH = 24, 64
 
@@ -49,6 +51,30 @@ def make(memory: str | int | None, *, dropout: float = 0.0, **options: Any) -> a
 
 def parameters(step: ab.Step) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in step.model.named_parameters()}
+
+
+def run(seed: int) -> None:
+    """Let memory run out in drawn steps of a drawn budget: all updates are made, as without it."""
+    drawn = random.Random(seed)
+    rows, memory = drawn.randint(5, 70), drawn.choice(["auto", 200_000, 400_000, 10_000_000])
+    torch.manual_seed(seed)
+    model, loss = Limited(body=Perceptron(6, 4, width=64)).double(), drawn.choice([F.cross_entropy, over_all])
+    options = {
+        "loss": ab.WholeBatch(loss) if loss is over_all else loss,
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+    }
+    step, plain = make(memory, model=model, **options), make(None, model=copy.deepcopy(model), **options)
+    for index in range(12):
+        batch = torch.randn(rows, 6).double(), torch.randint(4, (rows,))
+        model.most = drawn.randint(1, rows) if index and drawn.random() < 0.4 else model.most
+        assert step(batch).updated
+        assert plain(batch).updated
+    assert relative_error(parameters(step), parameters(plain)) <= tolerance(torch.float64, 12 * rows)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_budget_survives_any_number_of_out_of_memory_errors(seed: int) -> None:
+    run(seed)
 
 
 @pytest.mark.parametrize("check", [True, False])
