@@ -211,7 +211,7 @@ def test_a_fault_on_one_rank(two: Ranks, cell: str, variant: str) -> None:
 
 def faulted(rank: int, size: int, cell: str, variant: str) -> Any:
     planted, options, _ = CELLS[cell]
-    return faults.faulted(rank, size, 1, planted, kind="plain", variant=variant, **options)
+    return faults.faulted(rank, size, 1, planted, "step", "plain", variant, **options)
 
 
 def test_drawn_faults_are_agreed_upon(two: Ranks, four: Ranks) -> None:
