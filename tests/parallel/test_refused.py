@@ -85,6 +85,7 @@ def test_sparse_gradients_are_refused_and_nothing_is_no_update(rank: int, size: 
     sparse = nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Flatten(), nn.Linear(3, 3))
     assert "sparse" in told(lambda: stepped(sparse)((Y[:, None], Y)))
     assert "no update" in repr(stepped(network())(None))
+    assert "Leave the add out" in told(lambda: stepped(network()).window().add((X[:0], Y[:0])))
 
 
 @on_ranks(2)
