@@ -29,28 +29,20 @@ def rows(rank: int, step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(5, 4, generator=drawn).double(), torch.randint(3, (5,), generator=drawn)
 
 
-def shift(model: Any, optimizer: Any, loss: Any) -> None:
-    model.load_state_dict({name: one + (name == "body.0.bias") for name, one in model.state_dict().items()})
-
-
 def load(model: Any, optimizer: Any, loss: Any) -> None:
     state = optimizer.state_dict()
     state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"] / 2
     optimizer.load_state_dict(state)
 
 
-def write(model: Any, optimizer: Any, loss: Any) -> None:
-    optimizer.state[model.body[2].weight]["exp_avg_sq"].mul_(1.1)
-
-
 #: what a rank does, and after how many steps at most the others notice
 DRIFTS: dict[str, tuple[Callable[..., object], int]] = {
-    "weights": (shift, 0),
+    "weights": (lambda model, *_: nn.init.ones_(model.body[0].bias), 0),
     "optimizer state": (load, 0),
     "optimizer": (lambda model, optimizer, loss: optimizer.param_groups[0].update(lr=0.02), 0),
     "loss": (lambda model, optimizer, loss: loss.weight.mul_(3), 0),
     "weights by data": (lambda model, *_: model.body[2].weight.data[0, 0].add_(1e-12), TURNS),
-    "optimizer state in place": (write, TURNS),
+    "optimizer state in place": (lambda m, o, _: o.state[m.body[2].weight]["exp_avg_sq"].mul_(1.1), TURNS),
     "buffers": (lambda model, *_: model.mean.add_(1), TURNS),
     "": (lambda *_: None, -1),  # none is noticed where none is
 }
