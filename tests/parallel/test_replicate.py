@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import anybatch as ab
@@ -28,6 +28,7 @@ from tests.parallel.pairs import Pair, digest, told, whole
 from tests.parallel.spawned import Ranks, on_ranks
 
 FLOAT64 = tolerance(torch.float64, 4)
+batch = partial(make_batch, 1, dtype=torch.float64)
 
 
 @on_ranks(2, 4)
@@ -42,12 +43,7 @@ def test_mistakes_are_found(two: Ranks, name: str) -> None:
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
-
-
-def batch(rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    drawn = torch.Generator().manual_seed(1)
-    return torch.randn(rows, 4, generator=drawn).to(dtype), torch.randint(3, (rows,), generator=drawn)
+    return nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 4)).to(dtype)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -69,7 +65,7 @@ def test_parameters_are_equal_to_the_bit_and_those_of_one_process(
     is_low = "precision" in options
     dtype, bound = (torch.float32, tolerance(torch.float16, 4)) if is_low else (torch.float64, FLOAT64)
     pair = Pair(network(dtype), "torch", "adamw", both=options, bound=bound)
-    reports = [pair.update(batch(12, dtype), sizes, rank) for _ in range(4)]
+    reports = [pair.update(batch(12, dtype=dtype), sizes, rank) for _ in range(4)]
     return pair.bits, digest([*[r.loss for r in reports], *[r.grad_norm for r in reports]])
 
 

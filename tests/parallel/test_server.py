@@ -20,6 +20,7 @@ from anybatch.parallel.server import ServerShard
 from anybatch.parallel.worker import Worker
 from anybatch.testing import relative_error, tolerance
 from tests import zoo
+from tests.faults.faulty import make_batch
 from tests.laws.check import stack
 from tests.options import flat
 from tests.parallel.inline import Inline
@@ -29,13 +30,11 @@ ROWS = 37  # uneven in every cut
 
 def network(dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
-    return zoo.dropout(4, 3, p=dropout).double()
+    return zoo.dropout(9, 4, p=dropout).double()
 
 
 def batch(seed: int = 0, rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    drawn = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 4, dtype=torch.float64, generator=drawn)
-    return x, torch.randint(3, (rows,), generator=drawn)
+    return make_batch(seed, rows, torch.float64)
 
 
 def served(servers: int = 2, workers: int = 3, *, cluster: Inline | None = None, **options: Any) -> Any:
@@ -195,8 +194,8 @@ def test_a_step_that_fails_leaves_all_as_before_and_the_next_one_goes_on(error: 
 
 def test_a_parameter_without_gradient_is_left_alone() -> None:
     """Weight decay and momentum are for those that the loss reaches."""
-    idle = nn.Linear(4, 3)
-    model = zoo.Made(lambda self, x: self.used(x), used=nn.Linear(4, 3), idle=idle).double()
+    idle = nn.Linear(9, 4)
+    model = zoo.Made(lambda self, x: self.used(x), used=nn.Linear(9, 4), idle=idle).double()
     before = [p.detach().clone() for p in idle.parameters()]
     step = step_of(model, served(2, 2), optimizer=torch.optim.AdamW)  # which decays weights
     step(batch())
@@ -401,8 +400,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"clip_value": 1.0}, "got clip_value=, .* Leave it out"),
     ({"precision": "fp16-mixed"}, "a loss scale"),
     ({"callbacks": [GradientNoise()]}, "got callbacks of gradients .* only workers have. Leave it out"),
-    ({"model": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()}, r"BatchNorm .*Pass Options\(b"),
-    ({"model": nn.utils.spectral_norm(nn.Linear(4, 3)).double(), "check": False}, "writes to no buffer or"),
+    ({"model": nn.Sequential(nn.Linear(9, 4), nn.BatchNorm1d(4)).double()}, r"BatchNorm .*Pass Options\(b"),
+    ({"model": nn.utils.spectral_norm(nn.Linear(9, 4)).double(), "check": False}, "writes to no buffer or"),
 ]
 
 
