@@ -19,7 +19,7 @@ from anybatch.engine import Part, norm_of
 from anybatch.engine.sums import Division
 from anybatch.parallel import Replicate, Shard
 from anybatch.testing import GradientRecorder
-from tests.faults import faulty
+from tests.faults.faulty import spread
 from tests.laws.cases import Case
 from tests.laws.check import check, reference, stack
 from tests.laws.draw import CLASSES, FEATURES, MASKS
@@ -28,16 +28,11 @@ from tests.laws.totals import TOTALS
 from tests.parallel.pairs import LOSSES, Pair, copies, digest, draw_sizes, make, rows, shard, share, take
 from tests.zoo import Perceptron
 
+FORMS = {"function": lambda: ab.WholeBatch(spread), "rows": lambda: ab.WholeBatch(by_rows, loss_rows=2)}
 WHOLE = Case(
-    name="whole batch",
-    forms={
-        "function": lambda: ab.WholeBatch(faulty.spread),
-        "rows": lambda: ab.WholeBatch(by_rows, loss_rows=2),
-    },
-    options={},
-    model=lambda: Perceptron(FEATURES, CLASSES),
+    name="whole batch", forms=FORMS, options={}, model=lambda: Perceptron(FEATURES, CLASSES),
     batch=lambda draw: (draw.normal(FEATURES), torch.arange(draw.rows)),
-)
+)  # fmt: skip
 ALL = [*CASES, *TOTALS, *[WHOLE] * 10]
 WAYS = "in one bucket", "in buckets", "under backward"  # to send gradients
 
@@ -68,13 +63,9 @@ def replicated(rank: int, size: int, seed: int, way: str = "in one bucket") -> s
     problem = case.problem(form, count, seed=seed, mask=mask)
     expected, recorder = reference(problem), GradientRecorder(problem.model, problem.loss)
     has_weights = any(True for _ in problem.model.parameters())
-    step = ab.Step(
-        DistributedDataParallel(problem.model) if is_wrapped and has_weights else problem.model,
-        problem.loss,
-        recorder,
-        micro_batch=micro_batch,
-        collate=stack if call == "collate" else None,
-    )
+    model = DistributedDataParallel(problem.model) if is_wrapped and has_weights else problem.model
+    collate = stack if call == "collate" else None
+    step = ab.Step(model, problem.loss, recorder, micro_batch=micro_batch, collate=collate)
     mine = share(problem.batch, sizes, rank)
     if call == "step" and not sizes[rank] and drawn.random() < 0.5:
         mine = None
@@ -98,21 +89,16 @@ def sharded(rank: int, size: int, seed: int) -> str:
     way = "step" if is_whole and way == "window" else way
     mesh = copies(size) if size == 4 and drawn.random() < 0.5 else None
     model = make(drawn.choice([1, 2]), seed=seed, is_warm=is_whole)
-    pair = Pair(
-        model,
-        loss,
-        drawn.choice(["momentum", "adamw"]),
-        parts=shard(model, mesh, reshard_after_forward=drawn.choice([True, False])),
-        both={"clip_norm": drawn.choice([None, 0.05])},
-        strategy=Shard(hold=drawn.random() < 0.4),
-        micro_batch=drawn.choice([None, 1, 2, 3]),
-        collate=stack if way == "collate" else None,
-    )
-    own = random.Random(1000 * seed + rank)  # ranks add in other parts
+    optimizer = drawn.choice(["momentum", "adamw"])
+    parts = shard(model, mesh, reshard_after_forward=drawn.choice([True, False]))
+    both, own = {"clip_norm": drawn.choice([None, 0.05])}, {"strategy": Shard(hold=drawn.random() < 0.4)}
+    own |= {"micro_batch": drawn.choice([None, 1, 2, 3]), "collate": stack if way == "collate" else None}
+    pair = Pair(model, loss, optimizer, parts=parts, both=both, **own)
+    pieces = random.Random(1000 * seed + rank)  # ranks add in other parts
     for index in range(3):
         batch = rows(drawn.randint(2, 9), seed=100 * seed + index)
         sizes = draw_sizes(drawn, len(batch[0]), size)
-        pair.update(batch, sizes, rank, way=way, pieces=lambda: own.randint(1, 4))
+        pair.update(batch, sizes, rank, way=way, pieces=lambda: pieces.randint(1, 4))
     return pair.bits
 
 
@@ -120,20 +106,13 @@ def several(rank: int, size: int, seed: int, count: int, is_sharded: bool) -> li
     """Drawn cases; of replicas in each of the ways to send gradients."""
     found: list[str] = []
     for index in range(count):
-        way = WAYS[index % len(WAYS)]
-        with sending(way):
-            one = (
-                sharded(rank, size, seed + index) if is_sharded else replicated(rank, size, seed + index, way)
-            )
-        found.append(one)
+        with sending(way := WAYS[index % len(WAYS)]):
+            given = rank, size, seed + index
+            found.append(sharded(*given) if is_sharded else replicated(*given, way))
     return found
 
 
 # ---- mistakes
-
-
-def averaged(reduce: Any, self: Any, gradients: Any) -> Any:
-    return {p: value / dist.get_world_size() for p, value in reduce(self, gradients).items()}
 
 
 def forgotten(reduce: Any, self: Any, gradients: Any) -> Any:
@@ -147,10 +126,6 @@ def own_loss(close: Any, self: Any, sums: Any) -> Any:
     return weights
 
 
-def own_divisor(decide: Any, *given: Any, **named: Any) -> Any:
-    return decide(*given, **{**named, "guess": 1.0})
-
-
 def lost(accompany: Any, self: Any, rows: Any) -> None:
     before = {p: p.grad.clone() for p in self.task.network.parameters if p.grad is not None}
     accompany(self, rows)
@@ -158,22 +133,14 @@ def lost(accompany: Any, self: Any, rows: Any) -> None:
         p.grad = before.get(p)
 
 
-def own_norm(norm: Any, self: Any, gradients: Any) -> Any:
-    return norm_of([local(one) for one in gradients])
-
-
-def nothing(inner: Any, *_: Any) -> None:
-    pass
-
-
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {  # where, and what is done in its place
-    "gradients averaged over ranks": (Replicate, "reduce", averaged),
+    "averaged": (Replicate, "reduce", lambda do, *of: {p: one / 2 for p, one in do(*of).items()}),
     "what rank 0 has no gradient for is left out": (Replicate, "reduce", forgotten),
     "each rank reports the loss of its own rows": (Replicate, "close", own_loss),
-    "shards: a divisor of each rank's own": (Division, "decide", own_divisor),
-    "shards: averaged": (FSDPModule, "set_gradient_divide_factor", nothing),
+    "shards: own divisors": (Division, "decide", lambda do, *of, **also: do(*of, **also | {"guess": 1.0})),
+    "shards: averaged": (FSDPModule, "set_gradient_divide_factor", lambda *_: None),
     "shards: what others send in a micro-batch of weight 0 is lost": (Part, "accompany", lost),
-    "shards: the norm of this rank's": (Shard, "norm", own_norm),
+    "shards: own norms": (Shard, "norm", lambda do, self, gradients: norm_of([*map(local, gradients)])),
 }
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +18,14 @@ from anybatch.core import local
 from anybatch.core.errors import RankError
 from anybatch.parallel import Shard
 from anybatch.testing import tolerance
-from tests.faults.faulty import (
-    NO_MEMORY,
-    ROWS,
-    SIZE,
-    VARIANTS,
-    assert_as_unfaulted,
-    build,
-    make_batch,
-    take,
-)  # fmt: skip
+from tests.faults import faulty
+from tests.faults.faulty import NO_MEMORY, ROWS, SIZE, VARIANTS, Fault, build, make_batch, take
 from tests.parallel import pairs
 from tests.parallel.drawn import WAYS, sending
 from tests.parallel.pairs import Pair, copies, digest, draw_sizes, make, rows, shard, share
 from tests.parallel.spawned import Ranks
 from tests.snapshots import DRAWN, changes, snapshot
+from tests.zoo import Made
 
 NO = ValueError("no")
 PLACES = ("forward", "mid", "end")
@@ -60,25 +52,17 @@ def assert_agreed(answers: Sequence[Told], at_rank: int = -1) -> None:
 
 
 def faulted(
-    rank: int,
-    size: int,
-    at_rank: int,
-    planted: tuple[str, int, Any],
-    way: str = "step",
-    kind: str = "dropout",
-    variant: str = "divided early",
-    **options: Any,
+    rank: int, size: int, at_rank: int, planted: Any, way: str, kind: str, variant: str, **options: Any
 ) -> Told:
     """A step with a fault on one rank, then one without; what came of both."""
     options = VARIANTS[variant] | {"momentum": 0.5, "lr": 2.0**-6} | options
     step, twin = (build(kind, warm=1, **options) for _ in range(2))
     batch = make_batch(20 + rank)
     place, at, what = planted
-    if rank == at_rank:
-        if place == "row":
-            batch[0][at, 0] = what
-        else:
-            step.model.fault.arm(place, at, what)
+    if rank == at_rank and place == "row":
+        batch[0][at, 0] = what
+    elif rank == at_rank:
+        step.model.fault.arm(place, at, what)
     before, told = snapshot(step), {"error": "", "said": ""}
     try:
         report = take(step, way, batch)
@@ -91,7 +75,9 @@ def faulted(
             assert not set(changes(before, snapshot(step))) - DRAWN - {"scale"}
         elif not report.dropped:
             is_same_bits = what is not NO_MEMORY and not math.isinf(what if isinstance(what, float) else 0)
-            assert_as_unfaulted(step, report, twin, batch, way=way, bound=0.0 if is_same_bits else HALVED)
+            faulty.assert_as_unfaulted(
+                step, report, twin, batch, way=way, bound=0.0 if is_same_bits else HALVED
+            )
     step.model.fault.planted = []
     again = take(step, "step", make_batch(30 + rank))
     assert (again.updated, again.rows) == (True, ROWS * size)
@@ -118,26 +104,14 @@ def drawn(rank: int, size: int, seed: int) -> Told:
         raise AssertionError(case) from error
 
 
-class Layers(nn.Module):
-    """Layers behind each of which a backward may fail; one may be skipped, or all run in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(6)])
-        self.order, self.forwards = [*range(6)], [0]
-        self.fails: dict[tuple[int, int], BaseException] = {}  # by forward and layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.forwards[0] += 1  # in a list, which is no state
-        for at in self.order:
-            x = self.layers[at](x).tanh()
-            x.register_hook(partial(self.meet, (self.forwards[0], at)))
-        return x
-
-    def meet(self, place: tuple[int, int], gradient: object) -> None:
-        if place in self.fails:
-            raise self.fails[place]
+def through(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Go through layers behind each of which a backward may fail, by forward and layer."""
+    self.fault.ran.append(len(x))
+    number = len(self.fault.ran)
+    for at in self.order:
+        x = self.layers[at](x).tanh()
+        x.register_hook(lambda _, place=f"{number} {at}": self.fault(place) and None)
+    return x
 
 
 def last(rank: int, size: int, seed: int) -> Told:
@@ -147,7 +121,7 @@ def last(rank: int, size: int, seed: int) -> Told:
     failing = draws.choice([[draws.randrange(size)], [*range(size)]])
     parts, times = draws.choice([1, 2, 3]), draws.choice([1, 1, 2])
     errors = [draws.choice([NO_MEMORY, NO_MEMORY, NO, KeyboardInterrupt()]) for _ in range(size)]
-    layers = [draws.randrange(6) for _ in range(2)]
+    places = [draws.randrange(6) for _ in range(2)]
     skipped, is_reversed = draws.choice([-1, -1, 3]), draws.random() < 0.3
     count = 4 * parts * draws.choice([1, 2]) if rank else 4 * parts
     generator = torch.Generator().manual_seed(100 * seed + rank)
@@ -155,22 +129,24 @@ def last(rank: int, size: int, seed: int) -> Told:
     order = [at for at in range(6) if rank or at != skipped]
     for is_faulty in (True, False):
         with sending("under backward" if is_faulty else "in buckets"):
-            model = Layers()
+            torch.manual_seed(0)
+            layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(6)])
+            model: Any = Made(through, layers=layers, order=[*range(6)], fault=Fault())
             adam = torch.optim.AdamW(model.parameters(), lr=0.1)
             step = ab.Step(model, nn.CrossEntropyLoss(), adam, micro_batch=4, options=ab.Options(check=False))
             for _ in range(3):  # the order is learned and agreed upon
                 step(batch)
             model.order = order[::-1] if is_reversed else order
             if is_faulty and rank in failing:
-                final = model.forwards[0] + count // 4
-                model.fails = {(final + number, layers[number]): errors[rank] for number in range(times)}
+                final = len(model.fault.ran) + count // 4
+                model.fault.planted = [(f"{final + n} {places[n]}", 0, errors[rank], 1) for n in range(times)]
             before = snapshot(step)
             try:
                 losses[is_faulty] = step(batch).loss
             except BaseException as error:
                 told |= said(error)
                 assert not changes(before, snapshot(step)), seed
-            model.fails, model.order = {}, [*range(6)]
+            model.fault.planted, model.order = [], [*range(6)]
             found[is_faulty] = [p.detach().clone() for p in model.parameters()]
             step(batch)
     if not told["error"]:
@@ -199,8 +175,8 @@ def window(rank: int, size: int, seed: int) -> Told:
                         break
                     step.model.fault.arm(place, 0, what)
                 opened.add(make_batch(10 * seed + rank))
-            began = time.monotonic()
-            if not (rank == at_rank and what == "discarded"):
+            else:
+                began = time.monotonic()
                 opened.close()
     except BaseException as found:
         error = str(found)
@@ -223,27 +199,24 @@ def wait_at_most(seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
 
-def drawn_place(draws: random.Random) -> str:
-    return f"{draws.choice(['forward', 'backward'])} {draws.choice('01')}"
+PASSES = ("forward 0", "forward 1"), ("backward 0", "backward 1")
 
 
-def sharded(
-    rank: int, size: int, seed: int, loss: str = "tokens", first: bool = False, budgets: tuple[Any, ...] = ()
-) -> Told:
+def sharded(rank: int, size: int, seed: int, loss: str, first: bool = False, budgets: Any = ()) -> Told:
     """A step in which a drawn rank meets a drawn fault, the first one or the third, and some after it.
 
     With budgets each rank draws one of its own, and there may be no fault; then the first error is the end.
     """
     draws = random.Random(seed)
-    mesh = copies(size) if size == 4 and draws.random() < 0.5 else None
-    model = make(seed=seed, is_warm=loss == "whole")
+    mesh, is_whole = copies(size) if size == 4 and draws.random() < 0.5 else None, loss == "whole"
+    model = make(seed=seed, is_warm=is_whole)
     parts = shard(model, mesh, reshard_after_forward=draws.choice([True, False]))
-    way, hold = (
-        draws.choice(["step", "step", "window"] if loss != "whole" else ["step"]),
-        draws.random() < 0.5,
+    way, hold = draws.choice(["step"] if is_whole else ["step", "step", "window"]), draws.random() < 0.5
+    place, what = (
+        draws.choice(draws.choice(PASSES)),
+        draws.choice([NO_MEMORY, NO_MEMORY, NO, KeyboardInterrupt()]),
     )
-    place, what = drawn_place(draws), draws.choice([NO_MEMORY, NO_MEMORY, NO, KeyboardInterrupt()])
-    at_rank, passes = draws.randrange(size), draws.randrange(5 if loss == "whole" else 3)
+    at_rank, passes = draws.randrange(size), draws.randrange(5 if is_whole else 3)
     memory, options = None, {"strategy": Shard(hold=hold)}
     if budgets:
         own = [draws.choice(budgets) for _ in range(size)]
@@ -251,23 +224,19 @@ def sharded(
     pair = Pair(model, loss, parts=parts, memory=memory, micro_batch=None if memory else 2, **options)
     case = f"{seed}: {place}, {passes}, {what!r} on {at_rank}, {loss}, {way}, hold {hold}, {mesh}"
 
-    def run(number: int) -> ab.StepReport:
-        sizes = [4 - (number + index) % 4 for index in range(size - 1)]
-        sizes.append(4 * size - sum(sizes))
-        if budgets:
-            sizes = draw_sizes(draws, draws.randint(size, 9 * size), size)
-        batch = rows(sum(sizes), seed=100 * seed + number)
-        return pair.update(batch, sizes, rank, way=way, pieces=lambda: 7 if budgets else 2)
-
     told: Told = {"error": "", "case": case}
     if first:
         wait_at_most(3)
     for number in (2,) if first else range(5 if budgets else 4):
         if number == 2 and rank == at_rank and what is not None:
             parts.fault.arm(place, passes, what)
-        began = time.monotonic()
+        sizes = [4 - (number + index) % 4 for index in range(size - 1)]
+        sizes.append(4 * size - sum(sizes))
+        if budgets:
+            sizes = draw_sizes(draws, draws.randint(size, 9 * size), size)
+        batch, began = rows(sum(sizes), seed=100 * seed + number), time.monotonic()
         try:
-            run(number)
+            pair.update(batch, sizes, rank, way=way, pieces=lambda: 7 if budgets else 2)
         except BaseException as error:
             assert number == 2 or budgets, case
             told |= said(error)
@@ -294,7 +263,7 @@ def ends(rank: int, size: int, end: signal.Signals, seed: int, is_sharded: bool 
     step(mine)
     wait_at_most(3)
     if rank == at_rank:
-        parts.fault.arm(drawn_place(draws), draws.randrange(2), end)
+        parts.fault.arm(draws.choice(draws.choice(PASSES)), draws.randrange(2), end)
     before, told, began = [local(p).clone() for p in parts.parameters()], Told(), time.monotonic()
     try:
         step(mine)
@@ -305,10 +274,7 @@ def ends(rank: int, size: int, end: signal.Signals, seed: int, is_sharded: bool 
 
 
 def assert_ended(ranks: Ranks, end: signal.Signals, seed: int, is_sharded: bool = True) -> None:
-    """A drawn rank gets a signal: the others name it, and all is as before.
-
-    A rank that still waits elsewhere, for longer than a second, may be named beside it.
-    """
+    """A drawn rank gets a signal: the others name it, or one that waits elsewhere; all is as before."""
     silent = random.Random(seed).randrange(ranks.size)
     ranks.start(ends, end, seed, is_sharded)
     answers = ranks.answers(120.0, silent=silent)
@@ -322,11 +288,8 @@ def assert_ended(ranks: Ranks, end: signal.Signals, seed: int, is_sharded: bool 
             assert told["seconds"] < 10
 
 
-FAULTS = {"drawn": drawn, "last": last, "window": window, "sharded": sharded}
-
-
 def several(rank: int, size: int, kind: str, seed: int, count: int, *args: Any) -> list[Told]:
-    return [FAULTS[kind](rank, size, number, *args) for number in range(seed, seed + count)]
+    return [globals()[kind](rank, size, number, *args) for number in range(seed, seed + count)]
 
 
 def assert_all_agreed(ranks: Ranks, kind: str, seed: int, count: int, *args: Any) -> None:

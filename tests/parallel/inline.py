@@ -1,7 +1,6 @@
 """A cluster in one process: calls run one by one, in a drawn order; processes end where a test says so."""
 
 import copy
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +16,8 @@ class Reference:
 
 class Process:
     def __init__(self, number: int, kind: type) -> None:
-        self.number, self.kind, self.calls, self.has_ended, self.made = number, kind, [], False, None
+        self.number, self.kind, self.calls, self.has_ended = number, kind, list[Any](), False
+        self.made: Any = kind.__new__(kind)
         self.given: list[Reference] = []  # what it has returned
 
 
@@ -27,10 +27,7 @@ class Inline:
 
     def __init__(self, seed: int = 0, end: Callable[..., bool] = lambda *_: False) -> None:
         self.drawn, self.end = random.Random(seed), end
-        self.processes: list[Process] = []
-        self.numbers = itertools.count()
-        self.calls: list[tuple[str, str]] = []
-        self.is_closed = False
+        self.processes, self.calls = list[Process](), list[tuple[str, str]]()
         self.slow: set[int] = set()  # numbers of processes
         self.time = 0.0  # calls so far
 
@@ -40,8 +37,7 @@ class Inline:
         return reference
 
     def start(self, kind: type, *args: Any) -> Any:
-        process = Process(next(self.numbers), kind)
-        self.processes.append(process)
+        self.processes.append(process := Process(len(self.processes), kind))
         process.calls.append(("__init__", args, [Reference()]))
         return process
 
@@ -55,13 +51,11 @@ class Inline:
 
     def wait(self, references: Sequence[Any], seconds: float | None = None) -> Any:
         until = None if seconds is None else self.time + seconds
-        while True:
-            there = [one for one in references if one.is_there]
-            if there:
-                return self.drawn.choice(there)
+        while not (there := [one for one in references if one.is_there]):
             if until is not None and self.time >= until:
                 return None
             self._advance(until)
+        return self.drawn.choice(there)
 
     def clock(self) -> float:
         return self.time
@@ -75,7 +69,7 @@ class Inline:
 
     def kill(self, process: Any) -> None:
         process.has_ended = True
-        for _, _, references in process.calls:
+        for *_, references in process.calls:
             self._fail(references)
         process.calls, process.made = [], None
 
@@ -85,7 +79,6 @@ class Inline:
         self._fail(process.given, Lost("it was on another machine"))
 
     def close(self) -> None:
-        self.is_closed = True
         for process in self.processes:
             self.kill(process)
 
@@ -102,26 +95,18 @@ class Inline:
         if not ready and until is not None:
             self.time = until
             return
-        ready = ready or calling
-        process = self.drawn.choice(ready)
+        process = self.drawn.choice(ready or calling)
         method, args, references = process.calls.pop(0)
         self.calls.append((process.kind.__name__, method))
         if self.end(process, method, "before"):
-            process.calls.insert(0, (method, args, references))
+            self._fail(references)
             self.kill(process)
             return
         try:
             values = [self.get(one) if isinstance(one, Reference) else copy.deepcopy(one) for one in args]
-        except (Ended, Lost) as error:
-            self._fail(references, Lost(str(error)))
-            return
-        try:
-            if method == "__init__":
-                process.made, found = process.kind(*values), None
-            else:
-                found = getattr(process.made, method)(*values)
+            found = getattr(process.made, method)(*values)
         except Exception as error:
-            self._fail(references, error)
+            self._fail(references, Lost(str(error)) if isinstance(error, Ended | Lost) else error)
             return
         if self.end(process, method, "after"):
             self._fail(references)

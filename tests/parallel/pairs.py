@@ -61,35 +61,26 @@ def told(call: Callable[[], object]) -> str:
     return "no error"
 
 
-class Place(nn.Module):
-    """The identity, which passes a place in forward and in backward."""
-
-    def __init__(self, name: int, fault: Fault) -> None:
-        super().__init__()
-        self.name, self.fault = str(name), fault
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.fault(f"forward {self.name}")
-        if x.requires_grad:
-            x.register_hook(lambda _: self.fault(f"backward {self.name}") and None)
-        return x
-
-
-def warm(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    return self.head(self.inner(self.embedding(x))).transpose(1, 2), self.warmth.exp().sum()
+def passing(self: Any, x: Tensor) -> Tensor:
+    """Return `x`, and pass a place in forward and in backward."""
+    self.fault(f"forward {self.name}")
+    if x.requires_grad:
+        x.register_hook(lambda _: self.fault(f"backward {self.name}") and None)
+    return x
 
 
 def make(blocks: int = 2, *, seed: int = 0, is_warm: bool = False) -> Any:
     """Some blocks of odd width over an embedding; a warm one has a second output that all rows share."""
     torch.manual_seed(seed)
     fault, n = Fault(), WIDTH
-    parts = [
-        nn.Sequential(nn.LayerNorm(n), nn.Linear(n, 9), nn.Tanh(), Place(at, fault), nn.Linear(9, n))
-        for at in range(blocks)
-    ]
-    model: Any = zoo.words(nn.Sequential(*parts), width=WIDTH, count=WORDS)
+    parts = list[nn.Module]()
+    for name in map(str, range(blocks)):
+        place = zoo.Made(passing, name=name, fault=fault)
+        parts.append(nn.Sequential(nn.LayerNorm(n), nn.Linear(n, 9), nn.Tanh(), place, nn.Linear(9, n)))
+    model: Any = zoo.words(nn.Sequential(*parts), width=n, count=WORDS)
     if is_warm:
-        model = zoo.Made(warm, **dict(model.named_children()), warmth=nn.Parameter(torch.ones(1)))
+        scores, named = type(model).forward, dict(model.named_children(), warmth=nn.Parameter(torch.ones(1)))
+        model = zoo.Made(lambda self, x: (scores(self, x), self.warmth.exp().sum()), **named)
     model.fault = fault
     return model.double()
 
@@ -140,19 +131,15 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def gathered(values: Sequence[Tensor]) -> list[Tensor]:
+def whole(model: nn.Module, state: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Parameters and buffers, and what else there is, gathered."""
+    values = *model.parameters(), *(one for one in model.buffers() if one.is_floating_point()), *state
     return [one.detach().full_tensor() if hasattr(one, "full_tensor") else one.detach() for one in values]
-
-
-def whole(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers, gathered."""
-    return gathered([*model.parameters(), *(one for one in model.buffers() if one.is_floating_point())])
 
 
 def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Those of a model and the state of its optimizer."""
-    state = [one for p in model.parameters() for one in optimizer.state[p].values()]
-    return digest([*whole(model), *gathered(state)])
+    return digest(whole(model, [one for p in model.parameters() for one in optimizer.state[p].values()]))
 
 
 def error_of(parts: nn.Module, model: nn.Module) -> float:
@@ -168,10 +155,10 @@ def take(step: ab.Step, mine: Any, way: str = "step", pieces: Callable[[], int] 
     if way == "collate":
         return step(samples(mine) or None)
     with step.window() as window:
-        while len(tree.flatten(mine).leaves[0]):
-            count = pieces()
-            window.add(tree.map_leaves(itemgetter(slice(count)), mine))
-            mine = tree.map_leaves(itemgetter(slice(count, None)), mine)
+        while left := len(tree.flatten(mine).leaves[0]):
+            count = min(pieces(), left)
+            micro, mine = (share(mine, [count, left - count], at) for at in range(2))
+            window.add(micro)
         return window.close()
 
 

@@ -20,8 +20,7 @@ from tests.parallel.spawned import on_ranks
 
 def loaded(path: Path, **everything: Any) -> dict[str, Any]:
     """Load the newest checkpoint by all ranks; return what the caller had saved in it."""
-    found = checkpoint.load(path, is_many=True)
-    checkpoint.restore(found, **everything)
+    checkpoint.restore(found := checkpoint.load(path, is_many=True), **everything)
     return found.progress
 
 

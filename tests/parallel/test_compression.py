@@ -70,32 +70,24 @@ def test_undo_is_as_if_never_encoded_and_a_saved_state_goes_on_to_the_bit(make: 
         assert same(loaded.state(), straight.state())
 
 
-def test_a_state_of_another_codec_and_what_cannot_be_counted_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"got one with \['scale'\]"):
-        dgc().load({"scale": 1.0})
-    with pytest.raises(PlanError, match=r"got one of torch\.complex64 and shape \(2,\)"):
-        dgc().check([torch.optim.SGD([nn.Parameter(torch.zeros(2, dtype=torch.complex64))], lr=0.1)])
-
-
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 @pytest.mark.parametrize("parameters", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_cast_rounds_each_share_once_and_adds_up_wide(name: Any, parameters: torch.dtype) -> None:
     like = {key: one.to(parameters) for key, one in LIKE.items()}
-    wide = torch.promote_types(parameters, torch.float32)
-    dtype = torch.float16 if name == "fp16" else torch.bfloat16
+    wide, dtype = (
+        torch.promote_types(parameters, torch.float32),
+        {"fp16": torch.half}.get(name, torch.bfloat16),
+    )
     shares = [{key: one.to(wide) for key, one in drawn(seed).items()} for seed in range(RANKS)]
-    codecs = [Cast(name) for _ in shares]
     wanted = added([{key: one.to(dtype).to(wide) for key, one in share.items()} for share in shares])
-    assert same(exchanged(codecs, shares, like), wanted)
+    assert same(exchanged([Cast(name) for _ in shares], shares, like), wanted)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_what_was_sent_and_what_waits_are_the_corrected_gradients(momentum: float) -> None:
     """Without masking the method is linear: all that was sent and what waits are the sum of velocities."""
-    codec = dgc(0.9, momentum, masking=False, warmup_updates=4)
-    sent: list[Named] = []
-    velocity = {name: torch.zeros_like(one) for name, one in LIKE.items()}
-    corrected = {name: torch.zeros_like(one) for name, one in LIKE.items()}
+    codec, sent = dgc(0.9, momentum, masking=False, warmup_updates=4), list[Named]()
+    velocity, corrected = ({name: torch.zeros_like(one) for name, one in LIKE.items()} for _ in range(2))
     for update in range(UPDATES):
         share = drawn(update) if update % 3 else {}
         for name in LIKE if update else ():
@@ -104,8 +96,7 @@ def test_what_was_sent_and_what_waits_are_the_corrected_gradients(momentum: floa
             corrected[name] += velocity[name]
         sent.append(exchanged([codec], [share]))
         if update:
-            residual = codec.state()["residual"]
-            waits = {name: residual[name].view(LIKE[name].shape) for name in residual}
+            waits = {name: one.view(LIKE[name].shape) for name, one in codec.state()["residual"].items()}
             assert {*waits} == {"conv", "weight"}
             assert relative_error(added([*sent, waits]), corrected) <= CLOSE
 
@@ -143,14 +134,11 @@ def test_a_rank_clips_by_the_norm_of_its_whole_gradient_and_the_number_of_ranks(
         assert relative_error(clipped, wanted) <= CLOSE
     for options in ({"clip_norm": 2 * float(norm), "ranks": 4 - 1}, {}):
         assert same(exchanged([dgc(0.0, 0.0, **options)], [share]), share)
-    zeros = {name: torch.zeros_like(one) for name, one in share.items()}
-    assert same(exchanged([dgc(0.0, 0.0, clip_norm=1.0, ranks=1)], [zeros]), zeros)
+    assert same(exchanged([dgc(0.0, 0.0, clip_norm=1.0, ranks=1)], [LIKE]), LIKE)  # all zeros
 
 
 def test_the_sparsity_rises_by_quarters_and_the_bytes_fall() -> None:
-    like = {"weight": torch.zeros(100, 100)}
-    codec = dgc(0.999, warmup_updates=8)
-    sent: list[int] = []
+    like, codec, sent = {"weight": torch.zeros(100, 100)}, dgc(0.999, warmup_updates=8), list[int]()
     for update in range(10):
         codec.encode(drawn(update, like), like)
         sent.append((codec.sent - 4) // 8)
@@ -160,7 +148,12 @@ def test_the_sparsity_rises_by_quarters_and_the_bytes_fall() -> None:
     assert dgc(0.5, warmup_updates=4).sparsity_at(0) == 0.5
 
 
-def test_a_momentum_beside_the_codecs_own_is_refused() -> None:
+def test_what_is_refused() -> None:
+    """A state of another codec, what cannot be counted, and a momentum beside the codec's own."""
+    with pytest.raises(CheckpointError, match=r"got one with \['scale'\]"):
+        dgc().load({"scale": 1.0})
+    with pytest.raises(PlanError, match=r"got one of torch\.complex64 and shape \(2,\)"):
+        dgc().check([torch.optim.SGD([nn.Parameter(torch.zeros(2, dtype=torch.complex64))], lr=0.1)])
     parameters = nn.Linear(2, 2).parameters
     heavy = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9, nesterov=True)
     with pytest.raises(PlanError, match=r"got SGD with {'momentum': 0\.9, 'nesterov': True}"):

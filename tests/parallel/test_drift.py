@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import anybatch as ab
 from anybatch.core.errors import PlanError
 from anybatch.parallel.fingerprint import TURNS
+from tests.faults.faulty import make_batch
 from tests.parallel.pairs import Pair
 from tests.parallel.spawned import on_ranks
 from tests.zoo import Made
@@ -20,17 +21,8 @@ AT = 3  # the step before which rank 1 drifts
 def shifted() -> Any:
     """A model with a buffer that forwards read."""
     torch.manual_seed(0)
-    body = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    return Made(lambda self, x: self.body(x - self.mean), mean=torch.zeros(4), body=body)
-
-
-def rows(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    drawn = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(5, 4, generator=drawn).double(), torch.randint(3, (5,), generator=drawn)
-
-
-def shift(model: Any, optimizer: Any, loss: Any) -> None:
-    model.load_state_dict({name: one + (name == "body.0.bias") for name, one in model.state_dict().items()})
+    body = nn.Sequential(nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    return Made(lambda self, x: self.body(x - self.mean), mean=torch.zeros(9), body=body)
 
 
 def load(model: Any, optimizer: Any, loss: Any) -> None:
@@ -39,18 +31,14 @@ def load(model: Any, optimizer: Any, loss: Any) -> None:
     optimizer.load_state_dict(state)
 
 
-def write(model: Any, optimizer: Any, loss: Any) -> None:
-    optimizer.state[model.body[2].weight]["exp_avg_sq"].mul_(1.1)
-
-
 #: what a rank does, and after how many steps at most the others notice
 DRIFTS: dict[str, tuple[Callable[..., object], int]] = {
-    "weights": (shift, 0),
+    "weights": (lambda model, *_: nn.init.ones_(model.body[0].bias), 0),
     "optimizer state": (load, 0),
     "optimizer": (lambda model, optimizer, loss: optimizer.param_groups[0].update(lr=0.02), 0),
     "loss": (lambda model, optimizer, loss: loss.weight.mul_(3), 0),
     "weights by data": (lambda model, *_: model.body[2].weight.data[0, 0].add_(1e-12), TURNS),
-    "optimizer state in place": (write, TURNS),
+    "optimizer state in place": (lambda m, o, _: o.state[m.body[2].weight]["exp_avg_sq"].mul_(1.1), TURNS),
     "buffers": (lambda model, *_: model.mean.add_(1), TURNS),
     "": (lambda *_: None, -1),  # none is noticed where none is
 }
@@ -62,7 +50,7 @@ DRIFTS: dict[str, tuple[Callable[..., object], int]] = {
 def test_a_drift_is_noticed_on_all_ranks_before_the_update(rank: int, size: int, name: str, at: int) -> Any:
     """At once in the first step, which is compared in full."""
     drift, most = DRIFTS[name]
-    model, loss = shifted(), nn.CrossEntropyLoss(weight=torch.ones(3).double())
+    model, loss = shifted(), nn.CrossEntropyLoss(weight=torch.ones(4).double())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step = ab.Step(model, loss, optimizer, micro_batch=2, options=ab.Options(check=False))
     is_there = at or "state" not in name  # the optimizer has none at first
@@ -70,7 +58,7 @@ def test_a_drift_is_noticed_on_all_ranks_before_the_update(rank: int, size: int,
         if index == at and rank == 1 and is_there:
             drift(model, optimizer, loss)
         try:
-            step(rows(rank, index))
+            step(make_batch(100 * index + rank, 5, torch.float64))
         except PlanError as error:
             said = str(error)
             assert index - at <= (most if at else 0)
@@ -85,4 +73,4 @@ def test_a_drift_is_noticed_on_all_ranks_before_the_update(rank: int, size: int,
 def test_the_same_rows_on_all_ranks_are_warned_of(rank: int, size: int) -> None:
     step = Pair(shifted(), "torch", "sgd", check=False).step
     with pytest.warns(UserWarning, match="made of copies"):
-        assert [step(rows(0, index)).updated for index in range(4)]
+        assert [step(make_batch(index, 5, torch.float64)).updated for index in range(4)]

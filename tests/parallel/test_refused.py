@@ -1,12 +1,13 @@
 """What several ranks refuse, each with its reason and on all ranks, after which a step goes on."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook as hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel as Wrapped
 
@@ -50,21 +51,9 @@ def test_ranks_that_differ_are_told_in_what(rank: int, size: int, part: str) -> 
     assert said.startswith(f"PlanError: Expected the same {part} on all 2 ranks, got another on ranks [1]")
 
 
-def hooked() -> Any:
-    model = Wrapped(linear())
-    model.register_comm_hook(None, fp16_compress_hook)
-    return model
-
-
-def with_gradient() -> Any:
-    model = linear()
-    model.weight.grad = torch.ones(3, 4)
-    return model
-
-
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {  # by what is said
-    "fp16_compress_hook": (hooked, {}),
-    "weight": (with_gradient, {}),
+    "fp16_compress_hook": (lambda: (it := Wrapped(linear()), it.register_comm_hook(None, hook))[0], {}),
+    "weight": (lambda: (model := linear(), model.weight.sum().backward())[0], {}),
     "DataParallel": (lambda: DataParallel(linear()), {}),
     "BatchNorm": (lambda: nn.Sequential(linear(), nn.BatchNorm1d(3)), {}),
     "SyncBatchNorm": (lambda: nn.Sequential(linear(), nn.SyncBatchNorm(3)), {"batch_norm": "micro"}),
@@ -85,6 +74,7 @@ def test_sparse_gradients_are_refused_and_nothing_is_no_update(rank: int, size: 
     sparse = nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Flatten(), nn.Linear(3, 3))
     assert "sparse" in told(lambda: stepped(sparse)((Y[:, None], Y)))
     assert "no update" in repr(stepped(network())(None))
+    assert "Leave the add out" in told(lambda: stepped(network()).window().add((X[:0], Y[:0])))
 
 
 @on_ranks(2)
@@ -98,37 +88,23 @@ def test_one_rank_may_check_a_wrapped_model_alone(rank: int, size: int) -> None:
     assert step((X, Y)).updated
 
 
-def in_parts(size: int) -> Any:
-    model = make()
-    fully_shard(model.inner[0])
-    return model
-
-
-class Watcher(ab.Callback):
-    def gradients(self, gradients: Any) -> None:
-        raise AssertionError
-
-
-def two_terms(model: Any, micro: Any) -> Any:
-    return {"one": tokens(model, micro), "two": ab.Total(model(micro[0]).square().sum(), len(micro[0]))}
-
-
-def sharded(size: int) -> Any:
+def sharded() -> Any:
     return shard(make())
 
 
-OF_SHARDS: dict[str, tuple[str, Callable[[int], Any], dict[str, Any]]] = {  # what is said, a model, options
+Watcher = type("Watcher", (ab.Callback,), {"gradients": lambda *_: None})
+OF_SHARDS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {  # what is said, a model, options
     "local": ('strategy="auto"', sharded, {"strategy": "local"}),
     "replicate": ('strategy="auto"', sharded, {"strategy": "replicate"}),
-    "Shard": ("without it", lambda _: make(), {"strategy": Shard()}),
-    "parts": ("on the model itself", in_parts, {}),
+    "Shard": ("without it", make, {"strategy": Shard()}),
+    "parts": ("on the model itself", lambda: (model := make(), fully_shard(model.inner[0]))[0], {}),
     "fp16-mixed": ("fp16-mixed", sharded, {"precision": "fp16-mixed"}),
     "bf16-true": ("bf16-true", sharded, {"precision": "bf16-true"}),
     "drop": ("drop", sharded, {"non_finite": "drop"}),
     "memory": ("Leave out one of both", sharded, {"memory": "1GB", "strategy": Shard(hold=True)}),
     "callbacks": ("callbacks", sharded, {"callbacks": [Watcher()]}),
     "hold": ("the same hold", sharded, {"strategy": Shard(hold=True)}),
-    "terms": ("one term", sharded, {"loss": two_terms}),
+    "terms": ("one term", sharded, {"loss": lambda *of: {"one": tokens(*of), "two": tokens(*of)}}),
 }
 
 
@@ -139,16 +115,13 @@ def test_what_shards_refuse(rank: int, size: int, name: str) -> None:
     if name in ("callbacks", "hold") and not rank:
         options = {"strategy": Shard(hold=False)} if name == "hold" else {}
     options, batch = {"loss": tokens, "micro_batch": 2} | options, share(rows(8), [4, 4], rank)
-    assert said in told(lambda: stepped(model(size), **options)(batch))
+    assert said in told(lambda: stepped(model(), **options)(batch))
 
 
 @on_ranks(2)
 def test_checks_and_plans_come_before_shards(rank: int, size: int) -> None:
     parts, batch = shard(make()), share(rows(8), [4, 4], rank)
     optimizer = torch.optim.SGD(parts.parameters())
-    for call in (
-        lambda: ab.check(parts, tokens, batch),
-        lambda: ab.plan(parts, tokens, optimizer, batch, memory="1GB"),
-        lambda: ab.gradient_flow(parts, tokens, batch),
-    ):
-        assert "before fully_shard" in told(call)
+    plan = partial(ab.plan, parts, tokens, optimizer, memory="1GB")
+    for call in (partial(ab.check, parts, tokens), plan, partial(ab.gradient_flow, parts, tokens)):
+        assert "before fully_shard" in told(lambda: call(batch))  # noqa: B023

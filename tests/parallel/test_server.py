@@ -20,6 +20,7 @@ from anybatch.parallel.server import ServerShard
 from anybatch.parallel.worker import Worker
 from anybatch.testing import relative_error, tolerance
 from tests import zoo
+from tests.faults.faulty import make_batch
 from tests.laws.check import stack
 from tests.options import flat
 from tests.parallel.inline import Inline
@@ -29,13 +30,11 @@ ROWS = 37  # uneven in every cut
 
 def network(dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
-    return zoo.dropout(4, 3, p=dropout).double()
+    return zoo.dropout(9, 4, p=dropout).double()
 
 
 def batch(seed: int = 0, rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    drawn = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 4, dtype=torch.float64, generator=drawn)
-    return x, torch.randint(3, (rows,), generator=drawn)
+    return make_batch(seed, rows, torch.float64)
 
 
 def served(servers: int = 2, workers: int = 3, *, cluster: Inline | None = None, **options: Any) -> Any:
@@ -101,24 +100,18 @@ def test_bits_depend_on_no_worker(seed: int) -> None:
 
 
 class EndAt:
-    """Ends a process at a named place, the `number`th time."""
+    """Ends a process at a named place, the `number`th time; or there is a Ctrl-C."""
 
-    def __init__(self, kind: str, method: str, when: str, number: int) -> None:
-        self.place, self.number, self.count = (kind, method, when), number, 0
+    def __init__(self, kind: str, method: str, when: str, number: int, interrupts: bool = False) -> None:
+        self.place, self.number, self.count, self.interrupts = (kind, method, when), number, 0, interrupts
 
     def __call__(self, process: Any, method: str, when: str) -> bool:
         is_it = (process.kind.__name__, method, when) == self.place
         self.count += is_it
-        return is_it and self.count == self.number
-
-
-class Interrupt(EndAt):
-    """Ctrl-C there."""
-
-    def __call__(self, process: Any, method: str, when: str) -> bool:
-        if super().__call__(process, method, when):
+        does = is_it and self.count == self.number
+        if does and self.interrupts:
             raise KeyboardInterrupt
-        return False
+        return does
 
 
 CALLS = {"Worker": ("__init__", "fold"), "ServerShard": ("load", "push", "seal", "commit")}
@@ -147,13 +140,10 @@ def test_many_that_end(seed: int) -> None:
     assert ended
 
 
-FOLDED = lambda process, method, when: (method, when) == ("fold", "after")  # noqa: E731
-
-
-@pytest.mark.parametrize(("end", "match"), [(None, "gone .* Go on from"), (FOLDED, "Expected workers to")])
-def test_what_cannot_be_done_again_is_reported(end: Any, match: str) -> None:
+@pytest.mark.parametrize(("ends", "match"), [(False, "gone .* Go on from"), (True, "Expected workers to")])
+def test_what_cannot_be_done_again_is_reported(ends: bool, match: str) -> None:
     """A machine that is gone with the state of a server; workers that end again and again."""
-    cluster = Inline(0, end or (lambda *_: False))
+    cluster = Inline(0, lambda _, *at: ends and at == ("fold", "after"))
 
     def lose(number: int, _: ParameterServer) -> None:
         if number == 2:
@@ -161,7 +151,7 @@ def test_what_cannot_be_done_again_is_reported(end: Any, match: str) -> None:
 
     with pytest.raises(ab.AnybatchError, match=match) as found:
         updates(cluster=cluster, between=lose)
-    assert isinstance(found.value, RankError) or end
+    assert isinstance(found.value, RankError) or ends
 
 
 def test_workers_join_leave_and_get_slow() -> None:
@@ -169,13 +159,12 @@ def test_workers_join_leave_and_get_slow() -> None:
 
     def between(number: int, server: ParameterServer) -> None:
         counts.append(server.counts)
-        if number == 1:
-            server.add_worker()
         if number == 2:
             server.remove_worker()
             server.remove_worker()
-            server.add_worker()
             cluster.slow = {3}  # a worker, after two servers
+        if number in (1, 2):
+            server.add_worker()
 
     assert_undisturbed(5, cluster=cluster, server={"workers": 2}, between=between)
     assert counts[4]["back-ups"] > counts[2]["back-ups"]
@@ -185,7 +174,7 @@ def test_workers_join_leave_and_get_slow() -> None:
 def test_a_step_that_fails_leaves_all_as_before_and_the_next_one_goes_on(error: type[BaseException]) -> None:
     """A unit that is not finite, and Ctrl-C between the updates of two shards."""
     is_interrupt = error is KeyboardInterrupt
-    cluster = Inline(0, Interrupt(*COMMIT, 4 if is_interrupt else 99))
+    cluster = Inline(0, EndAt(*COMMIT, 4 if is_interrupt else 99, True))
     step, other = (
         step_of(network(), served(2, 2, cluster=one), optimizer=torch.optim.Adam, lr=0.01)
         for one in (cluster, Inline(0))
@@ -205,8 +194,8 @@ def test_a_step_that_fails_leaves_all_as_before_and_the_next_one_goes_on(error: 
 
 def test_a_parameter_without_gradient_is_left_alone() -> None:
     """Weight decay and momentum are for those that the loss reaches."""
-    idle = nn.Linear(4, 3)
-    model = zoo.Made(lambda self, x: self.used(x), used=nn.Linear(4, 3), idle=idle).double()
+    idle = nn.Linear(9, 4)
+    model = zoo.Made(lambda self, x: self.used(x), used=nn.Linear(9, 4), idle=idle).double()
     before = [p.detach().clone() for p in idle.parameters()]
     step = step_of(model, served(2, 2), optimizer=torch.optim.AdamW)  # which decays weights
     step(batch())
@@ -226,7 +215,7 @@ def test_a_run_that_is_resumed_ends_in_the_same_bits(tmp_path: Any) -> None:
     whole = trainer(3, "whole", Inline(1))
     whole.fit(epochs=2)
     with pytest.raises(KeyboardInterrupt):
-        trainer(3, "killed", Inline(2, Interrupt(*COMMIT, 15))).fit(epochs=2)
+        trainer(3, "killed", Inline(2, EndAt(*COMMIT, 15, True))).fit(epochs=2)
     again = trainer(11, "killed", Inline(3))
     again.resume(tmp_path / "killed")
     again.fit(epochs=2)
@@ -255,24 +244,8 @@ def two_terms(model: nn.Module, micro: Any) -> dict[str, ab.Total]:
     return {"all": summed(model, micro), "some": ab.Total(scores[some].square().sum(), some.sum())}
 
 
-class Weighted(nn.Module):
-    """A loss with a factor that programs change while they train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.beta = 1.0
-
-    def raise_beta(self) -> None:
-        self.beta *= 2
-
-    def forward(self, model: nn.Module, rows: Any) -> ab.Total:
-        total = summed(model, rows)
-        return ab.Total(total.sum * self.beta, total.weight)
-
-
-def clamp(step: ab.Step, loss: Any) -> None:
-    for p in step.model.parameters():
-        p.data.clamp_(-0.1, 0.1)  # as for a Wasserstein critic; `.data` has no version
+def scaled(model: nn.Module, rows: Any, factor: float) -> ab.Total:
+    return ab.Total(summed(model, rows).sum * factor, len(rows[1]))
 
 
 def load(step: ab.Step, loss: Any) -> None:
@@ -282,12 +255,13 @@ def load(step: ab.Step, loss: Any) -> None:
 
 
 LONG = {"count": 20, "clip_norm": 0.3}
-WEIGHTED = {"make_loss": lambda: ab.Terms(Weighted())}
+# A loss with a factor that programs change while they train.
+FACTOR = {"make_loss": lambda: ab.Terms(zoo.Made(lambda self, *of: scaled(*of, self.beta), beta=1.0))}
 # What a program asks of its step, or does between two: it comes to the same as without servers.
 PROGRAMS: dict[str, dict[str, Any]] = {
     **{kind.__name__: {"optimizer": kind, **LONG} for kind in (torch.optim.SGD, torch.optim.RMSprop)},
     "AdamW": {**LONG, "server": {"servers": 3, "workers": 1}},
-    "one of each": {**WEIGHTED, "server": {"servers": 1, "workers": 1}},
+    "one of each": {**FACTOR, "server": {"servers": 1, "workers": 1}},
     "a sum": {"make_loss": lambda: nn.CrossEntropyLoss(reduction="sum")},
     "two terms": {"make_loss": lambda: ab.Terms(two_terms, {"all": 1.0, "some": 0.3})},
     "a scheduler": {"scheduler": lambda made: StepLR(made, 1, gamma=0.5)},
@@ -295,10 +269,13 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "collate": {"collate": stack},
     "recompute": {"recompute": ["0"]},
     "float64 sums": {"accumulate": torch.float64, "micro_batch": None},
-    "weights clamped": {"edit": clamp},
+    # As for a Wasserstein critic; `.data` has no version.
+    "weights clamped": {
+        "edit": lambda step, loss: [p.data.clamp_(-0.1, 0.1) for p in step.model.parameters()]
+    },
     "states loaded": {"edit": load},
     "smoothing set": {"edit": lambda step, loss: setattr(loss, "label_smoothing", 0.3)},
-    "a factor of the loss": {"edit": lambda step, loss: loss.function.raise_beta(), **WEIGHTED},
+    "a factor of the loss": {"edit": lambda step, loss: setattr(loss.function, "beta", 2.0), **FACTOR},
 }
 
 
@@ -317,10 +294,6 @@ def test_what_is_served_is_what_one_process_does(name: str) -> None:
 
 
 BETA = 1.0
-
-
-def scaled(model: nn.Module, rows: Any, factor: float) -> ab.Total:
-    return ab.Total(summed(model, rows).sum * factor, len(rows[1]))
 
 
 @pytest.mark.parametrize("where", ["global", "closure", "method"])
@@ -392,11 +365,13 @@ def test_each_worker_asks_ray_for_a_gpu_and_is_refused_where_there_is_none() -> 
     cluster.start(Worker)
 
 
-def test_a_worker_names_rows_of_the_batch() -> None:
+def test_a_worker_names_rows_of_the_batch_and_a_window_is_refused() -> None:
     x, y = batch(0)
     x[ROWS - 1] = torch.nan
     with pytest.raises(NonFiniteLossError, match=rf"within rows {ROWS - 5} to {ROWS - 1} of the batch"):
         step_of(network(), served(), micro_batch=1)((x, y))
+    with pytest.raises(ab.AnybatchError, match="Expected whole batches with a ParameterServer"):
+        step_of(network(), served()).window()
 
 
 def test_an_error_in_a_loss_says_where() -> None:
@@ -417,9 +392,6 @@ def test_an_error_in_a_loss_says_where() -> None:
         assert not server.counts["workers replaced"]
 
 
-NORM, SPECTRAL = nn.BatchNorm1d(3), nn.utils.spectral_norm(nn.Linear(4, 3)).double()
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"loss": ab.WholeBatch(lambda o, y: o.sum())}, "got WholeBatch"),
     ({"optimizer": torch.optim.Adafactor}, "updates each element by itself, got Adafactor"),
@@ -428,21 +400,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"clip_value": 1.0}, "got clip_value=, .* Leave it out"),
     ({"precision": "fp16-mixed"}, "a loss scale"),
     ({"callbacks": [GradientNoise()]}, "got callbacks of gradients .* only workers have. Leave it out"),
-    ({"model": nn.Sequential(nn.Linear(4, 3), NORM).double()}, r"BatchNorm .*Pass Options\(b"),
-    ({"model": SPECTRAL, "check": False}, "writes to no buffer or"),
+    ({"model": nn.Sequential(nn.Linear(9, 4), nn.BatchNorm1d(4)).double()}, r"BatchNorm .*Pass Options\(b"),
+    ({"model": nn.utils.spectral_norm(nn.Linear(9, 4)).double(), "check": False}, "writes to no buffer or"),
 ]
 
 
 @pytest.mark.parametrize(("change", "match"), REFUSED)
 def test_what_workers_cannot_do(change: dict[str, Any], match: str) -> None:
-    model = change.get("model") or network()
-    before = [p.detach().clone() for p in model.parameters()]
-    step = step_of(model, served(), **{name: one for name, one in change.items() if name != "model"})
+    step = step_of(**{"model": network(), "strategy": served()} | change)
+    before = [p.detach().clone() for p in step.model.parameters()]
     with pytest.raises(ab.AnybatchError, match=match):
         step(batch())
-    assert all(map(torch.equal, before, model.parameters()))
-
-
-def test_a_window_is_refused() -> None:
-    with pytest.raises(ab.AnybatchError, match="Expected whole batches with a ParameterServer"):
-        step_of(network(), served()).window()
+    assert all(map(torch.equal, before, step.model.parameters()))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,6 @@ from tests.faults import faulty
 from tests.faults.faulty import NO_MEMORY
 from tests.parallel.pairs import Pair, share, told, whole
 from tests.parallel.spawned import on_ranks
-
-GIVE_UP = timedelta(seconds=6)  # a busy machine answers later than 2
 
 
 class Synced(nn.SyncBatchNorm):
@@ -48,15 +47,13 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "sum": lambda: nn.CrossEntropyLoss(reduction="sum"),
     "whole batch": lambda: ab.WholeBatch(faulty.spread),
 }
-MOMENTUM = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("sizes", [(5, 3), (7, 1), (2, 6)])
 @on_ranks(2)
 def test_one_micro_batch_per_rank_is_the_whole_batch(rank: int, size: int, sizes: Any, loss: str) -> object:
-    plain = build(nn.BatchNorm1d)
-    pair = Pair(plain, LOSSES[loss], MOMENTUM, parts=build(), both={"clip_norm": 0.5})
+    pair = Pair(build(nn.BatchNorm1d), LOSSES[loss], "momentum", parts=build(), both={"clip_norm": 0.5})
     batch = X, torch.arange(8) if loss == "whole batch" else Y
     assert "SyncBatchNorm" in [pair.update(batch, sizes, rank) for _ in range(3)][-1].unchecked
     return pair.bits
@@ -90,18 +87,14 @@ def test_what_would_split_rows_further_is_refused(rank: int, size: int, said: st
 @on_ranks(2)
 def test_a_rank_that_fails_in_the_layer_leaves_all_as_it_was_and_ends_the_run(rank: int, size: int) -> None:
     """Rank 1 fails in its forward, in which the other waits for it; then both try again."""
-    group = dist.new_group(timeout=GIVE_UP)
+    group = dist.new_group(timeout=timedelta(seconds=6))  # a busy machine answers later than 2
 
-    class Fails(Synced):
-        def forward(self, input: Tensor) -> Tensor:
-            if rank == 1:
-                raise NO_MEMORY
-            return super().forward(input)
-
-    model = build(lambda width: Fails(width, process_group=group))
+    model = build(lambda width: Synced(width, process_group=group))
+    forward = mock.Mock(side_effect=NO_MEMORY) if rank else Synced.forward
     pair = Pair(model, "torch", "sgd", parts=model, strategy=Replicate(group=group))
     before = [one.clone() for one in whole(model)]
-    said = [told(lambda: pair.step(share((X, Y), (5, 3), rank))) for _ in range(2)]
+    with mock.patch.object(Synced, "forward", forward):
+        said = [told(lambda: pair.step(share((X, Y), (5, 3), rank))) for _ in range(2)]
     assert all(map(torch.equal, before, whole(model)))
     assert not rank or "it was not run again" in said[0]
     assert "Expected all ranks at the same step" in said[1]

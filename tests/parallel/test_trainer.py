@@ -92,7 +92,7 @@ def undisturbed(way: str, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("epochs", [2, 3], ids=["at the end of an epoch", "in the middle"])
 @on_ranks(4)
 def test_a_run_goes_on_on_any_number_of_ranks(
-    rank: int, size: int, way: str, epochs: int, tmp_path: Path
+    rank: int, size: int, way: str, epochs: int, tmp_path: Any
 ) -> None:
     folder, alone = tmp_path / "run", undisturbed("local")
     done = save(way, folder, epochs)
@@ -126,8 +126,8 @@ def test_ranks_draw_their_own_numbers_and_rank_0_those_of_one_process(four: Rank
 @WAY
 @on_ranks(4)
 def test_with_dropout_a_resumed_run_is_the_same_to_the_bit(
-    rank: int, size: int, way: str, tmp_path: Path
-) -> object:
+    rank: int, size: int, way: str, tmp_path: Any
+) -> Any:
     save(way, tmp_path / "run", 3, layer=nn.Dropout)
     found = resume(rank, size, way, tmp_path / "run", 4, tmp_path, layer=nn.Dropout)[1]
     assert found["bits"] == undisturbed(way, layer=nn.Dropout)["bits"]
@@ -136,9 +136,8 @@ def test_with_dropout_a_resumed_run_is_the_same_to_the_bit(
 
 @pytest.mark.parametrize(("ranks", "seed"), [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1)])
 def test_killed_at_any_moment_it_comes_to_the_same_end(ranks: int, seed: int) -> None:
-    options = ["--kills", "6", "--ranks", str(ranks), "--seed", str(seed)]
-    command = [sys.executable, "-m", "tests.parallel.mortal_saves", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = f"-m tests.parallel.mortal_saves --kills 6 --ranks {ranks} --seed {seed}".split()
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stdout + done.stderr
 
 
@@ -152,12 +151,6 @@ class Batches:
             raise ValueError("no more")
 
 
-def on_a_full_disk(path: Path, tensors: Any) -> str:
-    """Write to a file whose device has no room; the kernel says so."""
-    path.symlink_to("/dev/full")
-    return write_tensors(path, tensors)
-
-
 def odd_options(case: str, odd: bool) -> dict[str, Any]:
     """What rank 1 does otherwise."""
     rows = TensorDataset(*data()["train"])
@@ -166,28 +159,29 @@ def odd_options(case: str, odd: bool) -> dict[str, Any]:
         "fewer batches": lambda: Batches(2 if odd else 3),
         "data": lambda: Batches(3 if odd else 5, odd),
     }
-    if case in loaders:
-        return {"train": loaders[case](), "batch_size": None}
-    if case == "metric":
-        return {"callbacks": [ab.Metrics(wrong=lambda one, two: 1 if odd else ab.accuracy(one, two))]}
     calls: dict[str, Any] = {
         "stops alone": Stop(3),
         "callback": Stop(3, ValueError("enough")),
         "interrupted": Stop(3, KeyboardInterrupt()),
         "signal": lambda report: signal.raise_signal(signal.SIGTERM),
+        "metric": ab.Metrics(wrong=lambda one, two: 1 if odd else ab.accuracy(one, two)),
     }
-    return {"callbacks": [calls[case]]} if odd and case in calls else {}
+    if case in loaders:
+        return {"train": loaders[case](), "batch_size": None}
+    return {"callbacks": [calls[case]]} if case in calls and (odd or case == "metric") else {}
 
 
 def failed(rank: int, size: int, way: str, case: str, folder: Path) -> dict[str, Any]:
     """A training in which rank 1 fails in its own way, or rank 0 where it writes; what was said."""
-    odd, told, patch = rank == 1, {"said": "", "error": ""}, nullcontext()
-    trainer = build(way, out=folder, save_every=2, **odd_options(case, odd))
+    told, patch = {"said": "", "error": ""}, nullcontext()
+    trainer = build(way, out=folder, save_every=2, **odd_options(case, rank == 1))
     if (case, rank) == ("write", 0):
-        error = OSError(28, "No space left")
-        patch = mock.patch("anybatch.parallel.checkpoint.os.replace", side_effect=error)
-    if (case, rank) == ("disk", 1):
-        patch = mock.patch("anybatch.parallel.stored.write_tensors", on_a_full_disk)
+        patch = mock.patch(
+            "anybatch.parallel.checkpoint.os.replace", side_effect=OSError(28, "No space left")
+        )
+    if (case, rank) == ("disk", 1):  # a device that has no room; the kernel says so
+        write = lambda path, of: (path.symlink_to("/dev/full"), write_tensors(path, of))[1]  # noqa: E731
+        patch = mock.patch("anybatch.parallel.stored.write_tensors", write)
     began = time.monotonic()
     try:
         with patch:
@@ -245,6 +239,5 @@ def test_buffers_that_differ_are_named_on_rank_0(rank: int, size: int) -> None:
         self.total += x.detach().sum() * self.training
         return x
 
-    wanted = nullcontext() if rank else pytest.warns(match="Buffers of Sequential differ between ranks")
-    with wanted:
+    with nullcontext() if rank else pytest.warns(match="Buffers of Sequential differ between ranks"):
         build("replicate", layer=lambda: Made(note, total=torch.zeros(()))).fit(epochs=2)
