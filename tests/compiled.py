@@ -8,13 +8,7 @@ from torch import Tensor, nn
 
 
 class Counting:
-    """A backend of `torch.compile` that runs what it is given as it is.
-
-    Attributes:
-        graphs: how many it compiled.
-        rows: of each call, in order.
-        fails: of these calls the next one runs out of memory.
-    """
+    """A backend of `torch.compile` that runs what it is given as it is."""
 
     def __init__(self) -> None:
         torch.compiler.reset()
@@ -24,9 +18,7 @@ class Counting:
     def __call__(self, module: Any, inputs: Any) -> Any:
         self.graphs += 1
         held = {id(one) for one in inputs if isinstance(one, nn.Parameter)}
-        place = next(
-            index for index, one in enumerate(inputs) if isinstance(one, Tensor) and id(one) not in held
-        )
+        place, *_ = (at for at, one in enumerate(inputs) if isinstance(one, Tensor) and id(one) not in held)
 
         def call(*arguments: Any) -> Any:
             self.rows.append(len(arguments[place]))

@@ -310,14 +310,9 @@ def attempt(change: Change, covering: Map, copy: Path) -> dict[str, Any]:
 def copied(number: int) -> Path:
     """Return a copy of the project's files."""
     copy = BUILD / f"copy{number}"
-    command = ["git", "ls-files", "-co", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     shutil.rmtree(copy, ignore_errors=True)
-    for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)
-    return copy
+    left_out = ".git", ".venv*", "build", "runs", "__pycache__", ".*_cache", ".hypothesis"
+    return shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*left_out))
 
 
 def main() -> int:

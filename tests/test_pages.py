@@ -48,21 +48,10 @@ NEEDS = {
 }  # and what shows it in a block
 COMPILER = "a C++ compiler"
 HOSTS = ("lightning", "accelerate", "accelerate.utils", "sentence_transformers")
-ALONE = {
-    "wandb",
-    "mlflow",
-    "trackio",
-    "ray",
-    "peft",
-    COMPILER,
-    *HOSTS,
-}  # leave threads, variables and warnings behind
+ALONE = {"wandb", "mlflow", "trackio", "ray", "peft", COMPILER, *HOSTS}  # leave threads and variables behind
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-MOST_WORDS = 900  # of a page, without blocks
-
-LONGEST = 60  # lines of a page under "I train ..."
-
+MOST_WORDS, LONGEST = 900, 60  # of a page, without blocks; lines of a page under "I train ..."
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -167,26 +167,6 @@ def test_reference_has_every_public_name_with_an_example() -> None:
     ]
 
 
-#: A page, and the words that people search for.
-SEARCHED = """
-detection: detection; preference: kto dpo grpo; segmentation: dice segmentation; distillation: distillation
-diffusion: diffusion; gan: gan; contrastive: clip; ctc: ctc; moe: experts; packing: packed; colab: notebook
-multitask: multi-task; mixup: mixup timm; batchnorm: batchnorm; migrating: deepspeed keras; lora: lora
-"""
-WORDS = [
-    (page, word) for page, words in re.findall(r"(\w+): ([\w -]+)", SEARCHED) for word in words.split()
-] + [("card", "out of memory")]
-
-
-@pytest.mark.parametrize(("page", "word"), WORDS)
-def test_a_word_that_people_search_for_is_in_the_title_of_its_page_alone(page: str, word: str) -> None:
-    """Sphinx ranks titles first, unless the text does not have the word."""
-    pages = {page.stem: page.read_text().lower() for page in DOCS.glob("*.md")}
-    titles = {name for name, text in pages.items() if word in text.partition("\n")[0]}
-    assert titles == {page}
-    assert word in pages[page].partition("\n")[2]
-
-
 # ---- the site itself, and the workflows
 
 

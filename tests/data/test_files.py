@@ -143,16 +143,6 @@ def test_damaged_records_are_refused_by_name(tmp_path: Path, name: str, data: by
         read_cifar10(tmp_path)
 
 
-def test_folders_are_recognised(tmp_path: Path) -> None:
-    mnist, cifar10 = tmp_path / "a", tmp_path / "b"
-    for folder, write in ((mnist, write_mnist), (cifar10, write_cifar10)):
-        folder.mkdir()
-        write(folder)
-        (folder / "README.md").touch()  # other files do not matter
-    found = load(str(mnist)).train.name, load(cifar10).train.name, load("digits").test.name
-    assert found == ("MNIST, training", "CIFAR-10, training", "digits, held out")
-
-
 def test_what_holds_no_data_set_is_refused(tmp_path: Path) -> None:
     makes: dict[str, Any] = {
         "'digits' or a folder that can be read, got: No such file or directory": lambda _: None,

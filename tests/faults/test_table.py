@@ -36,16 +36,6 @@ STATEFUL = ["dropout", "counting", "drawing"]
 ROUNDED = tolerance(torch.float32, 8)  # additions in another order
 
 
-@pytest.mark.parametrize("kind", [kind for kind in faulty.ZOO if kind != "float64 sums"])
-def test_what_faulted_steps_are_compared_with_is_the_loop_by_hand(kind: str) -> None:
-    step, twin, cut, batch = build(kind), build(kind), (4, 2, 2, 4, 2, 1, 1), make_batch()
-    faulty.by_hand(twin, batch, cut)
-    expected = snapshot(twin)
-    seed(faulty.BEGIN)
-    windowed(step, batch, cut)
-    assert_same(expected, snapshot(step))
-
-
 COLUMNS = ("step", "window", "passes")
 # Where the fault is, what it is, and how the rows come in each column.
 RECOVERS: dict[str, tuple[str, Any, tuple[str, str, str]]] = {

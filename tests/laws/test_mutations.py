@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -52,55 +53,28 @@ def bit_law() -> None:
         test_uncut.test_uncut_is_torch_to_the_bit(case)
 
 
-def model_law() -> None:
-    test_models.test_any_cut_gives_the_whole_batch("shared memory", {})
+def fault_law(row: str, kind: str) -> Law:
+    return partial(test_table.test_recovers, row, kind, "step", 2, 5)
 
 
-def update_law() -> None:
-    identical = test_identical.test_cut_step_is_the_loop_with_the_same_cut
-    identical("mlp", 5, ("norm", 0.5), test_identical.sgd)
-
-
-def masked_law() -> None:
-    test_masked.test_nothing_changes(BY_NAME[TOKENS])
-
-
-def bfloat16_law() -> None:
-    test_precision.test_a_thousand_micro_batches_add_up(test_precision.EQUAL, torch.bfloat16, {})
-
-
-def float16_law() -> None:
-    test_precision.test_by_name(BY_NAME["mse-reduction=mean"], "fp16-mixed")
-
-
-def overflow_law() -> None:
-    test_overflow.test_an_overflow_costs_no_update("dropout", "mixed", "step", 2, 2)
-
-
-def fault_law(row: str, kind: str, at: int = 2, warm: int = 5) -> Law:
-    return lambda: test_table.test_recovers(row, kind, "step", at, warm)
-
-
-def drop_law() -> None:
-    test_not_finite.test_drop_is_the_step_on_the_others("divided early", [3], 32, "loss", "step")
-
-
-def drawn_law() -> None:
-    drawn.run(drawn.LAWS["a fault changes no update"], seed=1, examples=60, is_shrunk=False)
-
-
-def table_law() -> None:
-    """Of a forward that grows a table, and remembers its length beside it."""
-    test_state.test_attributes_move_once_for_each_micro_batch("passes", "none", 5)
-
-
-def found_law() -> None:
-    test_state.test_gradients_found_before_a_step_are_added("dropout", None, 4)
-
-
-def raise_law() -> None:
-    test_table.test_what_raises_changes_nothing("anything else", "step", "counting", "mid", 2, 5)
-
+update_law = partial(
+    test_identical.test_cut_step_is_the_loop_with_the_same_cut, "mlp", 5, ("norm", 0.5), test_identical.sgd
+)
+bfloat16_law = partial(
+    test_precision.test_a_thousand_micro_batches_add_up, test_precision.EQUAL, torch.bfloat16, {}
+)
+float16_law = partial(test_precision.test_by_name, BY_NAME["mse-reduction=mean"], "fp16-mixed")
+overflow_law = partial(test_overflow.test_an_overflow_costs_no_update, "dropout", "mixed", "step", 2, 2)
+drop_law = partial(
+    test_not_finite.test_drop_is_the_step_on_the_others, "divided early", [3], 32, "loss", "step"
+)
+drawn_law = partial(drawn.run, drawn.LAWS["a fault changes no update"], seed=1, examples=60, is_shrunk=False)
+found_law = partial(test_state.test_gradients_found_before_a_step_are_added, "dropout", None, 4)
+# Of a forward that grows a table, and remembers its length beside it.
+table_law = partial(test_state.test_attributes_move_once_for_each_micro_batch, "passes", "none", 5)
+raise_law = partial(
+    test_table.test_what_raises_changes_nothing, "anything else", "step", "counting", "mid", 2, 5
+)
 
 BREAKS: dict[str, list[Law]] = {
     "mean_of_means": [cut_law(TOKENS), cut_law("mse-reduction=mean")],
@@ -121,18 +95,16 @@ BREAKS: dict[str, list[Law]] = {
     "last_micro_batch_dropped": [cut_law(WEIGHTED)],
     "tail_scaled_like_a_full_one": [cut_law("mse-reduction=mean")],
     "sums_in_the_parameters_dtype": [bfloat16_law],
-    "memory_left_shared": [model_law],
+    "memory_left_shared": [partial(test_models.test_any_cut_gives_the_whole_batch, "shared memory", {})],
     "gradients_of_the_step_before_left_over": [cut_law(WEIGHTED, repeats=2)],
     "clip_per_micro_batch": [update_law],
     "update_per_micro_batch": [update_law],
     "schedule_per_micro_batch": [update_law],
-    "masked_batches_update_too": [masked_law],
+    "masked_batches_update_too": [partial(test_masked.test_nothing_changes, BY_NAME[TOKENS])],
     "scale_left_in_the_gradient": [float16_law],
     "an_overflow_loses_the_update": [overflow_law],
     "redone_with_another_mask": [
-        overflow_law,
-        fault_law("... in backward, nothing accepted", "dropout"),
-        drawn_law,
+        overflow_law, fault_law("... in backward, nothing accepted", "dropout"), drawn_law,
     ],
     "what_was_accepted_comes_again": [fault_law("... after something reached .grad", "dropout")],
     "buffers_not_put_back": [fault_law(FORWARD, "counting"), raise_law, drawn_law],
@@ -149,7 +121,7 @@ BREAKS: dict[str, list[Law]] = {
     "gradients_found_dropped": [found_law],
     "dropped_rows_keep_their_weight": [drop_law],
     "no_weight_backup": [test_masters.test_a_thousand_small_updates_arrive],
-}
+}  # fmt: skip
 
 
 HOLD: set[Law] = set()  # laws that have been seen to hold

@@ -1,6 +1,9 @@
-"""Devices that are here, and those that are not."""
+"""Devices that are here, and those that are not; readings, against patterns whose peak is known."""
 
+import gc
 import resource
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 
 from anybatch.core.errors import PlanError
-from anybatch.memory import device as module
+from anybatch.memory import MemoryReading, device as module
 from anybatch.memory.device import find_device, parse_memory
 
 # Files of a machine with 1000 KiB, of which 300 are free; we take 50 KiB, of which 20 hold tensors.
@@ -83,3 +86,48 @@ def test_budget(memory: str | int, expected: float) -> None:
 def test_no_budget_is_refused(memory: object) -> None:
     with pytest.raises(PlanError, match="Expected a "):
         parse_memory(memory, find_device("cuda:t4"))  # type: ignore[arg-type]
+
+
+MIB = 2**20
+LIMIT = 0.01  # relative
+
+
+def read(work: Callable[[], object]) -> tuple[int, MemoryReading]:
+    gc.collect()  # what others left is no event
+    found = MemoryReading.begin(["cpu"])
+    work()
+    found.mark()
+    return found.end()[0], found
+
+
+def known_pattern() -> None:
+    first = torch.empty(3 * MIB, dtype=torch.uint8)
+    torch.empty(5 * MIB, dtype=torch.uint8)
+    del first
+    torch.empty(2 * MIB, dtype=torch.uint8)
+
+
+def test_known_pattern_and_memory_from_before() -> None:
+    before = [torch.empty(MIB)]
+    peak, found = read(lambda: (known_pattern(), before.clear()))
+    assert peak == pytest.approx(8 * MIB, rel=LIMIT)
+    assert (found.events, found.is_exact, found.end()) == (8, True, None)  # two of them are the mark's
+
+
+def test_no_reading_beside_a_profiler_or_another_reading() -> None:
+    found: list[object] = []
+    first = MemoryReading.begin(["cpu"])
+    found.append(MemoryReading.begin(["cpu"]))
+    thread = threading.Thread(target=lambda: found.append(MemoryReading.begin(["cpu"])))
+    thread.start()
+    thread.join()
+    first.end()
+    with torch.profiler.profile() as profiler:
+        found.append(MemoryReading.begin(["cpu"]))
+    assert found == [None] * 3
+    lost = MemoryReading.begin(["cpu"])
+    with torch.profiler.profile() as profiler:
+        torch.ones(3).add(1)
+    assert lost.end() is None
+    assert any(event.name == "aten::add" for event in profiler.events())
+    assert MemoryReading.begin(["cuda"]) is None or torch.cuda.is_initialized()

@@ -1,4 +1,4 @@
-"""The fastest plan that fits, and the smallest budget for which there is one."""
+"""The fastest plan that fits, the smallest budget for which there is one, and the law of bytes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +10,7 @@ from torch import nn
 
 from anybatch import PlanReport, Step, WholeBatch
 from anybatch.core.errors import BudgetError
+from anybatch.planner.law import Law
 from anybatch.planner.request import Request
 from anybatch.planner.search import choose
 from anybatch.planner.trace import trace
@@ -104,3 +105,26 @@ def test_an_optimizer_goes_one_by_one_only_where_that_is_needed() -> None:
     assert peak_of(step, report, batch) == report.peak <= least
     plain = request(make(lambda: net(blocks=2)), batch)
     assert least == smallest(plain)
+
+
+LIMIT = 1e-3  # relative
+
+
+FORMS = {
+    "rows": lambda m, n: 1e6 + 5e5 * m,
+    "rows and length": lambda m, n: 1e6 + 3e3 * m * n,
+    "attention": lambda m, n: 2e3 * m * n + 20 * m * n * n,
+    "recurrent": lambda m, n: 1e5 * n + 2e3 * m * n,
+}
+READ = [(2, 64), (5, 64), (11, 64), (4, 96), (8, 32), (3, 120), (6, 50)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sizes_that_were_not_read_follow_from_those_that_were(form: str) -> None:
+    law = Law()
+    for size in READ:
+        law.add(size, FORMS[form](*size))
+    for size in [(22, 64), (12, 120), (7, 90), (16, 30)]:
+        true = FORMS[form](*size)
+        assert law(size) == pytest.approx(true, rel=LIMIT)
+        assert true < law.bound(size) < 1.25 * true
