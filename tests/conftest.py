@@ -19,20 +19,18 @@ import torch
 import torch.distributed
 
 # What libraries set once and keep. "Dummy-" is a thread that Python did not start, such as autograd's.
-LIBRARY_VARIABLES = (
+VARIABLES = [
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
-)
-LIBRARY_THREADS = ("Dummy-", "TMonitor", "tqdm_monitor", "QueueFeederThread")
+]
+THREADS = ("Dummy-", "TMonitor", "tqdm_monitor", "QueueFeederThread")
 
 #: What a test leaves as it found it, and how to read it.
 STATE: dict[str, Callable[[], set[Any]]] = {
-    "environment": lambda: {item for item in os.environ.items() if item[0] not in LIBRARY_VARIABLES},
-    "threads": lambda: {
-        thread for thread in threading.enumerate() if not thread.name.startswith(LIBRARY_THREADS)
-    },
+    "environment": lambda: {item for item in os.environ.items() if item[0] not in VARIABLES},
+    "threads": lambda: {one for one in threading.enumerate() if not one.name.startswith(THREADS)},
     "child processes": lambda: {child.pid for child in multiprocessing.active_children()},
     "process group": lambda: {torch.distributed.is_available() and torch.distributed.is_initialized()},
     "default dtype": lambda: {torch.get_default_dtype()},
@@ -71,13 +69,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
         signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.register_random(TORCH_RANDOM)
-    hypothesis.settings.register_profile(
-        "house",
-        deadline=None,
-        derandomize="CI" in os.environ,
-        print_blob=True,
-        suppress_health_check=[hypothesis.HealthCheck.too_slow],
-    )
+    options: Any = {
+        "derandomize": "CI" in os.environ,
+        "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+    }
+    hypothesis.settings.register_profile("house", deadline=None, print_blob=True, **options)
     hypothesis.settings.load_profile("house")
 
 

@@ -24,11 +24,7 @@ DRAWN = {"random state", *(f"random state of {name}" for name in STREAMS)}  # na
 
 
 def snapshot(step: Step) -> dict[str, Any]:
-    """All that a step may touch, by name.
-
-    Parameters, their float32 copies, buffers, attributes, modes, hooks, gradients, optimizers, schedulers,
-    the loss scale and random streams.
-    """
+    """All that a step may touch, by name."""
     state: dict[str, Any] = {"random state": torch.get_rng_state(), "scale": step.scale.state()}
     state |= {f"random state of {name}": read() for name, read in STREAMS.items()}
     for name, module in step.model.named_modules():

@@ -1,13 +1,15 @@
-"""Lists with one entry for each row are cut as tensors are."""
+"""A cut batch is the batch: each row once, in order, also of lists with an entry for each row."""
 
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from anybatch import BatchLoss, Options, Step, Total
 from anybatch.core import batch_of
+from anybatch.core.batch import SampleBatch, TensorBatch, cut_sizes
 from anybatch.parallel import ParameterServer
 from anybatch.testing import relative_error
 from tests.parallel.inline import Inline
@@ -94,3 +96,21 @@ def gradient(how: str, size: int) -> list[Tensor]:
 @pytest.mark.parametrize("how", ["step", "window", "batch_loss", "memory", "server"])
 def test_a_detector_is_trained_exactly_through_every_door(how: str, size: int) -> None:
     assert relative_error(gradient(how, size), gradient("loop", size)) <= EXACT
+
+
+@given(st.integers(1, 30), st.integers(1, 35))
+def test_tensor_and_sample_batches_cut_alike(rows: int, micro_batch: int) -> None:
+    x, y = torch.arange(rows), torch.arange(2.0 * rows).reshape(rows, 2)
+    tensors = TensorBatch({"x": x, "y": [y, None]})
+    samples = SampleBatch(list(range(rows)), torch.tensor)
+    assert tensors.rows == samples.rows == rows
+    parts = list(tensors.cut(micro_batch))
+    sizes = [len(part["x"]) for part in parts]
+    assert sizes == cut_sizes(rows, micro_batch)
+    assert set(sizes[:-1]) <= {micro_batch}
+    assert 1 <= sizes[-1] <= micro_batch
+    assert torch.equal(torch.cat([part["x"] for part in parts]), x)
+    assert torch.equal(torch.cat([part["y"][0] for part in parts]), y)
+    assert all(part["y"][1] is None for part in parts)
+    for one, other in zip(parts, samples.cut(micro_batch), strict=True):
+        assert torch.equal(one["x"], other)

@@ -291,10 +291,7 @@ def by_hand(
 def assert_as_unfaulted(
     step: ab.Step, report: ab.StepReport, twin: ab.Step, batch: Any, *, way: str = "step", bound: float = 0.0
 ) -> None:
-    """All is as in the twin after the same cut without a fault; parameters and optimizers up to `bound`.
-
-    An `add` of a window that came in halves is merged as one, so that its additions are in another order.
-    """
+    """All is as in the twin after the same cut without a fault; parameters and optimizers up to `bound`."""
     found = snapshot(step)
     seed(BEGIN)
     other = windowed(twin, batch, report.cut) if way == "window" else with_cut(twin, report.cut, batch)
@@ -302,7 +299,7 @@ def assert_as_unfaulted(
     expected = snapshot(twin)
     for one in (found, expected):
         del one["scale"]  # it counts updates without an overflow
-    if bound:
+    if bound:  # an `add` that came in halves is merged as one: its additions are in another order
         names = [name for name in expected if name.startswith(("parameter", "float32 copy", "optimizer"))]
         pairs = [(found.pop(name), expected.pop(name)) for name in names]
         compared = [(one, two) for one, two in pairs if isinstance(one, Tensor)]

@@ -1,7 +1,4 @@
-"""What a step must not lose: gradients it finds, attributes its forward changes, and what it draws.
-
-Also the snapshot on which tests of faults rely: it sees every kind of change.
-"""
+"""What a step must not lose: gradients it finds, attributes its forward changes, and what it draws."""
 
 import math
 import random

@@ -1,7 +1,4 @@
-"""The fault table: a step recovers to the bits of the same cut without the fault, or nothing has changed.
-
-Also windows that are used out of order, interrupted, or left open.
-"""
+"""The fault table: a step recovers to the bits of the same cut without the fault, or nothing has changed."""
 
 import copy
 import math

@@ -1,5 +1,6 @@
-"""What can be a loss, and what is refused with the way out."""
+"""What can be a loss, how batches are read, and what is refused with the way out."""
 
+from collections import UserDict, namedtuple
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from anybatch import Step, Total
 from anybatch.core.errors import LossError
+from anybatch.losses.inputs import TARGET_KEYS, split_batch
 from anybatch.losses.resolve import check_loss, resolve
 
 
@@ -54,3 +56,28 @@ def test_weights_that_no_sum_can_have_are_refused_at_the_door(name: str, bad: fl
         with pytest.raises(LossError, match=f"`{name}` of .* finite and at least 0, got values from"):
             check_loss(loss)
     check_loss(nn.BCEWithLogitsLoss(**{name: weight.nan_to_num(0, 0, 0).abs()}))
+
+
+Pair = namedtuple("Pair", "image label")
+
+READINGS: list[tuple[Any, Any, tuple[Any, ...]]] = [
+    ((1, 2), 1, (2,)),
+    ([1, 2], 1, (2,)),  # as loaders collate it
+    (Pair(1, 2), 1, (2,)),
+    (((1, 2), 3), (1, 2), (3,)),
+    (({"a": 1}, 3), {"a": 1}, (3,)),
+    ((1, 2, 3), (1, 2), (3,)),
+    ((1, 2, (3, 4)), (1, 2), (3, 4)),
+    ((1,), 1, ()),
+    ({"a": 1, "b": 2, "target": 3}, {"a": 1, "b": 2}, (3,)),
+    (UserDict({"a": 1, "labels": 3}), {"a": 1}, (3,)),
+    *[({"x": 1, key: 2}, {"x": 1}, (2,)) for key in TARGET_KEYS],
+]
+WHOLE = [((1, 2, 3), (1, 2, 3)), ([1, 2, 3], (1, 2, 3)), ((1,), 1), ({"a": 1, "y": 2}, {"a": 1, "y": 2})]
+
+
+def test_a_batch_is_read() -> None:
+    for micro, inputs, targets in READINGS:
+        assert split_batch(micro) == (inputs, targets)
+    for micro, inputs in WHOLE:
+        assert split_batch(micro, has_target=False) == (inputs, ())

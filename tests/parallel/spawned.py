@@ -63,10 +63,7 @@ class Ranks:
             calls.send(call)
 
     def answers(self, seconds: float = 60.0, *, silent: int = -1) -> list[tuple[str, Any]]:
-        """What each rank gave: ("value", it), ("error", traceback) or ("ended", exit code).
-
-        The rank `silent` gives nothing, and is ended when all others have answered.
-        """
+        """("value", it), ("error", traceback) or ("ended", exit code) of each; `silent` is ended last."""
         got: dict[int, tuple[str, Any]] = {}
         end = time.monotonic() + seconds
         while len(got) < self.size:
@@ -114,10 +111,7 @@ def spawned(size: int) -> Iterator[Ranks]:
 
 
 def on_ranks(*sizes: int, seconds: float = 60.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Make a test of `test(rank, size, ...)`: each rank of groups of these sizes runs it.
-
-    What it returns is to be the same on all ranks, to the bit.
-    """
+    """Make a test of `test(rank, size, ...)`, whose result is to be the same on all ranks, to the bit."""
 
     def decorate(test: Callable[..., Any]) -> Callable[..., None]:
         groups = {2: "two", 4: "four"}  # fixtures

@@ -188,10 +188,7 @@ def test_peak_is_flat_in_the_number_of_micro_batches(case: str, way: str) -> Non
 
 
 def overhead(case: str, micro_batches: int) -> int:
-    """What a step may hold beyond the loop: one number per micro-batch, and the buffers as they were twice.
-
-    Before the step, and before the micro-batch.
-    """
+    """A step may hold, beyond the loop, a number per micro-batch and the buffers as they were twice."""
     buffers = sum(buffer.nbytes for buffer in CASES[case][0]().buffers())
     return 2 * buffers + 4 * micro_batches + 64
 

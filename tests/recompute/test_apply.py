@@ -1,6 +1,7 @@
 """Policies change nothing but memory: loss, gradients, buffers and random streams to the bit."""
 
 import itertools
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,12 +25,16 @@ from tests.device import needs_cpu
 from tests.integrations.heads import HEADS
 from tests.recompute.models import MODELS, every, make, run, seed, streams
 from tests.snapshots import changes, same
+from tests.zoo import Made
 
 policies = pytest.mark.parametrize("policy", POLICIES)
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
 
 # What transformers says about configs as tiny as these is about nothing that matters here.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:transformers"),
+    pytest.mark.filterwarnings("ignore:.*weights are not part of single contiguous chunk"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -172,3 +178,58 @@ def test_selective_keeps_products_convolutions_and_attention(
         loss.backward()
     assert sum(kept in name and "backward" not in name for name in ran) == again
     assert ran.count("tanh") == 1
+
+
+WIDTH, LENGTH = 8, 5
+
+
+def function(of: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a linear layer in front of a function."""
+    return Made(lambda self, x: of(self.linear(x)), linear=nn.Linear(WIDTH, WIDTH))
+
+
+def first(inner: nn.Module, given: int = 1) -> nn.Module:
+    """Return the first output of a module that has several; attention is given its arguments thrice."""
+    return Made(lambda self, x: self.inner(*[x] * given)[0], inner=inner)
+
+
+def add_to_chunk(y: Tensor) -> Tensor:
+    left, right = y.unsafe_chunk(2, -1)
+    return left.add_(right).sin()
+
+
+def add_to_view(y: Tensor) -> Tensor:
+    y[..., :2] += 1
+    return y.tanh()
+
+
+def attend(dropout: float) -> Callable[[Tensor], Tensor]:
+    return lambda y: F.scaled_dot_product_attention(y[:, None], y[:, None], y[:, None], dropout_p=dropout)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "GRU": lambda: first(nn.GRU(WIDTH, WIDTH, batch_first=True)),
+    "GRU of two layers": lambda: first(nn.GRU(WIDTH, WIDTH, 2, dropout=0.3, bidirectional=True)),
+    "LSTM": lambda: first(nn.LSTM(WIDTH, WIDTH, bidirectional=True)),
+    "RNN": lambda: first(nn.RNN(WIDTH, WIDTH, 2, dropout=0.3, nonlinearity="relu")),
+    "attention": lambda: function(attend(0.0)),
+    "attention with dropout": lambda: function(attend(0.3)),
+    "heads with dropout": lambda: first(nn.MultiheadAttention(WIDTH, 2, dropout=0.3, batch_first=True), 3),
+    "encoder": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.2, batch_first=True),
+    "in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(True), nn.Dropout(0.3)),
+    "RReLU in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU(inplace=True)),
+    "convolution in place": lambda: nn.Sequential(nn.Conv1d(LENGTH, 4, 3), nn.SiLU(inplace=True)),
+    "chunk and add": lambda: function(add_to_chunk),
+    "view and add": lambda: function(add_to_view),
+    "rows of a view": lambda: function(lambda y: y.view(-1, 4).mul_(2).view_as(y).sigmoid()),
+    "transposed": lambda: function(lambda y: (y.transpose(1, 2) @ y).add_(1).softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", MODULES)
+def test_modules_of_many_kinds_have_the_same_bits(kind: str, policy: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MODULES[kind]())
+    x = torch.randn(4, LENGTH, WIDTH)
+    assert changes(run(model, x, ()), run(model, x, (("1", policy),))) == []
