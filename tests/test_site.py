@@ -170,10 +170,6 @@ def test_reference_has_every_public_name_with_an_example() -> None:
 # ---- the site itself, and the workflows
 
 
-def test_citation_has_the_version() -> None:
-    assert f"\nversion: {ab.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-
-
 def test_readme_names_demo_and_tests_on_lines_of_their_own() -> None:
     _, _, install = (ROOT / "README.md").read_text().partition("\n## Install\n")
     lines = install.partition("\n## ")[0].splitlines()

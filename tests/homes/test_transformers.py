@@ -129,6 +129,31 @@ def test_out_of_memory_loses_no_update(mode: Any) -> None:
     assert error(whole.gradients[-1], home.gradients[-1]) <= LIMIT
 
 
+def test_accumulation_broken_off_leaves_nothing_for_the_next_update() -> None:
+    class Stops(transformers.TrainerCallback):
+        stops = True
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop, self.stops = self.stops, False
+
+    run = homes.trainer_of(OWN, "both", callbacks=(Stops,))
+    for _ in range(2):
+        with quiet():
+            run.trainer.train()
+    assert error(train(OWN, "whole").gradients[0], run.gradients[0]) <= LIMIT
+
+
+def test_hosts_that_exchange_gradients_themselves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for holder, name, value, said in (
+        (transformers.TrainingArguments, "n_gpu", 2, "torchrun --nproc-per-node 2"),
+        (__import__("accelerate").Accelerator, "distributed_type", "DEEPSPEED", "got DEEPSPEED"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(holder, name, value)
+            with pytest.raises(PlanError, match=said):
+                homes.trainer_of(OWN, "home")
+
+
 class Half(transformers.Trainer):
     """A host that computes in float16 on the CPU, where accelerate refuses it, with small gradients."""
 

@@ -307,6 +307,20 @@ SETTINGS: Mistakes = {
     "a setting set later": ("step.clip_norm = 1.0", "'clip_norm'", "new Step("),
     "add after the end": ("w = step.window(); w.discard(); w.add((x, y))", "closed", "step.window()"),
     "a step in an open window": ("step.window().add((x, y)); step((x, y))", "8 rows", "close()"),
+    **{f"{act} in an open window": (
+        f"t = Trainer(); t.step.window().add((x, y)); t.{act}('run')", f"to {act}, got one with 8")
+       for act in ("save", "resume")},
+    "state of a step in an open window": ("step.window().add((x, y)); step.state_dict()", "no open window"),
+    "unfrozen between two adds": (
+        "model.bias.requires_grad_(False); w = step.window(); w.add((x, y))\n"
+        "model.bias.requires_grad_(True); w.add((x, y))", "same 1 parameter"),
+    "a callback twice": (
+        "C = type('C', (), {'update': print})()\n"
+        "ab.Trainer(Step(callbacks=[C]), (x, y), batch_size=4, callbacks=[C])", "each callback once"),
+    "early stopping without validation": (
+        "Trainer(callbacks=[ab.EarlyStopping()]).fit(1)", "trainer with validation rows"),
+    "early stopping by no metric": (
+        "Trainer(validation=(x, y), callbacks=[ab.EarlyStopping('acuracy')]).fit(1)", "got 'acuracy'"),
     "an empty window": ("step.window().close()", "got 0 rows", "add()"),
     "backward in a window": (
         "w = step.window(); loss(model(x), y).backward(); w.add((x, y))", "['weight', 'bias']", "zero_grad"),

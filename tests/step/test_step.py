@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
-from anybatch import Options, Step
+from anybatch import Options, Step, Total
 from anybatch.engine import Plan
 from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
 from tests.snapshots import make_batch, make_step
@@ -76,3 +76,35 @@ def test_several_optimizers_make_one_update_each() -> None:
     for seed in range(3):
         assert apart(make_batch(seed)) == together(make_batch(seed))
     assert all(map(torch.equal, apart.model.parameters(), together.model.parameters()))
+
+
+def test_parts_that_change_count_from_the_next_step() -> None:
+    model, loss, other = nn.Linear(3, 2), nn.CrossEntropyLoss(), nn.Parameter(torch.ones(2))
+    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=1.0), micro_batch=2)
+    batch = torch.randn(4, 3), torch.randint(2, (4,))
+    for _ in range(5):  # the first steps gather anew in any case
+        step(batch)
+    model.bias.requires_grad_(False)
+    before, loss.reduction, loss.label_smoothing = model.bias.detach().clone(), "sum", 0.3
+    expected = loss(model(batch[0]), batch[1])
+    assert relative_error(step(batch).loss, expected) <= tolerance(torch.float32, terms=4)
+    assert torch.equal(model.bias, before)
+    model.bias.requires_grad_(True)
+    model.register_parameter("other", other)
+    model.register_forward_hook(lambda module, inputs, output: output * module.other)
+    step.optimizers[0].add_param_group({"params": [other]})
+    step(batch)
+    assert not torch.equal(model.bias, before)
+    assert not torch.equal(other, torch.ones(2))
+
+
+@pytest.mark.parametrize("micro_batch", [None, 4])
+def test_the_critic_of_a_generators_loss_keeps_its_gradients(micro_batch: int | None) -> None:
+    generator, critic, x = nn.Linear(3, 2), nn.Linear(2, 1), torch.randn(10, 3)
+    fooled = lambda model, micro: Total(critic(model(micro)).exp().sum(), len(micro))  # noqa: E731
+    step = Step(generator, fooled, torch.optim.SGD(generator.parameters(), lr=0.1), micro_batch=micro_batch)
+    critic.weight.grad = found = torch.ones_like(critic.weight)
+    step(x)
+    assert critic.weight.grad is found
+    assert found.eq(1).all()
+    assert critic.bias.grad is None

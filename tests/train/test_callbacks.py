@@ -377,6 +377,11 @@ def test_lines_are_json_with_null_for_what_it_cannot_say(tmp_path: Path) -> None
     assert epoch == {"event": "epoch"} | asdict(lost) | {"loss": None, "validation": validation}
 
 
+def test_checkpoints_are_saved_by_the_clock(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_minutes=1e-9, keep=10).fit(epochs=2)
+    assert numbered(tmp_path) == [6, 5, 4, 3, 2, 1]
+
+
 @pytest.mark.parametrize("save_every", [0, 1, 2])
 @pytest.mark.parametrize("event", [("update", 1), ("epoch", 1), ("update", 5), ("epoch", 2)])
 def test_after_a_resume_the_log_has_each_update_and_each_epoch_once(
