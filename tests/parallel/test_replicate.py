@@ -254,7 +254,7 @@ torch.manual_seed(0)
 model, x = torch.nn.Linear(3, 2).double(), torch.arange(30.0).view(10, 3).double() / 30
 step = ab.Step(model, torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
 mine = slice(rank(), None, ranks())
-print(ranks(), step((x[mine], x[mine, :2])).rows, model.weight.tolist())
+print(f"{ranks()} {step((x[mine], x[mine, :2])).rows} {model.weight.tolist()}\\n", end="")
 """
 
 
