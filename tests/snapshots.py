@@ -23,6 +23,12 @@ STREAMS: dict[str, Callable[[], Any]] = {
 DRAWN = {"random state", *(f"random state of {name}" for name in STREAMS)}  # names of random streams
 
 
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
 def snapshot(step: Step) -> dict[str, Any]:
     """All that a step may touch, by name."""
     state: dict[str, Any] = {"random state": torch.get_rng_state(), "scale": step.scale.state()}

@@ -89,10 +89,6 @@ def package_of(path: str) -> str:
     return path.removeprefix(SRC).split("/")[0].removesuffix(".py")
 
 
-def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
 def classes(tree: ast.AST) -> list[ast.ClassDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 

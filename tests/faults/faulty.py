@@ -21,7 +21,7 @@ import anybatch as ab
 from anybatch.engine import Part, admit, carry_out
 from anybatch.testing import relative_error, tolerance
 from tests.options import flat
-from tests.snapshots import assert_same, snapshot
+from tests.snapshots import assert_same, seed, snapshot
 from tests.train.runs import listening
 
 FEATURES, CLASSES, SIZE, ROWS = 8, 4, 4, 16  # powers of two, so that early and late division agree to the bit
@@ -240,12 +240,6 @@ def of_form(step: ab.Step, batch: tuple[Tensor, Tensor]) -> Any:
 def parts(batch: tuple[Tensor, Tensor], sizes: Sequence[int] | int = SIZE) -> list[tuple[Tensor, Tensor]]:
     sizes = sizes if isinstance(sizes, int) else list(sizes)
     return list(zip(*(one.split(sizes) for one in batch), strict=True))
-
-
-def seed(number: int) -> None:
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number)
 
 
 def windowed(step: ab.Step, batch: tuple[Tensor, Tensor], cut: Sequence[int] | int = SIZE) -> ab.StepReport:

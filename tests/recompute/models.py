@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from anybatch.recompute import Choice, apply_policies, find_blocks
 from benchmarks.nets import ResNet
 from tests import device
-from tests.snapshots import STREAMS
+from tests.snapshots import STREAMS, seed
 from tests.zoo import u_net
 
 ROWS = 4
@@ -112,12 +112,6 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tens
     kind, shape = MODELS[name]
     torch.manual_seed(0)
     return kind().to(dtype), torch.randn(shape, dtype=dtype)
-
-
-def seed(number: int) -> None:
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number)
 
 
 def streams() -> dict[str, Any]:
