@@ -347,32 +347,7 @@ def test_classes_of_engine_and_step_have_few_attributes(house: House) -> Iterabl
 
 # ---- habits
 
-BANNED_WORDS = re.compile(r"mini[-_ ]?batch|accumulation[-_ ]steps|(?<!\.)\bchunk", re.IGNORECASE)
-GREETING = "gradient accumulation"  # lines that greet those who know the idea under this name
 VALUELESS = ("WindowError",)  # an order of calls has no value to show
-
-
-@rule(only("# a Mini-batch"), only("accumulation_steps = 4"), {"README.md": "in chunks of 4"})
-def test_one_word_per_idea(house: House) -> Iterable[str]:
-    spoken = ("src/", "examples/", "docs/", "README.md")
-    for path, text in house.items():
-        for number, line in enumerate(text.splitlines() if path.startswith(spoken) else (), 1):
-            found = BANNED_WORDS.search(line.replace("gradient_accumulation_steps", ""))  # transformers' name
-            if found and GREETING not in line.lower():
-                yield f"{path}:{number}: {found.group()!r} is not one of our words"
-
-
-@rule(
-    {"tests/test_total.py": "assert_close(a, b, rtol=1e-5, atol=tolerance)"},
-    {"tests/test_total.py": "assert a == pytest.approx(b, rel=2 * 1e-6)"},
-)
-def test_tolerances_come_from_the_table(house: House) -> Iterable[str]:
-    for path, tree in python(house, "tests/"):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.keyword) and node.arg in ("rtol", "atol", "rel", "abs"):
-                literal = not any(isinstance(part, ast.Name) for part in ast.walk(node.value))
-                if literal and ast.unparse(node.value) not in ("0", "0.0"):
-                    yield f"{path}:{node.value.lineno}: {node.arg}={ast.unparse(node.value)}"
 
 
 @rule(

@@ -296,6 +296,9 @@ SETTINGS: Mistakes = {
     "DataParallel": ("Step(nn.DataParallel(model))", "DataParallel", "model.module"),
     "no server": ("ab.ParameterServer(servers=0)", "whole number of at least 1, got 0"),
     "no worker": ("ab.ParameterServer(workers=0)", "Expected workers to be a whole"),
+    "the last worker": (
+        "from tests.parallel.inline import Inline; one = ab.ParameterServer(workers=1, cluster=Inline(0))\n"
+        "one.remove_worker()", "got 1 in all. Call stop()"),
     "a half unit": ("ab.ParameterServer(units=1.5)", "whole number of at least 1, got 1.5"),
     "a cast": ("Cast('fp8')", "one of ('fp16', 'bf16'), got 'fp8'"),
     "sparsity of all": ("Compression(1.0, warmup_updates=0)", "at least 0 and below 1, got 1.0"),

@@ -336,6 +336,15 @@ def test_the_state_of_the_optimizer_is_where_the_next_update_is_made() -> None:
         assert_close(moved(served(1, 2), *others), moved("local"), CLOSE)
 
 
+def test_modes_of_modules_reach_workers() -> None:
+    model = network(0.5).eval()
+    step = step_of(model, served(), lr=0.0)
+    first = step(batch(0)).loss
+    assert first == pytest.approx(step_of(model, lr=0.0)(batch(0)).loss)
+    model.train()
+    assert step(batch(0)).loss != pytest.approx(first)
+
+
 def test_two_steps_of_one_server_are_right_but_start_it_again() -> None:
     server = served()
     first, second = (step_of(network(), server) for _ in range(2))

@@ -284,6 +284,16 @@ def test_the_real_step_takes_what_was_foreseen(options: dict[str, Any]) -> None:
     assert "recompute" not in options or report.plan.blocks == step.planning.settings.blocks
 
 
+def test_a_size_that_was_asked_for_is_kept_or_refused_and_few_rows_foresee_many() -> None:
+    asked = lambda memory: budgets.make(net, memory=memory, micro_batch=5)  # noqa: E731
+    batch = rows_of(12, 400, 8)
+    for memory in (3_000_000, refused(asked(1_000_000), batch, "room for 5 rows at a time")):
+        step = asked(memory)
+        assert {step(batch).cut for _ in range(3)} == {(5, 5, 2)}
+    for few in (1, 4):
+        assert step.foresee(rows_of(few, 400, 8), rows=12).plan.sizes == (5, 5, 2)
+
+
 def test_batch_norm_is_never_cut(made: list[Any]) -> None:
     batch = rows_of(8, 8, 64, 16)  # half a megabyte each
     meeting = lambda memory=None, **more: budgets.make(budgets.meeting, memory=memory, **more)  # noqa: E731

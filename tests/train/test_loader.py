@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from anybatch import Step, Terms, Total
+from anybatch import Step, Terms, Total, WholeBatch
 from anybatch.core.errors import BatchError, CheckpointError
 from anybatch.testing import relative_error, tolerance
 from anybatch.train.loader import Rows, open_data
@@ -195,6 +195,16 @@ def test_loss_and_accuracy_are_those_of_all_rows_at_once(loss: Any, masked: list
     assert relative_error(found["loss"], loss(scores, y)) <= LIMIT
     right = int((scores.argmax(1) == y)[valid].sum())
     assert found == {"loss": found["loss"], "accuracy": right / int(valid.sum())}
+
+
+@pytest.mark.parametrize(("precision", "is_short"), [("float32", 0), ("bf16-mixed", 1), ("bf16-true", 0)])
+@pytest.mark.parametrize("loss", [F.cross_entropy, WholeBatch(lambda a, b: F.cross_entropy(a.float(), b))])
+def test_validation_computes_as_training_does(loss: Any, precision: Any, is_short: int) -> None:
+    found, model = set[Any](), Perceptron(3, 4)
+    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), precision=precision)
+    look = lambda outputs, targets: (found.add(outputs.dtype), Total(0.0, 1))[1]  # noqa: E731
+    evaluate(step, Rows((X.float(), UNEVEN.clamp(0)), step), {"look": look}, micro_batch=4, batch_size=4)
+    assert found == {[torch.float32, torch.bfloat16][is_short]}
 
 
 def named(model: nn.Module, micro: Any) -> dict[str, Total]:
