@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from anybatch.check.copies import untouched
 from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding
 from anybatch.check.modules import ModuleTest, first_that_differs
@@ -29,7 +28,7 @@ from anybatch.core import BatchError, Collate, LossError, PlanError, SampleBatch
 from anybatch.engine import check_micro_batch
 from anybatch.losses import LossLike
 from anybatch.parallel import refuse_sharded, unwrapped
-from anybatch.state import RowPart
+from anybatch.state import RowPart, rng
 from anybatch.step import DEFAULT, Options, known_keywords
 
 CUTTING_S = 40.0  # a further split is given up after this time
@@ -164,7 +163,7 @@ def check(
     found = batch_of(batch, collate)
     if isinstance(found, SampleBatch):  # also a batch with columns
         batch, collate = found.given, found.collate
-    with untouched(model, loss):
+    with rng.preserved():
         prepared = prepare(model, loss, batch, collate, micro_batch, rows, options.batch_norm, start)
         comparison, passes = _compare_cuts(prepared, micro_batch, start)
         if _differ(comparison, passes) and may_be_dropout(comparison, passes):
@@ -197,7 +196,8 @@ def check(
                     found = [one for one in found if one.culprit != name_of(loss)]
                 findings += found
         limit = comparison.limit
-    dtype = next(iter(prepared.bench.subject.named.values())).dtype
+    subject = prepared.bench.subject
+    dtype = subject.dtype or next(iter(subject.named.values())).dtype
     return CheckReport(
         exact=not findings,
         error=max(one.error for one in passes),

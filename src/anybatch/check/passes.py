@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch.check.copies import Copied
+from anybatch.check.copies import Subject
 from anybatch.check.draws import Draws
 from anybatch.check.finding import culprit_of
 from anybatch.check.rows import RowCut
 from anybatch.compare import Outcome, WatchedBatch
-from anybatch.core import Batch, Total, torch_private as private
+from anybatch.core import Batch, Callbacks, Total, torch_private as private
+from anybatch.engine import Plan, Progress, Strategy, Task, check_parts, gather
 from anybatch.losses import Terms, call_loss, module_of, resolve
-from anybatch.state import RowPart, plain_kernels, rng
-from anybatch.step import Options, Step
+from anybatch.precision import Precision, at_work
+from anybatch.state import Effects, RowPart, plain_kernels, rng
 
 _NAME = "loss"  # of an unnamed term
 
@@ -184,6 +185,19 @@ class Recorder(Optimizer):
         }
 
 
+def task_of(model: nn.Module, loss: Any, optimizer: Optimizer) -> Task:
+    """Return the parts of a step of one process, with all options at their defaults."""
+    optimizers, _ = check_parts(model, loss, optimizer, None)
+    alone: dict[str, Any] = {"strategy": Strategy(), "progress": Progress(), "callbacks": Callbacks()}
+    working = at_work(model, Precision(), optimizers)
+    parts = {"effects": Effects(), "working": working, **alone}
+    return gather(model, loss, optimizers, (), before_cut=_allowed, **parts)
+
+
+def _allowed(task: Task, batch: Batch, plan: Plan, rows: int) -> None:
+    """Allow any cut."""
+
+
 class Pass(Outcome):
     """One pass over some rows in one split, with the calls of modules and the state that it leaves."""
 
@@ -197,9 +211,9 @@ class Pass(Outcome):
         watched: Any = WatchedBatch(batch, cut.part, bench.draws, self._begin)
         sizes = tuple([len(part.rows) for part in cut.parts])
         try:
-            options = Options(batch_norm=bench.batch_norm, strategy="local")
-            step = Step(model, loss, Recorder(bench.subject.named), options=options)
-            super().__init__(step.task(), watched, step.plan(batch.rows), sizes, bench.draws, is_dry=False)
+            plan = Plan(rows=batch.rows, micro_batch=max(sizes), batch_norm=bench.batch_norm)
+            task = task_of(model, loss, Recorder(bench.subject.named))
+            super().__init__(task, watched, plan, sizes, bench.draws, is_dry=False)
         except Exception as error:  # the user's code may raise anything
             self.failure = error
         finally:
@@ -226,7 +240,7 @@ class Pass(Outcome):
 class Bench:
     """A place for passes: all on the same model, from the same random state."""
 
-    subject: Copied
+    subject: Subject
     draws: Draws
     batch_norm: Any = "micro"  # as for `anybatch.Step`
 
@@ -237,9 +251,8 @@ class Bench:
         if self.subject.dtype is not None:
             torch.set_default_dtype(self.subject.dtype)  # of tensors that the model makes: states, masks
         try:
-            model, loss = self.subject.fresh()
-            with torch.enable_grad(), plain_kernels(), self.draws:
-                yield model, observe(loss)
+            with self.subject.fresh(), torch.enable_grad(), plain_kernels(), self.draws:
+                yield self.subject.model, observe(self.subject.loss)
         finally:
             torch.set_default_dtype(default)
 

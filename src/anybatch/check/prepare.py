@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.jit import ScriptModule
 
-from anybatch.check.copies import Copied, named_parameters
+from anybatch.check.copies import Subject, named_parameters
 from anybatch.check.draws import Draws, OutOfTime
 from anybatch.check.passes import Bench
 from anybatch.check.rows import RowCut, rows_of, subset
@@ -122,11 +122,7 @@ def _first_that_runs(
     errors: list[Exception] = []
 
     def run(dtype: torch.dtype | None, is_wide: bool, seconds: float) -> _Found | None:
-        try:
-            subject = Copied(model, loss, dtype)
-        except Exception as error:  # some tensors cannot be converted
-            errors.append(error)
-            return None
+        subject = Subject(model, loss, dtype)
         for cut in cuts:
             start = time.perf_counter()
             bench = Bench(subject=subject, draws=Draws(is_wide=is_wide), batch_norm=batch_norm)
