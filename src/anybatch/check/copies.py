@@ -20,7 +20,7 @@ class Subject:
 
     @contextmanager
     def fresh(self) -> Generator[None]:
-        """Give all tensors that they reach values of their own; on exit put back these and what has changed."""
+        """Give all tensors that they reach values of their own; put back these and what has changed."""
         inside = module_of(self.loss)
         noted = ObjectState([self.model, self.loss, *self.model.modules(), *inside.modules()])
         reached = [t for t in noted.found.values if isinstance(t, Tensor)]

@@ -39,6 +39,7 @@ class Covers:
     Attributes:
         doubt: the reason why the last comparison could not judge; None if it has held.
         has_held: True once a comparison has held.
+        bytes_of: the bytes that a micro-batch of so many rows took, without and with its graph.
         is_quiet: False if the loss of a forward depends on random numbers or moves what it computes with:
             then a later forward gives another loss.
     """
@@ -46,6 +47,7 @@ class Covers:
     def __init__(self) -> None:
         self.doubt: Doubt | None = None
         self.is_quiet = True
+        self.bytes_of: dict[tuple[int, bool], int] = {}
         self._left = 0  # comparisons still to be tried
         self._rows, self._smallest = 0, _SMALLEST + 1
         self._form = cast("Hashable", None)

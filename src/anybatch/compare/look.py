@@ -20,7 +20,6 @@ from anybatch.compare.outcome import Difference, Looked, Split, differ, distance
 from anybatch.core import torch_private as private, tree
 from anybatch.engine import Plan, Restart, Task, Window, context
 from anybatch.losses import Additive, ModelTerms, Terms, WholeBatch, function_of
-from anybatch.memory import find_device, parse_memory
 from anybatch.state import ObjectState, Replayed, rng
 
 LEAST = 3  # the fewest rows with an uneven split
@@ -29,7 +28,10 @@ _SHARE = 8  # rows that are read before the first cut: at most one of so many
 _LONGEST = 160  # characters of an error that are shown within another
 _FARTHER = 2.0**4  # between two provisional divisors
 _NEAR = 8  # times the effect of one rounding of all weights
+_MUCH = 2**30  # bytes of rows on the host, if all results of their forward were kept
 _AGAIN = 4  # repetitions before a refusal: hidden random numbers may be equal by chance
+
+_DRAWS = Doubt("the model or its loss draws random numbers, which are others in every cut", lasts=True)
 
 
 def refuse_what_depends_on_the_cut(
@@ -82,12 +84,14 @@ def refuse_what_depends_on_the_cut(
 
 
 def _fits(task: Task, few: core.Batch, plan: Plan, most: int, noted: ObjectState) -> bool:
-    """Return False if all rows as one part may not fit into the memory of the host, which ends a process."""
+    """Return False if all rows as one part may take much more than the plan's parts, on the host.
+
+    There lack of memory ends the process.
+    """
     if few.rows <= most or task.network.kinds - {"cpu"}:
         return True
     part = outcome_of(task, _only(task, few, range(most)), plan, Split((most,)), reached=tensors_of(noted))
-    room = parse_memory("auto", find_device("cpu"))
-    return not isinstance(part, Looked) or part.nbytes * few.rows // most < room
+    return not isinstance(part, Looked) or part.nbytes * few.rows // most < _MUCH
 
 
 def _divides_last(task: Task, plan: Plan) -> bool:
@@ -130,7 +134,10 @@ def read_rows(
         if covers is not None:
             guess = _guess(task, plan) if _divides_last(task, plan) else 0.0
             draws = Replayed(without_dropout=True)
-            doubt = _FewRows(task, few, plan, plan, guess, draws, noted).compare(2, cuts)
+            looked = _FewRows(task, few, plan, plan, guess, draws, noted)
+            doubt = looked.compare(2, cuts)
+            if doubt is _DRAWS and fits(rows):  # all rows at once tell which numbers are whose
+                doubt = looked.compare(rows, [Split((rows,)), Split(_parts(rows, rows // 2), is_mixed)])
         else:
             for cut in cuts:
                 outcome_of(task, few, plan, cut, reached=tensors_of(noted), is_watched=False)
@@ -272,9 +279,7 @@ class _FewRows(NamedTuple):
             if isinstance(self.task.loss, Terms) and (is_random or not found):
                 self._refuse_weights(whole, parts)
             if found and is_random:
-                return Doubt(
-                    "the model or its loss draws random numbers, which are others in every cut", True
-                )
+                return _DRAWS
             if found:
                 found = self._confirmed(most, whole, parts)
             if isinstance(found, Doubt):

@@ -68,7 +68,7 @@ class Outcome:
         if self.report.too_large:  # and so it was cut otherwise
             raise core.OutOfMemoryError(f"Expected {max(sizes)} rows to fit, got none left. Take fewer.")
         self.effects = effects
-        self.dtypes = draws.dtypes | {p.dtype for p in task.network.parameters}
+        self.dtypes: set[torch.dtype] = draws.dtypes | {p.dtype for p in task.network.parameters}
         coefficients = task.loss.coefficients
         terms = {name: value for name, value in self.report.terms.items() if self.report.weights.get(name)}
         #: The loss with all terms positive; rounding of the loss is relative to it.
@@ -167,6 +167,7 @@ class WatchedBatch:
         for index in parts:
             dtypes = set(self._draws.dtypes)
             micro = next(micros)
+            micro = micro._replace(rows=core.copied(micro.rows))  # a forward may write to them
             self._draws.dtypes = dtypes  # leave out those of `collate`
             self._begin(self._part.only(index))
             yield micro
@@ -198,7 +199,7 @@ class Looked(Outcome):
             few = few.only(order)
         self.seen, self._watch = _Watched((*reached, *task.network.everyone), like), ExitStack()
         self.seen.is_watching = is_watched
-        part, few = RowPart(tuple(order), few.rows), few.copied()
+        part = RowPart(tuple(order), few.rows)
         watched: Any = WatchedBatch(few, part, self.seen, self.seen.begin_part)
         try:
             self.seen.disturb(disturbed)
@@ -338,7 +339,7 @@ def differ(one: Outcome, other: Outcome, *alone: Outcome) -> Difference | None:
     Rounding is at least that of numbers of size 1, which may cancel.
     """
     dtypes = one.dtypes | other.dtypes
-    small = losses_differ([each.report.terms for each in (one, other, *alone)], dtypes, one.rows)
+    small = losses_differ([each.report for each in (one, other, *alone)], dtypes, one.rows)
     if small and not small.is_small:
         return small
     eps, rounding, is_double, named = _scale_of(dtypes, one.rows)
@@ -351,12 +352,18 @@ def differ(one: Outcome, other: Outcome, *alone: Outcome) -> Difference | None:
 
 
 def losses_differ(
-    terms: Sequence[Mapping[str, float]], dtypes: set[torch.dtype], rows: int
+    reports: Sequence[core.StepReport], dtypes: set[torch.dtype], rows: int
 ) -> Difference | None:
-    """Return the first large difference of the terms of the first two losses; None if it is rounding."""
+    """Return the first large difference of the terms of the first two losses; None if it is rounding.
+
+    Where the terms have other names, as in a model's own loss without a graph, their sums are compared.
+    """
     eps, rounding, is_double, named = _scale_of(dtypes, rows)
+    terms: list[Mapping[str, float]] = [each.terms for each in reports]
+    if terms[0].keys() != terms[1].keys():
+        terms = [{"loss": each.loss} for each in reports]
     one, other, small = terms[0], terms[1], None
-    for name in sorted(one.keys() & other.keys()):
+    for name in sorted(one):
         first, second = one[name], other[name]
         size = max(abs(each.get(name, 0.0)) for each in terms)
         if not math.isfinite(first):  # the step itself will refuse it

@@ -1,7 +1,6 @@
 """The witness: the loss of all rows at once, beside that of the micro-batches, both without a graph."""
 
-import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,14 +11,15 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.compare.covers import Covers, Doubt
 from anybatch.compare.look import reached_by, tensors_of
-from anybatch.compare.outcome import Looked, Outcome, Split, differ, losses_differ, outcome_of
-from anybatch.core import Batch, LossError, OutOfMemoryError, SampleBatch, StepReport, cut_sizes
+from anybatch.compare.outcome import Looked, Outcome, Split, losses_differ, outcome_of
+from anybatch.core import Batch, LossError, OutOfMemoryError, StepReport, cut_sizes
 from anybatch.engine import Plan, Task
-from anybatch.memory import MemoryReading, find_device, parse_memory
+from anybatch.integrations import homes, wants_router_loss
+from anybatch.losses import ModelTerms, WholeBatch
+from anybatch.memory import MemoryReading
 from anybatch.state import rng
 
-_SHARE = 0.5  # of the free memory that all rows may take where there is no budget
-_LEAST = 2  # times the rows of the largest micro-batch
+_SMALL = 2**21  # bytes that rows may take without a budget, however little a micro-batch takes
 
 
 class Witness:
@@ -36,12 +36,13 @@ class Witness:
             task: model and loss.
             batch: all rows of an update.
             plan: how they are cut.
-            room: bytes that forwards may take; None for half of the memory that is free.
+            room: bytes that forwards may take; None for those that a micro-batch of the step takes.
             covers: notes whether a later forward gives the same loss.
         """
         self.task, self.batch, self.covers = task, batch, covers
         self.plan = replace(plan, blocks=())  # recomputation changes nothing without a graph
-        self._room, self._row_bytes = room, 0.0
+        self._room, self._size = room, max(plan.sizes)
+        self._is_own = isinstance(task.loss, ModelTerms)
 
     def whole(self) -> Outcome | None:
         """Return the loss of all rows, which the step's own is compared with; None if `refuse` has to.
@@ -52,10 +53,11 @@ class Witness:
             return None
         try:
             with self._undone() as reached:
-                self.covers.is_quiet = self._read_row(reached)
-                if not self.covers.is_quiet:
+                most = self._most(reached)
+                if not self.covers.is_quiet or (self._is_own and most < self.batch.rows):
                     return None
-                found = self._outcome(self.batch.padded(), self._cut_of_all(), reached)
+                most = most if most >= 2 * self._size else -(-self._size // 2)
+                found = self._run(reached, self.batch.padded(), cut_sizes(self.batch.rows, most))
         except OutOfMemoryError:
             return None
         is_told = isinstance(found, Looked) and found.is_quiet and found.is_weighed and not found.is_random
@@ -63,11 +65,12 @@ class Witness:
 
     def is_of(self, whole: Outcome, report: StepReport) -> bool:
         """Return True if the loss of a step is that of all rows."""
-        terms = whole.report.terms, report.terms
-        return not (report.dropped or losses_differ(terms, whole.dtypes, self.batch.rows))
+        return not (report.dropped or losses_differ([whole.report, report], whole.dtypes, self.batch.rows))
 
     def refuse(self, held: int) -> Doubt | None:
-        """Compare the loss of all rows, at once or in the largest parts that fit, with that of micro-batches.
+        """Compare the loss of all rows, in the largest parts that fit, with that of micro-batches.
+
+        Each part runs first, then its micro-batches with its random numbers.
 
         Return the reason why nothing can be said, or None.
 
@@ -91,9 +94,6 @@ class Witness:
             return Doubt('batch_norm="micro" takes the statistics of each micro-batch', is_quiet=True)
         if any(map(is_lazy, task.network.everyone)):
             return Doubt("parameters are lazy", is_quiet=True)
-        copies = sum(one.nbytes for one in getattr(self.batch, "leaves", ()))
-        if self._room is not None and 2 * copies > self._room:  # a forward may write to its rows
-            return Doubt("the budget has no room for copies of all rows")
         return None
 
     @contextmanager
@@ -106,73 +106,101 @@ class Witness:
             finally:
                 noted.put_back()
 
-    def _outcome(self, batch: Batch, cut: Split, reached: Sequence[Tensor], **options: Any) -> Any:
-        return outcome_of(self.task, batch, self.plan, cut, reached=reached, has_graph=False, **options)
+    def _run(self, reached: Sequence[Tensor], batch: Batch, sizes: Sequence[int], **options: Any) -> Any:
+        options = {"has_graph": False, **options}
+        return outcome_of(self.task, batch, self.plan, Split(tuple(sizes)), reached=reached, **options)
 
-    def _cut_of_all(self) -> Split:
-        """Return the largest parts that fit: all rows as one, if they may."""
-        rows, room = self.batch.rows, self._room
-        if room is None:
-            room = _SHARE * parse_memory("auto", find_device(next(iter(self.task.network.devices))))
-        size = rows if self._row_bytes * rows <= room else int(room / self._row_bytes)
-        if min(size, rows) < min(_LEAST * max(self.plan.sizes), rows):
-            raise OutOfMemoryError(f"Expected room for {rows} rows at once, got less. Free memory.")
-        return Split(tuple(cut_sizes(rows, size)))
+    def _most(self, reached: Sequence[Tensor], *, has_graph: bool = False) -> int:
+        """Return the rows that take what a micro-batch of the step takes with its graph, at least its own."""
+        read, size = self.covers.bytes_of, self._size
+        for way in (False, True) if self._room is None else (has_graph,):
+            if (size, way) not in read:
+                reading = MemoryReading.begin(self.task.network.devices)
+                try:
+                    found = self._run(reached, self.batch.only(range(size)), (size,), has_graph=way)
+                finally:
+                    taken = reading and reading.end()
+                read[size, way] = taken[0] if taken else 0
+                if isinstance(found, Looked) and not found.is_quiet:
+                    self.covers.is_quiet = False
+        room = max(_SMALL, read[size, True]) if self._room is None else self._room
+        taken = read[size, has_graph]
+        return min(self.batch.rows, max(size, int(room * size / taken) if taken else 0))
 
-    def _cut(self) -> Split:
-        """Return the plan's parts; smaller ones of samples, which are collated, copied, and held twice."""
-        sizes = self.plan.sizes
-        if self._room is not None and isinstance(self.batch, SampleBatch):
-            sizes = cut_sizes(self.batch.rows, max(1, max(sizes) // 3))
-        return Split(tuple(sizes))
+    def _groups(self, most: int) -> Iterator[tuple[range, Sequence[int]]]:
+        """Yield rows, at most so many, and the sizes of their micro-batches; a single one is halved."""
+        start, sizes = 0, list[int]()
+        for size in (*self.plan.sizes, self.batch.rows):
+            if sum(sizes) + size > most:
+                rows = sum(sizes)
+                if rows > 1:
+                    yield (
+                        range(start, start + rows),
+                        sizes if len(sizes) > 1 else cut_sizes(rows, -(-rows // 2)),
+                    )
+                start, sizes = start + rows, []
+            sizes.append(size)
 
-    def _read_row(self, reached: Sequence[Tensor]) -> bool:
-        """Read the bytes of a row in one forward of few; return False if it draws or moves what it uses."""
-        size = max(self._cut().sizes)
-        reading = MemoryReading.begin(self.task.network.devices)
-        try:
-            found = self._outcome(self.batch.only(range(size)), Split((size,)), reached)
-        finally:
-            read = reading.end() if reading is not None else None
-        self._row_bytes = max(1.0, read[0] / size) if read else math.inf
-        return isinstance(found, Looked) and found.is_quiet
+    def _compare(self, held: int, reached: Sequence[Tensor], *, has_graph: bool = False) -> Doubt | None:
+        most, run = self._most(reached, has_graph=has_graph), partial(self._run, reached)
+        model, loss, everything = self.task.model, self.task.loss, range(self.batch.rows)
+        # Without a graph a model's router loss is left out of parts.
+        has_router = isinstance(loss, ModelTerms) and bool(homes(model)) and wants_router_loss(model)
+        groups = [(everything, self.plan.sizes)] if isinstance(loss, WholeBatch) else self._groups(most)
+        doubt, is_quiet = Doubt("a micro-batch of one row has no cut to compare"), True
+        for rows, sizes in groups:
+            batch = self.batch if rows == everything else self.batch.only(rows)
+            whole = run(batch.padded(), cut_sizes(len(rows), most), has_graph=has_graph)
+            if not isinstance(whole, Looked):
+                if not (has_graph or isinstance(whole, LossError)):  # it may differentiate inside
+                    return self._compare(held, reached, has_graph=True)
+                return Doubt(f"{len(rows)} rows at once gave {type(whole).__name__}: {whole}")
+            parts = run(
+                batch,
+                sizes,
+                has_graph=has_graph or has_router,
+                is_watched=not whole.is_quiet,
+                like=whole.seen,
+            )
+            if not isinstance(parts, Looked):  # the step itself will tell
+                return Doubt(f"the loss in parts gave {type(parts).__name__}: {parts}", is_quiet=True)
+            is_quiet &= whole.is_quiet
+            if not (whole.is_weighed and parts.is_weighed):
+                doubt = doubt and Doubt("no row has weight", is_quiet=True)
+                continue
+            doubt = self._doubt(whole, parts, batch, partial(run, has_graph=has_graph), held)
+            if doubt is not None:
+                break
+        self.covers.is_quiet = is_quiet and doubt is None
+        return doubt
 
-    def _compare(self, held: int, reached: Sequence[Tensor]) -> Doubt | None:
-        batch, cut = self.batch, self._cut()
-        parts = self._outcome(batch, cut, reached)
-        if not isinstance(parts, Looked):  # the step itself will tell
-            return Doubt(f"the loss without a graph gave {type(parts).__name__}: {parts}", is_quiet=True)
-        if not self._row_bytes:
-            self._read_row(reached)
-        again = partial(
-            self._outcome, batch.padded(), reached=reached, is_watched=not parts.is_quiet, like=parts.seen
-        )
-        whole = again(self._cut_of_all())
-        if not isinstance(whole, Looked):
-            return Doubt(f"{batch.rows} rows at once gave {type(whole).__name__}: {whole}", is_quiet=True)
-        found = differ(whole, parts)
-        self.covers.is_quiet = parts.is_quiet and whole.is_quiet and found is None
-        if not (whole.is_weighed and parts.is_weighed):
-            return Doubt("no row has weight", is_quiet=True)
-        if found is None:
+    def _doubt(
+        self, whole: Looked, parts: Looked, batch: Batch, run: Callable[..., Any], held: int
+    ) -> Doubt | None:
+        """Return the reason why a difference of losses tells nothing, None without one; or refuse."""
+        reports = [whole.report, parts.report]
+        dtypes = whole.dtypes | parts.dtypes
+        if not losses_differ(reports, dtypes, batch.rows):
             return None
-        same = again(whole.cut)
-        if whole.is_random or parts.is_random or not isinstance(same, Looked) or differ(whole, same):
+        same = run(batch.padded(), whole.cut.sizes, like=whole.seen)
+        is_same = isinstance(same, Looked) and not losses_differ(
+            [whole.report, same.report], dtypes, batch.rows
+        )
+        if whole.is_random or parts.is_random or not is_same:
             return Doubt("the same rows give another loss the second time", is_quiet=True)
-        halves = [
-            self._outcome(self.batch.only(one), Split((len(one),)), reached) for one in _halves(batch.rows)
-        ]
-        found = differ(whole, parts, *[one for one in halves if isinstance(one, Looked)])
+        halves = [run(batch.only(one), (len(one),)) for one in _halves(batch.rows)]
+        reports += [one.report for one in halves if isinstance(one, Looked)]
+        found = losses_differ(reports, dtypes, batch.rows)
         if found is None:  # rows that cancel in the sum
             return None
         if found.is_small:
             return Doubt(f"the losses of all rows and of micro-batches are {found.words}, near rounding")
         since = f"It was the same at update {held}. " if held else ""
         raise LossError(
-            f"Expected the same loss from {batch.rows} rows as {_told(whole.cut)} and as {_told(cut)}, got "
-            f"{found.words}. {since}Rows affect each other, in the loss or in the model: see ab.WholeBatch. "
-            "No update was made; ab.check(model, loss, batch) names the place, Options(check=False) skips "
-            "this."
+            f"Expected the same loss from {batch.rows} rows as {_told(whole.cut)} and as {_told(parts.cut)}, "
+            f"got {found.words}. {since}Rows affect each other, in the loss or in the model: see "
+            "ab.WholeBatch. No update was made; ab.check(model, loss, batch) names the place, "
+            "Options(check=False) skips this."
         )
 
 

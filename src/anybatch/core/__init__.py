@@ -17,6 +17,7 @@ from anybatch.core.batch import (
     SampleBatch as SampleBatch,
     TensorBatch as TensorBatch,
     TrimmedBatch as TrimmedBatch,
+    copied as copied,
     cut_sizes as cut_sizes,
 )
 from anybatch.core.callback import (

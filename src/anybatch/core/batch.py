@@ -185,7 +185,7 @@ class TensorBatch(Batch):
 
     def copied(self) -> "TensorBatch":
         """Return a batch with copies of all tensors."""
-        return TensorBatch(tree.map_leaves(_copied, self.whole))
+        return TensorBatch(copied(self.whole))
 
 
 class TrimmedBatch(TensorBatch):
@@ -234,7 +234,7 @@ class TrimmedBatch(TensorBatch):
 
     def copied(self) -> "TrimmedBatch":
         """Return a batch with copies of all tensors."""
-        return TrimmedBatch(tree.map_leaves(_copied, self.whole), self.paddings, self.order)
+        return TrimmedBatch(copied(self.whole), self.paddings, self.order)
 
     def padded(self) -> TensorBatch:
         """Return the same rows in the same order, with the caller's padding."""
@@ -265,7 +265,7 @@ class SampleBatch(Batch):
     def copied(self) -> "SampleBatch":
         """Return the same samples; tensors are copied after they are collated."""
         collate = self.collate
-        return SampleBatch(self.given, lambda samples: tree.map_leaves(_copied, collate(samples)), self.order)
+        return SampleBatch(self.given, lambda samples: copied(collate(samples)), self.order)
 
 
 class NoRows(Batch):
@@ -285,8 +285,9 @@ def _chosen(leaves: Iterable[Tensor], rows: Sequence[int]) -> Iterator[Tensor]:
     return (leaf.index_select(0, places.to(leaf.device)) for leaf in leaves)
 
 
-def _copied(leaf: Tensor) -> Tensor:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+def copied(rows: Any) -> Any:
+    """Return a nest of tensors with copies of all of them."""
+    return tree.map_leaves(lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), rows)
 
 
 def _are_adjacent(parts: Sequence[Sequence[int]]) -> bool:

@@ -15,6 +15,8 @@ from anybatch.compare import few_of, joined, whole_of
 from anybatch.core import torch_private as private
 from anybatch.step.decide import NO_LIMIT
 
+_HELD = 2**21  # bytes of the first `add`s that a window keeps, and two of them in any case
+
 
 class OpenWindow(engine.Window):
     """Gradient accumulation for a loop that provides the micro-batches itself.
@@ -48,7 +50,7 @@ class OpenWindow(engine.Window):
         self._kept: core.Batch | None = (
             None  # rows of the first `add`s, which are compared with the next one's
         )
-        self._is_due = False
+        self._is_due = False  # rows are kept, to compare their loss at the end
         self._adds, self._sizes = list[tuple[core.Batch, list[int]]](), list[int]()  # of a window that is due
         self._seconds = 0.0
         step.planning.guard.begin_update(task.progress)
@@ -129,6 +131,8 @@ class OpenWindow(engine.Window):
                 if self._is_due:
                     self._adds.append((batch, [*map(private.version, getattr(batch, "leaves", ()))]))
                     self._sizes += part.sums.rows
+                    nbytes = sum(one.nbytes for one in core.tensors_in(batch.given))
+                    self._is_due = len(self._adds) < 2 or len(self._adds) * nbytes <= _HELD
         self._rows += batch.rows
         self._seconds += perf_counter() - began
 
@@ -148,7 +152,7 @@ class OpenWindow(engine.Window):
         return plan, running
 
     def _compare(self) -> None:
-        """Refuse a loss that is not that of all rows together, in a window that is due."""
+        """Refuse a loss that is not that of the first rows together, in a window that is due."""
         planning, task = self._step.planning, self._task
         adds, self._adds = self._adds, []
         if len(self._sizes) < 2:

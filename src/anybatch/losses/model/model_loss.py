@@ -328,6 +328,8 @@ class OwnLoss(Loss):
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model."""
+        if not torch.is_grad_enabled():
+            return Evaluated({"loss": loss_of(model, self.call(model, micro))}, lambda: {"loss": 1})
         form = known_form(model)
         if form is not None:
             loss = loss_of(model, self.call(model, micro))
