@@ -94,10 +94,14 @@ def forget_peak(device: torch.device) -> int | None:
 def free_and_total(device: torch.device) -> tuple[int, int] | None:
     """Return the bytes of a device that are free or held by torch, and all of its bytes; None if unknown."""
     module = module_of(device)
-    if not hasattr(module, "mem_get_info"):
+    try:
+        if hasattr(module, "recommended_max_memory"):  # MPS
+            total = module.recommended_max_memory()
+            return total - module.driver_allocated_memory() + module.current_allocated_memory(), total
+        free, total = module.mem_get_info(device)
+    except (AttributeError, RuntimeError):  # not told by this kind, or by this driver
         return None
-    free, total = module.mem_get_info(device)
-    return free + module.memory_reserved(device), total
+    return free + reserved(device), total
 
 
 @contextmanager
