@@ -121,6 +121,16 @@ def capped(device: torch.device, num_bytes: int) -> Generator[bool]:
         module.set_per_process_memory_fraction(before, index)
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """Return the floating dtype of the most digits that a device computes in."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def widened(value: torch.Tensor) -> torch.Tensor:
+    """Return a value with as many digits as its device has, so that few operations round, or none."""
+    return value.to(widest(value.device))
+
+
 def name_of(device: torch.device) -> str:
     """Return the name of the card, or the kind of device where it has none."""
     read = getattr(module_of(device), "get_device_name", None)
