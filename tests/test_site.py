@@ -179,7 +179,7 @@ def test_readme_names_demo_and_tests_on_lines_of_their_own() -> None:
 def test_workflows_run_commands_of_the_makefile() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = "".join(path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml"))
-    run = re.findall(r"run: (.*)", text)
+    run = re.findall(r"run: (?!python -m )(.*)", text)  # Windows has no make
     wanted = {"check", "test", "test-oldest", "test-slow", "test-device", "docs", "wheel"}
     assert {command.removeprefix("make ") for command in run} == wanted <= targets
 

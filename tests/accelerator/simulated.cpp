@@ -194,15 +194,23 @@ void must_exist(std::optional<at::Device> device) {
   TORCH_CHECK(!device || device->index() < 1, "sim error: there is one device, got ", device ? device->index() : 0);
 }
 
+bool has_float64 = true;  // MPS has none
+
+void must_be_there(std::optional<at::ScalarType> dtype) {
+  TORCH_CHECK_TYPE(has_float64 || c10::dtype_or_default(dtype) != at::kDouble, "sim error: there is no float64");
+}
+
 Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
              std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   must_exist(device);
+  must_be_there(dtype);
   return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                    c10::dtype_or_default(dtype), format);
 }
 
 Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+  must_be_there(dtype);
   return at::detail::empty_strided_generic(size, stride, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                            c10::dtype_or_default(dtype));
 }
@@ -539,6 +547,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_caching", [](bool is_on) { memory.is_caching = is_on; });
   m.def("limit", [] { return memory.limit; });
   m.def("set_limit", [](int64_t bytes) { memory.limit = bytes; });
+  m.def("set_float64", [](bool is_there) { has_float64 = is_there; });
   m.def("refused", [] { return memory.refused; });
   m.def("default_generator", [] { return default_stream(); });
   m.def("counts", [] {

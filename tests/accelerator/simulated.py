@@ -19,6 +19,8 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
+from anybatch.core import accelerator
+
 SOURCE = Path(__file__).with_name("simulated.cpp")
 FOLDER = Path(__file__).parents[2] / "build" / "accelerator"  # git ignores it
 NAME = "anybatch_simulated"
@@ -143,6 +145,18 @@ def uncounted() -> Generator[None]:
         for name in [name for name in vars(load()) if "mem" in name]:
             patch.delattr(torch.sim, name)
         yield
+
+
+@contextmanager
+def without_float64() -> Generator[None]:
+    """Give the device no float64, as on MPS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "widest", lambda device: torch.float32)
+        load().native.set_float64(False)
+        try:
+            yield
+        finally:
+            torch.sim.native.set_float64(True)
 
 
 @contextmanager

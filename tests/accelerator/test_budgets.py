@@ -11,7 +11,8 @@ from torch import nn
 
 import anybatch as ab
 from tests.accelerator.programs import contrast, moved, sgd
-from tests.accelerator.simulated import limited, load, uncounted
+from tests.accelerator.simulated import limited, load, uncounted, without_float64
+from tests.untold import wrong
 from tests.zoo import Made, own_loss
 
 ROWS, CLASSES, LIMIT = 24, 4, 1e-12
@@ -105,3 +106,12 @@ def test_budgets_hold_against_a_hard_limit(sim: Any, name: str) -> None:
 def test_budgets_hold_on_a_device_that_counts_no_memory(sim: Any, name: str) -> None:
     """The storages that operations return are followed instead."""
     assert sim(budgets, name, (0.6, 0.25), False) == []
+
+
+def untold() -> list[str]:
+    with uncounted(), without_float64():
+        return wrong("sim")
+
+
+def test_all_runs_on_a_device_without_float64_that_does_not_tell_its_size(sim: Any) -> None:
+    assert sim(untold) == []

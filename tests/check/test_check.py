@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import ModelLoss, Total, check
+from anybatch.check import copies
 from anybatch.core import BatchError, LossError, PlanError
 from tests.corpus.case import layer
 from tests.options import flat
@@ -42,6 +43,24 @@ def test_report_in_words_and_in_json() -> None:
     assert (told["exact"], told["findings"][0]["kind"], len(told["findings"])) == (False, "meeting", 1)
     assert str(broken).startswith("NOT exact: gradient error ")
     assert "\n  meeting: 0, 1, 2 and 9 more (BatchNorm1d)\n    `0` normalises by mean" in str(broken)
+
+
+def test_own_dtype_where_a_tensor_has_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+        if dtype is not None and value.dim() == 1:  # a bias, after a weight
+            raise TypeError("Cannot convert a MPS Tensor to float64")
+        return value if dtype is None else value.to(dtype)
+
+    monkeypatch.setattr(copies, "widen", refused)
+    model = Perceptron(5, 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = check(model, nn.MSELoss(), rows())
+    assert (report.exact, report.dtype) == (True, "float32")
+    assert "it does not run in float64 (TypeError: Cannot convert a MPS Tensor to float64)" in report.notes
+    assert all(
+        value.dtype == torch.float32 and value.equal(before[name])
+        for name, value in model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize(("options", "count"), ASKED)

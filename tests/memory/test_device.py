@@ -2,6 +2,8 @@
 
 import gc
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from anybatch.core import accelerator
 from anybatch.core.errors import PlanError
 from anybatch.memory import MemoryReading, device as module
-from anybatch.memory.device import find_device, parse_memory
+from anybatch.memory.device import find_device, parse_memory, room_of
 
+ROOT = Path(__file__).parents[2]
 # Files of a machine with 1000 KiB, of which 300 are free; we take 50 KiB, of which 20 hold tensors.
 MACHINE = {
     "proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 300 kB\nHugePages_Total: 0\n",
@@ -55,8 +59,28 @@ def test_what_tensors_may_take(
     monkeypatch.setattr(module, "held_by_malloc", lambda: 20 * 1024)
     limit = lambda kind: (1024 * limits[kind] if kind in limits else -1, -1)  # noqa: E731
     monkeypatch.setattr(resource, "getrlimit", limit)
-    device = find_device("cpu")
-    assert (device.num_bytes, parse_memory("auto", device)) == (1024 * all_of_it, int(0.9 * 1024 * free))
+    known = [parse_memory(memory, find_device("cpu")) for memory in ("100%", "auto")]
+    assert known == [1024 * all_of_it, int(0.9 * 1024 * free)]
+    assert room_of(torch.device("cpu")) == known[1]
+
+
+def test_all_runs_where_the_system_does_not_tell_its_memory() -> None:
+    command = [sys.executable, "-m", "tests.untold"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_room_of_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("recommended_max", 100), ("driver_allocated", 70), ("current_allocated", 40)):
+        monkeypatch.setattr(torch.mps, f"{name}_memory", lambda size=size: size, raising=False)
+    assert accelerator.free_and_total(torch.device("mps")) == (70, 100)
+    assert room_of(torch.device("mps")) == 63
+
+    def refused(device: object) -> None:
+        raise RuntimeError("The device does not support querying the available free memory.")
+
+    monkeypatch.setattr(torch.xpu, "mem_get_info", refused, raising=False)
+    assert [room_of(torch.device(kind)) for kind in ("xpu", "mtia", "meta")] == [None] * 3
 
 
 def test_cards_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from anybatch.check.rows import RowCut, rows_of, subset
 from anybatch.compare import choose_rows, numbered_anew
 from anybatch.core import BatchError, Collate, PlanError, SampleBatch, TensorBatch, tree
 from anybatch.losses import WholeBatch
-from anybatch.memory import find_device, parse_memory
+from anybatch.memory import room_of
 from anybatch.state import RowPart
 
 ALL_ROWS = 64  # the most rows that are tried if a few rows do not run
@@ -126,12 +126,15 @@ def _first_that_runs(
         for cut in cuts:
             start = time.perf_counter()
             bench = Bench(subject=subject, draws=Draws(is_wide=is_wide), batch_norm=batch_norm)
-            with bench.draws.until(start + seconds):
-                result = bench.run(cut)
-            if result.failure is None:
+            try:
+                with bench.draws.until(start + seconds):
+                    failure = bench.run(cut).failure
+            except Exception as error:  # a device may have no float64
+                failure = error
+            if failure is None:
                 taken = time.perf_counter() - start
                 return _Found(bench=bench, cut=cut, seconds=taken, notes=())
-            errors.append(result.failure)
+            errors.append(failure)
         return None
 
     is_wide_already = all(p.dtype == torch.float64 for p in model.parameters())
@@ -160,9 +163,9 @@ def _affordable(found: _Found, start: float) -> int:
     left = BUDGET_S - (time.perf_counter() - start)
     per_row = seconds / 2 or 1e-9
     ragged = LEAST if 2 * LEAST * per_row <= left else 2
-    device = next(iter(found.bench.subject.named.values())).device
-    room = parse_memory("auto", find_device(device)) / (found.bench.draws.nbytes / 2 or 1)
-    return max(ragged, int(min(room, left / (PASSES * per_row))))
+    room = room_of(next(iter(found.bench.subject.named.values())).device)
+    fit = math.inf if room is None else room / (found.bench.draws.nbytes / 2 or 1)
+    return max(ragged, int(min(fit, left / (PASSES * per_row))))
 
 
 def _collated(whole: RowCut, collate: Collate, draws: Draws) -> tuple[RowCut | None, tuple[str, ...]]:

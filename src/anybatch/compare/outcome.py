@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch import core
 from anybatch.compare.tolerance import limit_of, shortest_of
-from anybatch.core import torch_private as private
+from anybatch.core import accelerator, torch_private as private
 from anybatch.engine import Plan, Task, carry_out
 from anybatch.losses import ModelTerms
 from anybatch.precision import LossScale, Precision
@@ -230,7 +230,9 @@ class Looked(Outcome):
         now, held = _versions(self._model), dict(self._model.named_buffers())
         moved = [name for name, one in now.items() if self._versions.get(name) != one]
         self.moved = moved[0] if moved else ""
-        self.buffers = {name: held[name].detach().double().norm().item() for name in moved if name in held}
+        self.buffers = {
+            name: accelerator.widened(held[name].detach()).norm().item() for name in moved if name in held
+        }
 
     def kept(self, gradient: Tensor) -> Tensor:
         """Return a few sums of the rows of a gradient with random signs, of the same norm on average.

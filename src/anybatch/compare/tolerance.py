@@ -68,7 +68,7 @@ def relative_error(actual: object, expected: object) -> float:
     if there.paths != wanted.paths or shapes[0] != shapes[1]:
         return math.inf
     pairs = [
-        (a.detach().double().cpu(), e.detach().double().cpu())
+        (a.detach().cpu().double(), e.detach().cpu().double())
         for a, e in zip(there.leaves, wanted.leaves, strict=True)
     ]
     difference = math.hypot(*[(a - e).norm().item() for a, e in pairs])

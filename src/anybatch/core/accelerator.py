@@ -94,10 +94,14 @@ def forget_peak(device: torch.device) -> int | None:
 def free_and_total(device: torch.device) -> tuple[int, int] | None:
     """Return the bytes of a device that are free or held by torch, and all of its bytes; None if unknown."""
     module = module_of(device)
-    if not hasattr(module, "mem_get_info"):
+    try:
+        if hasattr(module, "recommended_max_memory"):  # MPS
+            total = module.recommended_max_memory()
+            return total - module.driver_allocated_memory() + module.current_allocated_memory(), total
+        free, total = module.mem_get_info(device)
+    except (AttributeError, RuntimeError):  # not told by this kind, or by this driver
         return None
-    free, total = module.mem_get_info(device)
-    return free + module.memory_reserved(device), total
+    return free + reserved(device), total
 
 
 @contextmanager
@@ -115,6 +119,16 @@ def capped(device: torch.device, num_bytes: int) -> Generator[bool]:
         yield True
     finally:
         module.set_per_process_memory_fraction(before, index)
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return the floating dtype of the most digits that a device computes in."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def widened(value: torch.Tensor) -> torch.Tensor:
+    """Return a value with as many digits as its device has, so that few operations round, or none."""
+    return value.to(widest(value.device))
 
 
 def name_of(device: torch.device) -> str:

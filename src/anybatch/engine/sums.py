@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from anybatch.core import Batch, LossError, NonFiniteLossError, Number, OpenBatch
+from anybatch.core import Batch, LossError, NonFiniteLossError, Number, OpenBatch, accelerator
 from anybatch.engine.gradients import Apart, Gradient, InPlace, finish
 from anybatch.engine.plan import Plan
 from anybatch.engine.strategy import Agreed
@@ -303,7 +303,9 @@ def _added(values: Sequence[Number]) -> Number:
     if not tensors:
         return math.fsum(map(float, values))
     device = tensors[0].device
-    return torch.stack([torch.as_tensor(value).to(device, _widest(device)) for value in values]).sum()
+    return torch.stack(
+        [torch.as_tensor(value).to(device, accelerator.widest(device)) for value in values]
+    ).sum()
 
 
 def _check_weights(weights: Mapping[str, float], where: str) -> None:
@@ -321,12 +323,8 @@ def all_to_host(values: Sequence[Number]) -> list[float]:
     if not far:
         return [*map(float, values)]
     device = far[0].device
-    found = iter(torch.stack([value.to(device, _widest(device)) for value in far]).tolist())
+    found = iter(torch.stack([value.to(device, accelerator.widest(device)) for value in far]).tolist())
     return [next(found) if isinstance(one, Tensor) and not one.is_cpu else float(one) for one in values]
-
-
-def _widest(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def to_host(weights: Mapping[str, Number]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from anybatch.memory.device import (
     Device as Device,
     find_device as find_device,
     parse_memory as parse_memory,
+    room_of as room_of,
 )
 from anybatch.memory.fake import (
     FakeMode as FakeMode,

@@ -19,10 +19,10 @@ class Device:
 
     name: str  # the name passed to `find_device`
     kind: str  # of its torch.device, such as "cpu"
-    num_bytes: int  # its memory; for the CPU, the bytes that tensors may use; 0 if it does not tell
     flops: float  # floating-point operations per second that matrix products reach, in float32
     half_flops: float  # the same in bfloat16 and float16
     bandwidth: float  # bytes per second to and from its own memory
+    num_bytes: int = 0  # the memory of a card that is not here; what is here is asked only if need be
     link: float = 0.0  # bytes per second to and from the host; 0 if it is the host
     launch_s: float = 5e-6  # seconds that one operation costs, however small
     capability: float = 0.0  # compute capability, which decides on the kernels of attention
@@ -74,6 +74,7 @@ _REACHED = 0.5  # share of the published figures that ordinary models reach
 _LINK = 20e9  # bytes per second over PCIe 4 with 16 lanes, as measured by many
 _CPU_FLOPS_PER_THREAD = 40e9
 _CPU_BANDWIDTH = 10e9
+_AUTO = 0.9  # share of the free memory that is used if no budget is named
 
 
 def find_device(name: str | torch.device) -> Device:
@@ -99,22 +100,30 @@ def parse_memory(memory: str | int, device: Device) -> int:
     `memory` is bytes ("12GB", "2GiB", an int), a share of the device's memory ("80%"), or "auto": 90 % of the
     memory that is free or held by tensors (of all its memory, if the device is not in this machine). On the
     CPU shares respect control groups and process limits, and leave out memory that is not used by tensors.
+    Bytes are returned without asking the device.
     """
-    is_share = isinstance(memory, str) and (memory == "auto" or "%" in memory)
-    if is_share and not device.num_bytes:
+    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*%\s*", memory) if isinstance(memory, str) else None
+    if found is None and memory != "auto":
+        return parse_bytes(memory)
+    share = float(found[1]) / 100 if found else _AUTO
+    if not 0 < share <= 1:
+        raise PlanError(f"Expected a share of more than 0 and at most 100 %, got {memory!r}. Write 80%.")
+    known = _free_and_total(torch.device(device.name)) if device.is_here else [device.num_bytes] * 2
+    if known is None:
         raise PlanError(
             f"Expected a budget in bytes for {device.name}, which does not tell how much memory it has, got "
             f'{memory!r}. Write "8GB".'
         )
-    if memory == "auto":
-        return int(0.9 * _free(device))
-    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*%\s*", memory) if isinstance(memory, str) else None
-    if found is None:
-        return parse_bytes(memory)
-    share = float(found[1])
-    if not 0 < share <= 100:
-        raise PlanError(f"Expected a share of more than 0 and at most 100 %, got {memory!r}. Write 80%.")
-    return int(share / 100 * device.num_bytes)
+    return int(share * known[memory != "auto"])
+
+
+def room_of(device: torch.device) -> int | None:
+    """Return the bytes of a device of this machine that are free or held by tensors, 10 % left out.
+
+    None means that the device does not tell: there is no limit that could be known.
+    """
+    known = _free_and_total(device)
+    return None if known is None else int(_AUTO * known[0])
 
 
 def _gpu(name: str, model: str) -> Device:
@@ -135,9 +144,7 @@ def _here(name: str) -> Device:
     device = torch.device(name)
     squeezed = re.sub(r"[^a-z0-9]", "", accelerator.name_of(device).lower())
     model = next((one for one in sorted(_GPUS, key=len, reverse=True) if one in squeezed), _TYPICAL)
-    found = accelerator.free_and_total(device)
-    total = 0 if found is None else found[1]
-    return replace(_gpu(name, model), name=name, kind=device.type, num_bytes=total, is_here=True)
+    return replace(_gpu(name, model), name=name, kind=device.type, num_bytes=0, is_here=True)
 
 
 def _cpu(name: str) -> Device:
@@ -145,7 +152,6 @@ def _cpu(name: str) -> Device:
     return Device(
         name=name,
         kind="cpu",
-        num_bytes=_host_bytes(),
         flops=threads * _CPU_FLOPS_PER_THREAD,
         half_flops=threads * _CPU_FLOPS_PER_THREAD,
         bandwidth=_CPU_BANDWIDTH,
@@ -153,37 +159,31 @@ def _cpu(name: str) -> Device:
     )
 
 
-def _free(device: Device) -> int:
-    if device.kind == "cpu":
-        return _host_bytes(is_free=True)
-    # A budget counts all tensors, so memory that torch has reserved is available.
-    found = accelerator.free_and_total(torch.device(device.name)) if device.is_here else None
-    return device.num_bytes if found is None else found[0]
+def _free_and_total(device: torch.device) -> tuple[int, int] | None:
+    """Return the bytes that tensors may use, free or held by them and in all; None if it is not told.
 
-
-def _host_bytes(*, is_free: bool = False) -> int:
-    """Return the bytes that tensors may use: the least that machine, control groups and limits leave.
-
-    From each limit subtract memory in use for other things than our tensors: by this process, such as its
-    code and Python objects, or, if `is_free`, by all processes.
+    On the host these are the least that machine, control groups and limits leave. From each limit subtract
+    memory in use for other things than our tensors: by all processes or, for the second number, by this
+    process, such as its code and Python objects.
     """
+    if device.type != "cpu":
+        return accelerator.free_and_total(device)
     own = _kilobytes("proc/self/status")
     ours = own.get("RssAnon", 0)
     held = min(held_by_malloc(), ours)
-    limits = [(limit, used if is_free else ours) for limit, used in (_machine(), *_groups())]
-    return max(1, min(limit - max(0, used - held) for limit, used in (*limits, *_process_limits(own))))
+    shared, mine = [*_machine(), *_groups()], [*_process_limits(own)]
+    free = [max(1, limit - max(0, used - held)) for limit, used in shared + mine]
+    total = [max(1, limit - ours + held) for limit, _ in shared] + free[len(shared) :]
+    return (min(free), min(total)) if free else None
 
 
-def _machine() -> tuple[int, int]:
+def _machine() -> Iterator[tuple[int, int]]:
+    """Yield size and use of this machine's memory; nothing if the system does not tell, as Windows."""
     known = _kilobytes("proc/meminfo")
     if {"MemTotal", "MemAvailable"} <= known.keys():
-        return known["MemTotal"], known["MemTotal"] - known["MemAvailable"]
-    if {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= os.sysconf_names.keys():  # not Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
-    raise PlanError(
-        f"Expected to find out how much memory this machine has, got {sorted(known) or None}. "
-        'Name the bytes, as in "8GiB".'
-    )
+        yield known["MemTotal"], known["MemTotal"] - known["MemAvailable"]
+    elif {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= getattr(os, "sysconf_names", {}).keys():  # not Linux
+        yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
 
 
 def _groups() -> Iterator[tuple[int, int]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from anybatch.core import torch_private as private, whole
+from anybatch.core import accelerator, torch_private as private, whole
 
 Table = Mapping[str, Sequence[float]]  # numbers by name
 
@@ -35,8 +35,7 @@ def norms_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _by_device(tensors: Mapping[str, Tensor]) -> Iterable[tuple[list[str], list[Tensor], torch.dtype]]:
     for device in dict.fromkeys([value.device for value in tensors.values()]):
         names = [name for name, value in tensors.items() if value.device == device]
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        yield names, [tensors[name] for name in names], wide
+        yield names, [tensors[name] for name in names], accelerator.widest(device)
 
 
 def dense(gradient: Tensor) -> Tensor:

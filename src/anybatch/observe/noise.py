@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Callback, Micro, PlanError, StepReport, check_whole
+from anybatch.core import Callback, Micro, PlanError, StepReport, accelerator, check_whole
 from anybatch.observe.measure import dense, norms_of, to_host
 
 
@@ -109,8 +109,8 @@ class GradientNoise(Callback):
             # parameter, by adding up its gradients.
             shares = [part.share for part in self._parts if part.share is not None]
             if name in gradients and len(shares) == len(self._parts):
-                added = torch.stack([share.double() for share in shares]).sum(0).norm()
-                factor = dense(gradients[name]).double().norm() / added
+                added = torch.stack([accelerator.widened(share) for share in shares]).sum(0).norm()
+                factor = accelerator.widened(dense(gradients[name])).norm() / added
                 parts = torch.stack([part.squared for part in self._parts]).sum() * factor**2
                 self._whole = {"parts": parts.view(1), "whole": _squared(gradients).view(1)}
 

@@ -11,7 +11,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from anybatch.core import PlanError, accelerator
 from anybatch.engine import Plan, Task
-from anybatch.memory import Device, find_device, parse_memory, sparse_refused
+from anybatch.memory import CARDS_BY_NAME, Device, find_device, parse_memory, sparse_refused
 from anybatch.planner.ladder import Ladder
 from anybatch.planner.report import PlanReport
 from anybatch.planner.request import Request
@@ -22,7 +22,7 @@ class Budget:
     """A memory budget, and a ladder of readings for each kind of rows."""
 
     def __init__(self, memory: str | int) -> None:
-        parse_memory(memory, find_device("cpu"))
+        parse_memory(memory, find_device(CARDS_BY_NAME[0]))  # refuses a wrong text, and asks no device
         self.memory = memory
         self._ladders: dict[str, Ladder] = {}  # by kind of rows, settings and task
         self._last: tuple[Task, Hashable, Ladder] | None = None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from anybatch import core
 from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task
-from anybatch.memory import Following, find_device, parse_memory
+from anybatch.memory import Following, room_of
 from anybatch.planner.rung import FROZEN, RAN_OUT, SURE, Rung, Want, even, smallest
 from anybatch.recompute import WHOLE, Choice
 
@@ -166,11 +166,12 @@ class Ladder:
         # A cut that must stay is chosen once, and what offload takes is not in proportion to the rows.
         may_differ = want.is_whole or not want.is_fixed
         if self.offloads and may_differ and not (self.plain.settings.blocks or want.is_shared):
-            needed, free = self.plain.takes(want), parse_memory("auto", find_device("cpu"))
-            self.short = f" On the host {core.format_bytes(free)} are free, and offload takes up to "
-            self.short += f"{core.format_bytes(int(needed))}."
-            if needed <= free:
-                self.short = ""
+            needed, free = self.plain.takes(want), room_of(torch.device("cpu"))
+            self.short = ""
+            if free is not None and needed > free:
+                self.short = f" On the host {core.format_bytes(free)} are free, and offload takes up to "
+                self.short += f"{core.format_bytes(int(needed))}."
+            else:
                 if blocks:
                     yield len(blocks) + 1, (WHOLE, *again)
                 yield len(blocks) + 2, (WHOLE,)

@@ -45,7 +45,7 @@ def write(
         for stray in real.parent.glob(f".{glob.escape(real.name)}.*.tmp"):  # left by a killed process
             stray.unlink()
         make(beside)
-        with beside.open("rb") as file:
+        with beside.open("rb+") as file:  # Windows flushes no file that is only read
             os.fsync(file.fileno())
         os.replace(beside, real)
     except OSError as error:

@@ -201,7 +201,8 @@ def _as_fold(name: str, metric: Metric) -> core.Fold[Any, Any, Any]:
 
 
 def _widened(total: core.Total) -> core.Total:
-    return core.Total(*[n.double() if isinstance(n, Tensor) else n for n in (total.sum, total.weight)])
+    both = total.sum, total.weight
+    return core.Total(*[core.accelerator.widened(n) if isinstance(n, Tensor) else n for n in both])
 
 
 def _pair(outputs: Sequence[Any], micro: Any) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from anybatch.core import SHORT_DTYPES, Number, torch_private as private
+from anybatch.core import SHORT_DTYPES, Number, accelerator, torch_private as private
 from anybatch.losses.cotangents import nodes_behind
 from anybatch.losses.reductions import (
     CLASSES,
@@ -276,14 +276,10 @@ def _is_plain_mean(settings: Mapping[str, Any]) -> bool:
 
 def sum_of(mean: Tensor, weight: Number) -> Tensor:
     """Return mean times weight, with the graph; 0 for the mean of nothing, which is NaN."""
+    wide = accelerator.widened(mean)  # coefficient times 1 / weight rounds once, like torch's mean
     if isinstance(weight, Tensor):
-        return torch.where(weight == 0, 0, widened(mean) * weight)
-    return widened(mean) * weight if weight else widened(mean).nan_to_num(0.0)
-
-
-def widened(value: Tensor) -> Tensor:
-    """Return the value in float64, so that coefficient times 1 / weight rounds once, like torch's mean."""
-    return value.float() if value.device.type == "mps" else value.double()  # the one device without it
+        return torch.where(weight == 0, 0, wide * weight)
+    return wide * weight if weight else wide.nan_to_num(0.0)
 
 
 def _near(source: Node | None) -> Iterator[Node]:
