@@ -143,7 +143,10 @@ def face(house: House, package: str) -> set[str]:
 
 
 # Not to be loaded by an import of ours.
-HEAVY = "accelerate lightning lightning_fabric matplotlib ray sentence_transformers sklearn transformers"
+HEAVY = (
+    "accelerate lightning lightning_fabric matplotlib pytorch_lightning ray sentence_transformers sklearn "
+    "transformers"
+)
 
 
 # ---- floors and faces
