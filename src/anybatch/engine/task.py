@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from time import perf_counter
 from typing import Any
 
@@ -272,10 +272,10 @@ class Signature:
     def __init__(self, task: Task, loss: object) -> None:
         self._optimizers, self._others = task.optimizers, task.network.others
         self._held = () if task.optimizers else task.network.parameters
-        self._norms = [module for module in task.network.modules if isinstance(module, BatchNorm)]
-        self._tables = [private.children_of(one) for one in task.network.modules]
-        self._tables += [private.parameters_of(one) for one in task.network.modules]
-        self._attributes = [vars(module) for module in task.network.modules]
+        modules = task.network.modules
+        self._norms = [module for module in modules if isinstance(module, BatchNorm)]
+        self._tables: list[Any] = [*map(private.children_of, modules), *map(private.parameters_of, modules)]
+        self._attributes = [*map(vars, modules)]
         if isinstance(loss, nn.Module):
             self._tables += [vars(loss), private.buffers_of(loss)]
         elif isinstance(loss, partial):
@@ -285,7 +285,7 @@ class Signature:
     def _read(self) -> tuple[list[Any], list[Any]]:
         held = [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
         held += self._held
-        values = [*chain.from_iterable(map(dict.values, self._tables)), *held]
+        values = [*chain.from_iterable(map(_values, self._tables)), *held]
         plain = [
             *map(_kind, held),
             *map(_wants, self._others),
@@ -300,6 +300,7 @@ class Signature:
         return plain == known and len(values) == len(found) and all(map(is_, values, found))
 
 
+_values = methodcaller("values")  # tables of TorchScript are no dicts
 _kind = attrgetter("requires_grad", "dtype", "device")
 _training = attrgetter("training")
 _wants = attrgetter("requires_grad")

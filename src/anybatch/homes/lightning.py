@@ -239,7 +239,7 @@ def _detached(value: Any) -> Any:
 def _is_same(value: Any, loss: Any) -> bool:
     """Return True if a logged value is the loss: the tensor, detached or not, or its number."""
     if not isinstance(value, Tensor):
-        return type(value) is float and isinstance(loss, Tensor) and value == loss.item()
+        return type(value) is float and bool(value == loss)
     return isinstance(loss, Tensor) and value.shape == loss.shape and value.data_ptr() == loss.data_ptr()
 
 
