@@ -93,10 +93,6 @@ def classes(tree: ast.AST) -> list[ast.ClassDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
-def lines(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
-    return node.end_lineno - node.lineno + 1
-
-
 def imports(path: str, tree: ast.Module) -> set[str]:
     """Dotted names of all that a file imports, however late: `from a import b` is `a.b`."""
     package = path.removeprefix("src/").split("/")[:-1]
