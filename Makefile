@@ -12,7 +12,7 @@ or_say = || { echo "make $@: failed; $(1)" >&2; exit 1; }
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help env demo test test-slow test-device soak mutants test-oldest check format bench gpu docs wheel clean
+.PHONY: help env demo test test-slow test-device soak mutants test-oldest check format weight bench gpu docs wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## /  make \1	/p' Makefile | expand -t 20
@@ -50,16 +50,20 @@ test-oldest: .venv-oldest/.ready ## run the tests, without those marked slow, wi
 	@echo "test-oldest: running all tests but the slow ones"
 	@PYTHONHASHSEED=0 OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 -m "not slow" $(call or_say,repeat one with: .venv-oldest/bin/python -m pytest -k NAME)
 
-check: env ## check format, lint and types
-	@echo "check: format, lint, types"
+check: env ## check format, lint, types and the weight of src
+	@echo "check: format, lint, types, weight"
 	@$(BIN)/ruff format --quiet --check --diff . $(call or_say,run: make format)
 	@$(BIN)/ruff check --quiet . $(call or_say,run: make format; then fix what it still names)
 	@$(BIN)/pyright $(call or_say,fix the types named above)
+	@$(BIN)/python -m tests.weight --check > /dev/null $(call or_say,see the message above and the table of: make weight)
 
 format: env ## format the code and fix what lint can fix by itself
 	@echo "format: rewriting in place"
 	@$(BIN)/ruff check --quiet --fix . $(call or_say,fix by hand what is named above)
 	@$(BIN)/ruff format --quiet . $(call or_say,fix the syntax named above)
+
+weight: env ## print the syntax nodes of each package; src may not get heavier than tests/weight.json, which this lowers
+	@$(BIN)/python -m tests.weight $(call or_say,see the message above)
 
 bench: env .venv/.with-bench ## compare speed and memory with hand-written PyTorch, accelerate and Fabric; ONLY="mlp gpt" for some
 	@echo "bench: measuring, about eight minutes; leave the machine alone meanwhile"

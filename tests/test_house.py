@@ -93,10 +93,6 @@ def classes(tree: ast.AST) -> list[ast.ClassDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
-def lines(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
-    return node.end_lineno - node.lineno + 1
-
-
 def imports(path: str, tree: ast.Module) -> set[str]:
     """Dotted names of all that a file imports, however late: `from a import b` is `a.b`."""
     package = path.removeprefix("src/").split("/")[:-1]
@@ -143,7 +139,10 @@ def face(house: House, package: str) -> set[str]:
 
 
 # Not to be loaded by an import of ours.
-HEAVY = "accelerate lightning lightning_fabric matplotlib ray sentence_transformers sklearn transformers"
+HEAVY = (
+    "accelerate lightning lightning_fabric matplotlib pytorch_lightning ray sentence_transformers sklearn "
+    "transformers"
+)
 
 
 # ---- floors and faces

@@ -90,17 +90,15 @@ class Played:
     def truth(self, batch: Any) -> tuple[list[Tensor], float]:
         """Gradients and value of one plain backward on copies; random streams stay where they are."""
         model, loss = copy.deepcopy((self.case.model, self.case.loss))
-        held = trained(model, loss)
-        for one in held:
-            one.grad = None
+        held = trained(model, loss)  # of TorchScript no leaves
         of_python, of_numpy = random.getstate(), np.random.get_state()
         with torch.random.fork_rng(devices=[]):
             value = whole(loss, model, self.case.collate(batch) if self.case.collate else batch)
-            value.backward()
+            found = torch.autograd.grad(value, held, allow_unused=True)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-        grads = [torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in held]
-        return grads, value.item()
+        pairs = zip(held, found, strict=True)
+        return [torch.zeros_like(p) if one is None else one.to_dense() for p, one in pairs], value.item()
 
     def gradient(self, batch: Any) -> tuple[list[Tensor], Any]:
         before = [one.detach().clone() for one in self.parameters]

@@ -2,6 +2,7 @@
 """Sound layers, models of sequences and losses: nothing here depends on the cut."""
 
 import random
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -141,6 +142,39 @@ def valid_tokens_counted_after_the_shift(model: nn.Module, micro: Batch) -> ab.T
     labels = micro["labels"][:, 1:]
     losses = token_losses(model(micro["input_ids"])[:, :-1], labels)
     return ab.Total(losses.sum(), (labels != -100).sum())
+
+
+class Counts(nn.Module):
+    """Writes to one buffer, and puts a new tensor in the place of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(len(x))
+        self.rows = self.rows + len(x)
+        return self.linear(x).tanh()
+
+
+def scripted(kind: str) -> Case:
+    """A model with TorchScript in it, which the self-test refuses."""
+    encoder = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).requires_grad_(False).eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
+        if kind == "the model":
+            return replace(classifier(), model=torch.jit.script(mlp()))
+        if kind == "a part":
+            return classifier(torch.jit.script(Counts()))
+        traced = torch.jit.trace(encoder, torch.randn(3, 6))
+        return classifier(torch.jit.freeze(torch.jit.script(encoder)) if kind == "frozen" else traced)
+
+
+AT_DOORS.of(
+    **{f"TorchScript, {one}": partial(scripted, one) for one in ("the model", "a part", "traced", "frozen")}
+)
 
 
 of_many = partial(SOUND.loss, model=lambda: mlp(nn.Dropout(0.3)), batch=lambda: columns(40))

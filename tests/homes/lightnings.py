@@ -1,5 +1,6 @@
 """A Lightning module, and fits of it that say what they saw. Imported where Lightning is installed."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,7 +18,7 @@ QUIET: dict[str, Any] = {"accelerator": "cpu", "log_every_n_steps": 1}
 QUIET |= {"enable_progress_bar": False, "enable_model_summary": False}
 
 
-class Module(pl.LightningModule):
+class Task:
     """One of the tasks; keeps the gradient before clipping and the learning rate of each update."""
 
     def __init__(self, task: str, most: int = ROWS, width: int = 16) -> None:
@@ -40,6 +40,10 @@ class Module(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients.append({name: p.grad.clone() for name, p in self.named_parameters()})
         self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+class Module(Task, pl.LightningModule):
+    """A task as a module."""
 
 
 class Notes(Logger):
@@ -66,12 +70,14 @@ def cutting(task: str, **options: Any) -> WholeBatchCallback:
     return WholeBatchCallback(rows_meet=task != "tokens", **{"micro_batch": MICRO_BATCH} | options)
 
 
-def fit(module: Module, *callbacks: pl.Callback, rows: int = ROWS, **options: Any) -> pl.Trainer:
-    """Train for an epoch of 20 batches of 24 rows, with clipping."""
+def fit(
+    module: Module, *callbacks: pl.Callback, rows: int = ROWS, lightning: Any = pl, **options: Any
+) -> pl.Trainer:
+    """Train for an epoch of 20 batches of 24 rows, with clipping; `lightning` is the package."""
     chosen = QUIET | {"precision": "64-true", "max_epochs": 1, "gradient_clip_val": 0.1, "logger": Notes()}
     path, given = options.pop("ckpt_path", None), options.pop("data", None) or data(module.task)
     chosen |= {"enable_checkpointing": False} | options
-    trainer = pl.Trainer(callbacks=[*callbacks], **chosen)
+    trainer = lightning.Trainer(callbacks=callbacks[0] if len(callbacks) == 1 else [*callbacks], **chosen)
     trainer.fit(module, DataLoader(TensorDataset(*given), rows), ckpt_path=path)
     return trainer
 
@@ -80,12 +86,15 @@ def train(
     task: str, *, is_cut: bool = False, parts: int = 1, rows: Any = None, ranks: int = 1, **options: Any
 ) -> Run:
     """Train on 20 batches, each in so many parts by the host's own accumulation."""
-    module = Module(task, options.pop("most", ROWS), options.pop("width", 16))
+    lightning = import_module(options.pop("package", "lightning.pytorch"))
+    kind = type("Module", (Task, lightning.LightningModule), {})
+    module = kind(task, options.pop("most", ROWS), options.pop("width", 16))
     home, more = cutting(task, **options), {"accumulate_grad_batches": parts} if parts > 1 else {}
     if ranks > 1:  # its sampler would shuffle
-        strategy = DDPStrategy(process_group_backend="gloo")
+        strategy = lightning.strategies.DDPStrategy(process_group_backend="gloo")
         more |= {"strategy": strategy, "devices": ranks, "use_distributed_sampler": False}
-    trainer = fit(module, *([home] if is_cut else []), rows=ROWS // parts, data=rows, **more)
+    more |= {"lightning": lightning, "rows": ROWS // parts, "data": rows}
+    trainer = fit(module, *([home] if is_cut else []), **more)
     assert trainer.world_size == ranks
     assert trainer.global_step == len(module.gradients)
     assert "training_step" not in vars(module)

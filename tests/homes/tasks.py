@@ -114,8 +114,8 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
         yield
 
 
-def on_rank(rank: int, size: int, host: str, task: str, is_cut: bool) -> Run:
+def on_rank(rank: int, size: int, host: str, task: str, is_cut: bool, *options: Any) -> Run:
     """Train by a host on every other batch."""
     with as_rank(rank, size):
         rows = [torch.cat(part.split(ROWS)[rank::size]) for part in data(task, batches=6)]
-        return import_module(HOSTS[host]).train(task, is_cut=is_cut, rows=rows, ranks=size)
+        return import_module(HOSTS[host]).train(task, is_cut=is_cut, rows=rows, ranks=size, **dict(options))

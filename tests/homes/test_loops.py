@@ -68,6 +68,22 @@ def test_resume_after_a_kill_is_the_unbroken_run(host: Any, task: str, tmp_path:
         assert path.is_dir() or not any(one in path.read_bytes() for one in (b"anybatch.", b"WholeBatch"))
 
 
+@pytest.mark.skipif("lightning" not in MODULES, reason="Lightning is not installed")
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_lightning_under_its_old_name_is_the_same(two: Any, ranks: int) -> None:
+    pytest.importorskip("pytorch_lightning")
+
+    def train(package: str) -> Any:
+        if ranks == 1:
+            return MODULES["lightning"].train("tokens", is_cut=True, package=package)
+        return two.run(on_rank, "lightning", "tokens", True, ("package", package), seconds=240.0)[1]
+
+    new, old = train("lightning.pytorch"), train("pytorch_lightning")
+    assert old.report.micro_batches == new.report.micro_batches > 1
+    assert all(map(torch.equal, old.parameters, new.parameters))
+    assert old.losses == new.losses
+
+
 @pytest.mark.skipif("accelerate" not in MODULES, reason="accelerate is not installed")
 def test_step_takes_prepared_parts_of_accelerate() -> None:
     host, whole = MODULES["accelerate"], MODULES["accelerate"].train("tokens")

@@ -147,6 +147,21 @@ def test_an_evaluation_leaves_no_trace() -> None:
     assert rng.is_same(streams, rng.capture(rng.of_process()))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_an_evaluation_leaves_modes_and_buffers_of_torchscript(is_frozen: bool) -> None:
+    model: Any = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    model = torch.jit.freeze(model.eval()) if is_frozen else model
+    modes = [getattr(one, "training", None) for one in model.modules()]
+    found = copy.deepcopy([*model.buffers()])
+    with evaluating([*model.modules()]):
+        assert not any(one.training for one in model.modules())
+        for one in model.buffers():
+            one.add_(1)
+    assert [getattr(one, "training", None) for one in model.modules()] == modes
+    assert all(map(torch.equal, model.buffers(), found))
+
+
 def test_preserved_gives_the_stream_back_also_after_an_error() -> None:
     before = torch.get_rng_state()
     for error in (None, KeyboardInterrupt):

@@ -188,10 +188,18 @@ class Recorder(Optimizer):
 def task_of(model: nn.Module, loss: Any, optimizer: Optimizer) -> Task:
     """Return the parts of a step of one process, with all options at their defaults."""
     optimizers, _ = check_parts(model, loss, optimizer, None)
-    alone: dict[str, Any] = {"strategy": Strategy(), "progress": Progress(), "callbacks": Callbacks()}
-    working = at_work(model, Precision(), optimizers)
-    parts = {"effects": Effects(), "working": working, **alone}
-    return gather(model, loss, optimizers, (), before_cut=_allowed, **parts)
+    return gather(
+        model,
+        loss,
+        optimizers,
+        (),
+        before_cut=_allowed,
+        effects=Effects(),
+        working=at_work(model, Precision(), optimizers),
+        strategy=Strategy(),
+        progress=Progress(),
+        callbacks=Callbacks(),
+    )
 
 
 def _allowed(task: Task, batch: Batch, plan: Plan, rows: int) -> None:

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor as FakeTensor,
     FakeTensorMode as FakeTensorMode,
 )
+from torch.jit._script import OrderedDictWrapper as ScriptTable
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.optim import Optimizer
@@ -39,6 +40,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "InstanceNorm",
+    "ScriptTable",
     "TorchDispatchMode",
     "pytree",
 ]

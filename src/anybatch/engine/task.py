@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, call, is_
 from time import perf_counter
 from typing import Any
 
@@ -272,20 +272,21 @@ class Signature:
     def __init__(self, task: Task, loss: object) -> None:
         self._optimizers, self._others = task.optimizers, task.network.others
         self._held = () if task.optimizers else task.network.parameters
-        self._norms = [module for module in task.network.modules if isinstance(module, BatchNorm)]
-        self._tables = [private.children_of(one) for one in task.network.modules]
-        self._tables += [private.parameters_of(one) for one in task.network.modules]
-        self._attributes = [vars(module) for module in task.network.modules]
+        modules = task.network.modules
+        self._norms = [module for module in modules if isinstance(module, BatchNorm)]
+        tables: list[Any] = [*map(private.children_of, modules), *map(private.parameters_of, modules)]
+        self._attributes = [*map(vars, modules)]
         if isinstance(loss, nn.Module):
-            self._tables += [vars(loss), private.buffers_of(loss)]
+            tables += [vars(loss), private.buffers_of(loss)]
         elif isinstance(loss, partial):
-            self._tables.append(loss.keywords)
+            tables.append(loss.keywords)
+        self._values = [table.values for table in tables]  # those of TorchScript are no dicts
         self._found = self._read()
 
     def _read(self) -> tuple[list[Any], list[Any]]:
         held = [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
         held += self._held
-        values = [*chain.from_iterable(map(dict.values, self._tables)), *held]
+        values = [*chain.from_iterable(map(call, self._values)), *held]
         plain = [
             *map(_kind, held),
             *map(_wants, self._others),

@@ -1,19 +1,20 @@
 """Lightning: a callback that cuts the batch of each `training_step`, with the gradient of the whole batch."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial, wraps
+from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from itertools import chain
 from numbers import Number
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import proxy
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,11 +25,19 @@ from anybatch.losses import LossLike, ModelLoss
 from anybatch.parallel import unwrapped
 from anybatch.step import BatchLoss
 
-_STRATEGIES = SingleDeviceStrategy, DDPStrategy
+# Lightning has two names, and classes of each: the callback is one of both.
+_NAMES = [name for name in ("lightning", "pytorch_lightning") if find_spec(name)] or ["lightning"]
+_PACKAGES = [*map(import_module, _NAMES)]
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    Callback = type("Callback", tuple(one.Callback for one in _PACKAGES), {})
 
 
 class WholeBatchCallback(Callback):
     """Cuts every training batch of a Lightning `Trainer` into micro-batches; the module stays unchanged.
+
+    The Trainer is that of `lightning.pytorch` or of `pytorch_lightning`.
 
     `training_step` runs on each micro-batch. Lightning gets the loss of the whole batch, whose `backward()`
     gives the exact gradient. On several ranks the batches of all ranks are one batch: the gradient is divided
@@ -109,7 +118,7 @@ class WholeBatchCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give `training_step` back to the module."""
-        self.teardown(trainer, pl_module, "fit")
+        self._place.close()
 
     def _whole(self, module: LightningModule, batch: Any, run: Callable[[Any], Any]) -> Any:
         """Return the loss of the whole batch, with what else `training_step` returns; log."""
@@ -124,7 +133,8 @@ class WholeBatchCallback(Callback):
             batch, _ = without_shared(batch)
         _refuse(trainer, module)
         batch_loss = self._batch_loss = self._batch_loss or self._made(module)
-        if not is_overridden("optimizer_zero_grad", module):  # Lightning would do it only afterwards
+        zero_grad = getattr(module.optimizer_zero_grad, "__qualname__", "")
+        if zero_grad == "LightningModule.optimizer_zero_grad":  # Lightning would call it only afterwards
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
         try:
@@ -165,12 +175,12 @@ class WholeBatchCallback(Callback):
     def _noting(self, trainer: Trainer, module: LightningModule) -> AbstractContextManager[None]:
         """Note calls of `self.log` instead of logging."""
         note, home = type(self)._note, proxy(self)
-        logging = [one for one in module.modules() if isinstance(one, LightningModule)]
+        logging = [one for one in module.modules() if hasattr(one, "automatic_optimization")]
         places = [(one, "log", partial(note, home, one)) for one in logging]
         return replaced(*places, *[(one, "_trainer", proxy(trainer)) for one in logging])
 
-    def _note(self, module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        given = signature(LightningModule.log).bind(module, *args, **kwargs).arguments
+    def _note(self, module: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature(_PACKAGES[0].LightningModule.log).bind(module, *args, **kwargs).arguments
         options = {name: one for name, one in given.items() if name != "self" and one is not None}
         self._notes.append(_Note(module, options.pop("name"), _detached(options.pop("value")), options))
 
@@ -229,22 +239,22 @@ def _detached(value: Any) -> Any:
 def _is_same(value: Any, loss: Any) -> bool:
     """Return True if a logged value is the loss: the tensor, detached or not, or its number."""
     if not isinstance(value, Tensor):
-        return type(value) is float and isinstance(loss, Tensor) and value == loss.item()
+        return type(value) is float and bool(value == loss)
     return isinstance(loss, Tensor) and value.shape == loss.shape and value.data_ptr() == loss.data_ptr()
 
 
-def _refuse(trainer: Trainer, module: LightningModule) -> None:
+def _refuse(trainer: Any, module: LightningModule) -> None:
     """Raise PlanError if Lightning would change the gradient of a batch, or not use it."""
-    strategy, count = trainer.strategy, trainer.accumulate_grad_batches
-    many = [one for one in vars(trainer)["callbacks"] if isinstance(one, WholeBatchCallback)]
+    kinds, count = [kind.__name__ for kind in type(trainer.strategy).__mro__], trainer.accumulate_grad_batches
+    many = [one for one in trainer.callbacks if isinstance(one, WholeBatchCallback)]
     if not module.automatic_optimization:
         said = "automatic optimization, got manual", "Call ab.BatchLoss in training_step."
     elif count != 1:
         said = f"whole batches, got accumulate_grad_batches={count}", "Leave it out: load larger batches."
     elif len(many) > 1:
         said = f"one such callback, got {len(many)}", "Leave out the others."
-    elif isinstance(strategy, DeepSpeedStrategy) or not isinstance(strategy, _STRATEGIES):
-        said = f"one device or DDP, got {type(strategy).__name__}", 'Use Trainer(strategy="ddp").'
+    elif "DeepSpeedStrategy" in kinds or not {"SingleDeviceStrategy", "DDPStrategy"} & {*kinds}:
+        said = f"one device or DDP, got {kinds[0]}", 'Use Trainer(strategy="ddp").'
     else:
         return
     raise PlanError(f"Expected, with WholeBatchCallback, {said[0]}. {said[1]}")

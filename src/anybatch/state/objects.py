@@ -158,7 +158,7 @@ class Reachable:
             self._object(value, kind)
 
     def _container(self, container: Any, *unused: str) -> None:
-        content = _content(container)
+        content = content_of(container)
         is_table = isinstance(content, dict)
         if len(content) <= self._most:
             self.containers.append(container)
@@ -221,7 +221,7 @@ class Contents:
     """The contents of lists, dicts, sets and deques, which can be put back."""
 
     def __init__(self, containers: Iterable[Any]) -> None:
-        self._noted = [(one, _content(one)) for one in containers]
+        self._noted = [(one, content_of(one)) for one in containers]
 
     def pairs(self) -> Iterable[tuple[Any, Any]]:
         """Return each container with its former content."""
@@ -284,13 +284,20 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _base(container: Any) -> Any:
-    """Return the builtin class whose methods run no code of a subclass."""
-    return next(one for one in (OrderedDict, dict, list, deque, set) if isinstance(container, one))
+    """Return the builtin class whose methods run no code of a subclass; or that of a table of TorchScript."""
+    return next(
+        one
+        for one in (OrderedDict, dict, list, deque, set, private.ScriptTable)
+        if isinstance(container, one)
+    )
 
 
-def _content(container: Any) -> Any:
+def content_of(container: Any) -> Any:
+    """Return a copy of a list, dict, set or deque, without its class."""
     if type(container) is dict:
         return container.copy()
+    if isinstance(container, private.ScriptTable):  # its names are other strings in each call
+        return {sys.intern(name): one for name, one in container.items()}
     base = _base(container)
     items = base.__iter__(container)
     if issubclass(base, dict):
@@ -300,7 +307,7 @@ def _content(container: Any) -> Any:
 
 def holds(container: Any, content: Any) -> bool:
     """Return True if a container holds the same objects as `content`."""
-    now = container if type(container) in (dict, list) else _content(container)
+    now = container if type(container) in (dict, list) else content_of(container)
     if isinstance(content, set):
         return now == content
     return _are_same(now, content) and (
@@ -319,7 +326,7 @@ def fill(container: Any, content: Any) -> None:
         base.clear(container)
         (base.update if base is set else base.extend)(container, content)
         return
-    if not _are_same([*base.__iter__(container)], content):
+    if not _are_same(content_of(container), content):
         base.clear(container)
     for key, value in content.items():
         base.__setitem__(container, key, value)

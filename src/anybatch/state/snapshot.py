@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter, is_not
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.core import ran_out_of_memory, torch_private as private
 from anybatch.state import rng
-from anybatch.state.objects import Contents
+from anybatch.state.objects import Contents, content_of
 
 FIRST, EVERY = 3, 64  # looking steps: the first ones, then one of every so many
 
@@ -249,7 +249,7 @@ class _Attributes(Contents):
         self._tables: dict[int, Any] = {}
         for tables in (state.buffers, state.hooks):
             if any(tables):
-                self._tables |= {id(table): table.copy() for table in tables if table}
+                self._tables |= {id(table): content_of(table) for table in tables if table}
 
     def pairs(self) -> Iterator[tuple[Any, Any]]:
         yield from zip(self._state.attributes, self.values, strict=True)
@@ -273,7 +273,7 @@ _CONTAINERS = (list, dict, set)
 def _items_of(value: Any) -> Iterable[Any]:
     if type(value) not in _CONTAINERS:
         return ()
-    return cast("Any", value).values() if isinstance(value, dict) else value
+    return value.values() if isinstance(value, dict) else value
 
 
 def _copied(tensors: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:
@@ -304,8 +304,8 @@ def _generators_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
             if name in _OF_MODULES or type(value) in _PLAIN:
                 continue
             if isinstance(value, dict):
-                value = [*cast("dict[Any, Any]", value).values()]
-            inner = cast("list[Any]", value) if isinstance(value, list | tuple) else [value]
+                value = [*value.values()]
+            inner = value if isinstance(value, list | tuple) else [value]
             found += [one for one in inner if type(one) not in _PLAIN and rng.is_generator(type(one))]
     return tuple(found)
 
@@ -324,12 +324,15 @@ def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
     everything = Snapshot(
         ModuleState(modules), parameters=[p for m in modules for p in m.parameters(recurse=False)]
     )
+    modes = [(module, getattr(module, "training", False)) for module in modules]
     try:
         with rng.preserved(), torch.no_grad():  # collating may draw from Python's or NumPy's
             for module in modules:
                 module.training = False
             yield
     finally:
+        for module, mode in modes:  # that of TorchScript is no entry of its attributes
+            module.training = mode
         everything.put_back()
         # Older torch caches weights cast without a graph, and reuses them where a gradient is wanted.
         torch.clear_autocast_cache()
