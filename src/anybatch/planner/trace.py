@@ -330,7 +330,7 @@ def loss_module_of(task: Task) -> nn.Module:
 def _set_foreach(task: Task, device: memory.Device) -> None:
     for optimizer in task.optimizers if device.kind != "cpu" else ():
         for group in optimizer.param_groups:
-            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            if group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = True
 
 
