@@ -76,7 +76,7 @@ class Subject:
     def predict(self, plan: Plan, device: str | None = None) -> Trace:
         """Without data: the step on fake tensors, as on this device or on one that need not be here."""
         task, batch = self._prepared(plan.rows)
-        return trace(plan, task, batch, device=device and find_device(device))
+        return trace(plan, task, batch, device=find_device(device or self.device))
 
     def ask(self, rows: int, memory: int | None, **options: Any) -> PlanReport:
         """The planner's answer for so many rows within so many bytes."""

@@ -186,14 +186,13 @@ def lengths(notes: Notes) -> None:
 
 
 def plan(notes: Notes) -> None:
-    """Plan from a model on the meta device, then run the plan: bytes and seconds."""
+    """Plan from a model on the CPU, then run the plan: bytes and seconds."""
 
     def one(name: str, precision: Any, dropout: bool) -> None:
         case = f"{name} {precision}{' dropout' if dropout else ''}"
         model, loss, batch_of = nets.make(name, small=notes.small, dropout=dropout)
         rows = 8 if notes.small else nets.ROWS[name]
         batch = batch_of(rows, torch.Generator().manual_seed(1))
-        model = model.to("meta")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         said = ab.plan(model, loss, optimizer, batch, device=notes.device.type, precision=precision)
         training = Training(name, notes.device, small=notes.small, dropout=dropout)

@@ -33,7 +33,7 @@ LIMITS: dict[tuple[str, str], float] = {
     ("budgets", "settled / by hand"): 1.05,
     ("budgets", "named, refused again"): 0,
     ("budgets", "update out of memory"): 0,
-    ("plan", "bytes off"): 0.1,
+    ("plan", "bytes off"): 0.03,
     ("oom", "error"): 1e-12,
     ("oom", "state changed"): 0,
     ("speed", "step"): 1.03,

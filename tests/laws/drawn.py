@@ -17,7 +17,7 @@ from torch import nn
 
 from anybatch.core import TensorBatch
 from anybatch.core.errors import LossError, NonFiniteLossError, OutOfMemoryError
-from anybatch.memory import Meter
+from anybatch.memory import Meter, find_device
 from anybatch.planner.trace import trace
 from anybatch.testing import relative_error, tolerance
 from tests import budgets
@@ -189,7 +189,7 @@ def the_planned_peak_is_the_measured_one(
     step = budgets.make(build, make, micro_batch=micro_batch, batch_norm="micro", **options)
     given = batch(rows)
     logical = TensorBatch(given)
-    planned = trace(step.plan(rows), step.task(), logical.only(range(1)))
+    planned = trace(step.plan(rows), step.task(), logical.only(range(1)), device=find_device(given[0].device))
     step(given)
     of = {"loss_module": step.loss_module, "batch_leaves": logical.leaves}
     with Meter(step.model, step.optimizers, **of) as meter:

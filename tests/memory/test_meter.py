@@ -49,7 +49,7 @@ def test_meter_agrees_with_a_list(moves: list[tuple[str, int]]) -> None:
             live = sum(dict(storages).values())
             peak = max(peak, live)
             assert (meter.live, meter.peak) == (live, peak)
-    assert meter.recording.peak() == peak
+    assert meter.ledger().peak == peak
 
 
 def test_what_is_saved_for_backward_and_what_backward_makes_are_seen() -> None:

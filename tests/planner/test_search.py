@@ -73,7 +73,7 @@ def test_what_is_chosen_fits_to_the_byte_and_the_smallest_budget_is_the_smallest
     asked = request(step, batch, **options)
     found: list[int] = []
     assert budgets.changed_by(step, lambda: found.append(smallest(asked))) == []
-    (least,), most = found, trace(asked.like, asked.task, asked.batch).peak
+    (least,), most = found, trace(asked.like, asked.task, asked.batch, device=asked.device).peak
     for budget in (least, (least + max(least, most)) // 2):
         report = within(asked, budget)
         assert report.peak <= budget

@@ -8,9 +8,9 @@ AttributeError.
 import ctypes
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
 from itertools import chain
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -188,6 +188,31 @@ If missing: modes see all operations. A meter then counts too much, and tracing 
 
 dispatch_modes: Callable[[], list[Any]] = getattr(_modes, "_get_current_dispatch_mode_stack", list)
 """Return the dispatch modes that see operations. If missing: none."""
+
+
+_UNUSED: Any = _C.DispatchKey.AutocastIPU  # torch has no kernels for it, and no tensor has it
+
+
+@contextmanager
+def kernels_before_autocast(kernels: Mapping[str, Callable[..., Any]]) -> Generator[None]:
+    """Let this thread call `kernel(operator, *args, **kwargs)` for operators of ATen, before their autocast.
+
+    Kernels are registered for a key that only this thread includes: no other thread calls them. Within a
+    kernel there are none.
+    """
+
+    def run(kernel: Callable[..., Any], operator: Any, *args: Any, **kwargs: Any) -> Any:
+        with _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_UNUSED)):
+            return kernel(operator, *args, **kwargs)
+
+    library: Any = torch.library._scoped_library
+    with library("_", "IMPL") as others, library("aten", "IMPL") as named:
+        others.fallback(torch.library.fallthrough_kernel, _UNUSED.name)
+        for name, kernel in kernels.items():
+            operator = attrgetter(name if "." in name else f"{name}.default")(torch.ops.aten)
+            named.impl(operator, partial(run, kernel, operator), _UNUSED.name)
+        with _C._IncludeDispatchKeyGuard(_UNUSED), _C._SetExcludeDispatchKeyGuard(_UNUSED, False):
+            yield
 
 
 def operator_of(overload: Any) -> Any:

@@ -33,6 +33,14 @@ class Device:
         rate = self.half_flops if half else self.flops
         return operations * self.launch_s + flops / rate + moved / self.bandwidth
 
+    @property
+    def workspace(self) -> int:
+        """Bytes that cuBLAS keeps: a workspace for each of the threads of forward and backward."""
+        # `getChosenWorkspaceSize` of torch 2.13 without CUBLAS_WORKSPACE_CONFIG: 32 MiB from Hopper on, else
+        # :4096:2:16:8, which is 8,320 KiB. An H100 held twice the former and 1 MiB, which is cuBLASLt's.
+        kept = 65 * 2**20 if self.capability >= 9 else (2 * 8320 + 1024) * 2**10
+        return kept if self.kind == _CARDS_ARE else 0
+
     def attention(self, dtype: torch.dtype, head: int, is_masked: bool, is_grouped: bool, drops: bool) -> str:
         """Return the kernel by which a card computes `scaled_dot_product_attention` of heads of one size."""
         most, step = 256, 16 // dtype.itemsize

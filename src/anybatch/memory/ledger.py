@@ -9,7 +9,7 @@ from typing import NamedTuple
 from anybatch.core import format_bytes
 
 OWNERS = ("parameters", "gradients", "optimizer state", "activations", "workspace", "input", "other")
-"""Owners of bytes; every byte has one. A workspace is allocated and freed within one phase."""
+"""Owners of bytes; every byte has one. A workspace is freed within its phase, or kept by cuBLAS."""
 
 PHASES = ("start", "forward", "loss", "backward", "recompute", "update")
 """Phases of a step; "recompute" is a forward inside of backward."""

@@ -15,7 +15,17 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from anybatch.core import is_moving, tensors_in, torch_private as private
 from anybatch.memory.ledger import Ledger
-from anybatch.memory.recording import GRADIENTS, INPUT, OTHER, PARAMETERS, STATE, Mark, Recording, find_owner
+from anybatch.memory.recording import (
+    GRADIENTS,
+    INPUT,
+    OTHER,
+    PARAMETERS,
+    STATE,
+    WORKSPACE,
+    Mark,
+    Recording,
+    find_owner,
+)
 
 _NAME = "anybatch.memory.meter"  # key of the module's name in the metadata of a node of the graph
 _AFTER = "after backward"  # a phase not known yet: the next micro-batch or the update may follow
@@ -28,7 +38,8 @@ class Meter(private.TorchDispatchMode):
     A view adds nothing: it shares its storage. A storage ends when its last tensor (or saved tensor) is gone.
     Memory inside one kernel is not seen. Phases and modules come from hooks, which `__exit__` removes.
 
-    `held` are other tensors alive from the start, `state` those counted as optimizer state from the start.
+    `held` are other tensors alive from the start, `state` those counted as optimizer state from the start,
+    `cublas` the workspaces that cuBLAS keeps.
     `as_accelerator` counts as on an accelerator, wherever the tensors are: in multiples of 512 bytes, without
     the host copies that offload makes. Tensors on another kind of device than the parameters never count.
     """
@@ -42,6 +53,7 @@ class Meter(private.TorchDispatchMode):
         batch_leaves: Iterable[Tensor] = (),
         held: Iterable[Tensor] = (),
         state: Iterable[Tensor] = (),
+        cublas: Iterable[Tensor] = (),
         as_accelerator: bool = False,
     ) -> None:
         super().__init__()
@@ -55,9 +67,9 @@ class Meter(private.TorchDispatchMode):
         for name, buffer in (*loss_module.named_buffers(), *model.named_buffers()):
             self._storages.own(buffer, OTHER, name.rpartition(".")[0])
         self._own_what_is_held()
-        for owner, tensors in ((INPUT, batch_leaves), (OTHER, held), (STATE, state)):
+        for owner, tensors in ((INPUT, batch_leaves), (OTHER, held), (STATE, state), (WORKSPACE, cublas)):
             for tensor in tensors:
-                self._storages.own(tensor, owner)
+                self._storages.own(tensor, owner, "cuBLAS" if owner == WORKSPACE else "")
         self.held = self._storages.live
         self._timeline = _Timeline(model, loss_module, self._storages, self._own_what_is_held)
         self._take_off: list[Callable[[], None]] = []

@@ -3,7 +3,6 @@
 from array import array
 from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 from anybatch.memory.ledger import OWNERS, Holding, Ledger, Moment
@@ -34,10 +33,6 @@ class Recording:
     marks: tuple[Mark, ...]  # changes of phase and module, in order; the first at event 0
     owners: tuple[int, ...]  # by storage: index in `OWNERS`
     places: tuple[str, ...]  # by storage: name of the module
-
-    def peak(self) -> int:
-        """Return the most bytes alive at once."""
-        return max(accumulate(self.changes), default=0)
 
     @property
     def forwards(self) -> int:

@@ -86,9 +86,11 @@ class _Search:
         ledger, scale = self._traces[near.plan].ledger, size / near.plan.micro_batch
         is_late = self._one_by_one and near.plan.foreach is None  # updates will take less
         gradients, peaks = max(moment.bytes[1] for moment in ledger.moments), list[float]()
+        kept = self._request.device.workspace
         for phase, moment in ledger.phases().items():
             parameters, _, state, activations, workspace, inputs, other = moment.bytes
-            grown = parameters + gradients + state + inputs + scale * (activations + workspace + other)
+            fixed = parameters + gradients + state + inputs + kept
+            grown = fixed + scale * (activations + workspace + other - kept)
             peaks.append(moment.total * (not is_late) if phase == "update" else grown)
         return near.peak if scale == 1 else max(peaks)
 

@@ -1,8 +1,8 @@
 """A step run on fake tensors: all of its bytes, without memory."""
 
 import threading
-from collections.abc import Generator, Iterable, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -113,22 +113,20 @@ def trace(
     task: Task,
     batch: Batch,
     *,
-    device: memory.Device | None = None,
+    device: memory.Device,
     idle: Set[nn.Parameter] = frozenset(),
 ) -> Trace:
     """Run one step on fake tensors, with the optimizer's state of the second step; restore everything.
 
     Of many micro-batches of one size only two are run, if both call the model as often. A device of another
     machine is approximated: sizes are rounded up as its allocator does, optimizers update all parameters at
-    once (foreach) as they would there, attention and dropout keep what they keep there, and the other kernels
-    are the CPU's.
+    once (foreach) as they would there, attention and dropout keep what they keep there, autocast casts as
+    there, and the other kernels are the CPU's. cuBLAS's workspaces count from the start.
 
     Raises:
         TraceError: the step needs values, for instance because shapes depend on them.
         PlanError: there are sparse gradients.
     """
-    own = next((one for one in task.network.devices if one.type != "meta"), "cpu")
-    device = memory.find_device(own) if device is None else device
     sizes = run_sizes(plan, task.loss, task.model)
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
     parameters, kernels = [*task.network.parameters, *task.network.others], set[str]()
@@ -141,8 +139,15 @@ def trace(
         memory.dense_only(parameters),
     ):
         modules = list(dict.fromkeys((*task.network.modules, *snapshot.modules)))
-        settled: Any = {"rows": plan.rows, "task": task, "batch": batch, "device": device}
-        run = partial(run_on_fakes, **settled, modules=modules, kernels=kernels)
+        run = partial(
+            run_on_fakes,
+            rows=plan.rows,
+            task=task,
+            batch=batch,
+            device=device,
+            modules=modules,
+            kernels=kernels,
+        )
         known = task.effects.buffers
         recording, found, wrongly = run(reduced, idle=idle)
         if reduced is not plan and (not recording.forwards or recording.forwards % len(sizes)):
@@ -157,8 +162,8 @@ def trace(
     if reduced is not plan:
         recording = memory.continued(recording, plan.micro_batches)
     ledger = recording.ledger(source="predicted", device=device.kind)
-    told: Any = {"marks": recording.marks, "idle": found, "attention": frozenset(kernels)}
-    return Trace(plan=plan, ledger=ledger, **told)
+    attention = frozenset(kernels)
+    return Trace(plan=plan, ledger=ledger, marks=recording.marks, idle=found, attention=attention)
 
 
 def run_on_fakes(
@@ -190,19 +195,22 @@ def run_on_fakes(
             _set_foreach(task, device)
             made = make_state(fake, lacks)
             advance(fake)
+            cublas = torch.empty(device.workspace, dtype=torch.uint8, device=next(iter(fake.network.devices)))
             meter = memory.Meter(
                 task.model,
                 task.optimizers,
                 loss_module=loss_module_of(task),
                 batch_leaves=leaves,
                 state=fake.masters.tensors,
+                cublas=[cublas],
                 as_accelerator=device.kind != "cpu",
             )
             mode.where = lambda: meter.module
             del leaves
             for one in task.optimizers:
                 one.register_step_pre_hook(partial(_note_updated, updated))
-            with meter, _kernels_of(device, kernels) if device.kind != "cpu" else nullcontext():
+            on_card = private.kernels_before_autocast(_kernels_of(device, kernels))
+            with meter, on_card if device.kind != "cpu" else nullcontext():
                 carry_out(plan, fake, logical)
         written = set(fake.effects.parameters)
         task.effects.writes([parameter for parameter, twin in twins.items() if twin in written])
@@ -212,38 +220,76 @@ def run_on_fakes(
         return meter.recording, found, any(twins[p] in made for p in found)
 
 
-@contextmanager
-def _kernels_of(device: memory.Device, kernels: set[str]) -> Generator[None]:
-    """Trace attention and dropout as a card computes them; dropout keeps a mask of bools."""
-    place: Any = nn.functional
-    attention, dropout = place.scaled_dot_product_attention, place.dropout
+def _kernels_of(device: memory.Device, kernels: set[str]) -> dict[str, Callable[..., Any]]:
+    """Return kernels that trace attention, dropout and autocast as a card computes them."""
 
     def attend(
-        query: Any, key: Any, value: Any, mask: Any = None, p: float = 0.0, *rest: Any, **named: Any
+        operator: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any = None,
+        p: float = 0.0,
+        *rest: Any,
+        **named: Any,
     ) -> Tensor:
-        mask, p = named.pop("attn_mask", mask), named.pop("dropout_p", p)
-        if not isinstance(query, private.FakeTensor):  # another thread may train
-            return attention(query, key, value, mask, p, *rest, **named)
         kind, heads = query.device.type, (query, key, value)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
         is_grouped = query.shape[-3:-2] != key.shape[-3:-2]
         kernel = device.attention(dtype, query.shape[-1], mask is not None, is_grouped, p > 0)
         kernels.add(kernel)
         if kernel.startswith("fused"):
-            return attention(*heads, mask, 0.0, *rest, **named)
+            return operator(*heads, mask, 0.0, *rest, **named)
         with torch.autocast(kind, enabled=False):
             return private.attention_unfused(*[one.to(dtype) for one in heads], mask, p, *rest, **named)[0]
 
-    def drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not isinstance(input, private.FakeTensor) or inplace or not training or not p:
-            return dropout(input, p, training, inplace)
-        return torch.native_dropout(input, p, training)[0]
+    def drop(operator: Any, input: Tensor, p: float, training: bool) -> Tensor:  # keeps a mask of bools
+        return torch.native_dropout(input, p, training)[0] if training and p else operator(input, p, training)
 
-    place.scaled_dot_product_attention, place.dropout = attend, drop
-    try:
-        yield
-    finally:
-        place.scaled_dot_product_attention, place.dropout = attention, dropout
+    casts = {name: partial(_cast, rule) for rule, names in _CASTS.items() for name in names.split()}
+    return {**casts, "scaled_dot_product_attention": attend, "dropout": drop}
+
+
+# The lists of CUDA's autocast (ATen/autocast_mode.h, torch 2.13), and operations that are only in the CPU's.
+_CASTS = {
+    # AT_FORALL_FP32; softmax converts its input in any case, so it is here.
+    "float32": "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan "
+    "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm "
+    "group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim norm.Scalar norm.ScalarOpt_dim "
+    "cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d "
+    "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
+    "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
+    "binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp softmax.int log_softmax.int "
+    "upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d "
+    "upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
+    "_upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa",
+    # AT_FORALL_FP32_SET_OPT_DTYPE: the input is not converted beforehand.
+    "result in float32": "prod prod.dim_int cumprod cumsum linalg_vector_norm linalg_matrix_norm "
+    "linalg_matrix_norm.str_ord sum sum.dim_IntList",
+    # AT_FORALL_PROMOTE
+    "widest": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
+    # CPU autocast computes these in float32.
+    "as given": "adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d max_pool3d fractional_max_pool2d "
+    "fractional_max_pool3d max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d "
+    "replication_pad2d replication_pad3d",
+}
+_HALVES = torch.float16, torch.bfloat16
+
+
+def _cast(rule: str, operator: Any, *args: Any, **named: Any) -> Any:
+    """Call an operator as CUDA's autocast does: it casts arguments, or sets the dtype of the result."""
+    tensors = [one for one in args if isinstance(one, Tensor)]
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return operator(*args, **named)
+    if rule == "result in float32" and tensors[0].dtype in _HALVES:
+        named.setdefault("dtype", torch.float32)
+    if rule == "float32" or (rule == "widest" and torch.float32 in [one.dtype for one in tensors]):
+        args = tuple(
+            [one.float() if isinstance(one, Tensor) and one.dtype in _HALVES else one for one in args]
+        )
+    with torch.autocast(kind, enabled=False):
+        return operator(*args, **named)
 
 
 def _note_updated(updated: set[Tensor], optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -284,7 +330,7 @@ def loss_module_of(task: Task) -> nn.Module:
 def _set_foreach(task: Task, device: memory.Device) -> None:
     for optimizer in task.optimizers if device.kind != "cpu" else ():
         for group in optimizer.param_groups:
-            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            if group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = True
 
 
