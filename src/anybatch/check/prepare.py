@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.jit import ScriptModule
 
-from anybatch.check.copies import Subject, named_parameters
+from anybatch.check.subject import Subject, named_parameters
 from anybatch.check.draws import Draws, OutOfTime
 from anybatch.check.passes import Bench
 from anybatch.check.rows import RowCut, rows_of, subset

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.check.copies import widen
+from anybatch.check.subject import widen
 from anybatch.core import Batch, Collate, Cut, Padding, SampleBatch, TensorBatch, TrimmedBatch, tree
 from anybatch.losses import find_paddings
 from anybatch.state import RowPart, take
