@@ -5,6 +5,6 @@ from anybatch.check.check import (
     check as check,
     refuse_without_data as refuse_without_data,
 )
-from anybatch.check.subject import named_parameters as named_parameters
 from anybatch.check.passes import Recorder as Recorder
+from anybatch.check.subject import named_parameters as named_parameters
 from anybatch.compare import relative_error as relative_error, tolerance as tolerance

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch.check.subject import Subject
 from anybatch.check.draws import Draws
 from anybatch.check.finding import culprit_of
 from anybatch.check.rows import RowCut
+from anybatch.check.subject import Subject
 from anybatch.compare import Outcome, WatchedBatch
 from anybatch.core import Batch, Callbacks, Total, torch_private as private
 from anybatch.engine import Plan, Progress, Strategy, Task, check_parts, gather

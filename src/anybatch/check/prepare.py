@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.jit import ScriptModule
 
-from anybatch.check.subject import Subject, named_parameters
 from anybatch.check.draws import Draws, OutOfTime
 from anybatch.check.passes import Bench
 from anybatch.check.rows import RowCut, rows_of, subset
+from anybatch.check.subject import Subject, named_parameters
 from anybatch.compare import choose_rows, numbered_anew
 from anybatch.core import BatchError, Collate, PlanError, SampleBatch, TensorBatch, tree
 from anybatch.losses import WholeBatch
