@@ -90,7 +90,7 @@ def _fits(task: Task, few: core.Batch, plan: Plan, most: int, noted: ObjectState
     """
     if few.rows <= most or task.network.kinds - {"cpu"}:
         return True
-    part = outcome_of(task, _only(task, few, range(most)), plan, Split((most,)), reached=tensors_of(noted))
+    part = outcome_of(task, only(task, few, range(most)), plan, Split((most,)), reached=tensors_of(noted))
     return not isinstance(part, Looked) or part.nbytes * few.rows // most < _MUCH
 
 
@@ -190,7 +190,7 @@ def _few_rows(
     """Yield a few rows, and what model and loss reach."""
     with rng.preserved():  # `collate` may draw
         try:
-            few = _only(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
+            few = only(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
             noted = reached_by(task, few)
             if covers is not None:
                 covers.add(noted.found)
@@ -204,7 +204,8 @@ def _few_rows(
             noted.put_back()
 
 
-def _only(task: Task, batch: core.Batch, rows: Sequence[int]) -> core.Batch:
+def only(task: Task, batch: core.Batch, rows: Sequence[int]) -> core.Batch:
+    """Return some rows; with a loss over all rows, columns of row numbers number these."""
     few = batch.only(rows)
     return numbered_anew(few, batch) if isinstance(task.loss, WholeBatch) else few
 
@@ -307,7 +308,7 @@ class _FewRows(NamedTuple):
             return Doubt("the same rows give another loss or gradient the second time", lasts=True)
         middle, alone = self.few.rows // 2, list[Looked]()
         for half in (range(middle), range(middle, self.few.rows)):
-            few = _only(self.task, self.few, half)
+            few = only(self.task, self.few, half)
             found = self.part(few, Split(tuple(core.cut_sizes(few.rows, most))))
             alone += [found] if isinstance(found, Looked) else []
         found = differ(whole, parts, *alone)
@@ -400,7 +401,7 @@ class _FewRows(NamedTuple):
             return
         again = [self.run(whole.cut) for _ in range(_AGAIN)]
         middle = self.few.rows // 2
-        half = self.part(_only(self.task, self.few, range(middle)), Split((middle,)))
+        half = self.part(only(self.task, self.few, range(middle)), Split((middle,)))
         for name in sorted(names):
             reports = [each.report for each in (*again, half) if isinstance(each, Looked)]
             if not all(_is_equal(weights[name], each.weights.get(name, 0.0)) for each in reports[:_AGAIN]):

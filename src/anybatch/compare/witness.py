@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from anybatch.compare.covers import Covers, Doubt
-from anybatch.compare.look import reached_by, tensors_of
+from anybatch.compare.look import only, reached_by, tensors_of
 from anybatch.compare.outcome import Looked, Outcome, Split, losses_differ, outcome_of
 from anybatch.core import Batch, LossError, OutOfMemoryError, StepReport, cut_sizes
 from anybatch.engine import Plan, Task
@@ -117,7 +117,8 @@ class Witness:
             if (size, way) not in read:
                 reading = MemoryReading.begin(self.task.network.devices)
                 try:
-                    found = self._run(reached, self.batch.only(range(size)), (size,), has_graph=way)
+                    few = only(self.task, self.batch, range(size))
+                    found = self._run(reached, few, (size,), has_graph=way)
                 finally:
                     taken = reading and reading.end()
                 read[size, way] = taken[0] if taken else 0
@@ -132,13 +133,10 @@ class Witness:
         start, sizes = 0, list[int]()
         for size in (*self.plan.sizes, self.batch.rows):
             if sum(sizes) + size > most:
-                rows = sum(sizes)
-                if rows > 1:
-                    yield (
-                        range(start, start + rows),
-                        sizes if len(sizes) > 1 else cut_sizes(rows, -(-rows // 2)),
-                    )
-                start, sizes = start + rows, []
+                rows = range(start, start + sum(sizes))
+                if len(rows) > 1:
+                    yield rows, sizes if len(sizes) > 1 else cut_sizes(len(rows), -(-len(rows) // 2))
+                start, sizes = rows.stop, []
             sizes.append(size)
 
     def _compare(self, held: int, reached: Sequence[Tensor], *, has_graph: bool = False) -> Doubt | None:
@@ -155,13 +153,8 @@ class Witness:
                 if not (has_graph or isinstance(whole, LossError)):  # it may differentiate inside
                     return self._compare(held, reached, has_graph=True)
                 return Doubt(f"{len(rows)} rows at once gave {type(whole).__name__}: {whole}")
-            parts = run(
-                batch,
-                sizes,
-                has_graph=has_graph or has_router,
-                is_watched=not whole.is_quiet,
-                like=whole.seen,
-            )
+            again = {"is_watched": not whole.is_quiet, "like": whole.seen}
+            parts = run(batch, sizes, has_graph=has_graph or has_router, **again)
             if not isinstance(parts, Looked):  # the step itself will tell
                 return Doubt(f"the loss in parts gave {type(parts).__name__}: {parts}", is_quiet=True)
             is_quiet &= whole.is_quiet
@@ -178,19 +171,16 @@ class Witness:
         self, whole: Looked, parts: Looked, batch: Batch, run: Callable[..., Any], held: int
     ) -> Doubt | None:
         """Return the reason why a difference of losses tells nothing, None without one; or refuse."""
+        differ = partial(losses_differ, dtypes=whole.dtypes | parts.dtypes, rows=batch.rows)
         reports = [whole.report, parts.report]
-        dtypes = whole.dtypes | parts.dtypes
-        if not losses_differ(reports, dtypes, batch.rows):
+        if not differ(reports):
             return None
         same = run(batch.padded(), whole.cut.sizes, like=whole.seen)
-        is_same = isinstance(same, Looked) and not losses_differ(
-            [whole.report, same.report], dtypes, batch.rows
-        )
-        if whole.is_random or parts.is_random or not is_same:
+        is_random = whole.is_random or parts.is_random or not isinstance(same, Looked)
+        if is_random or differ([whole.report, same.report]):
             return Doubt("the same rows give another loss the second time", is_quiet=True)
-        halves = [run(batch.only(one), (len(one),)) for one in _halves(batch.rows)]
-        reports += [one.report for one in halves if isinstance(one, Looked)]
-        found = losses_differ(reports, dtypes, batch.rows)
+        halves = [run(only(self.task, batch, one), (len(one),)) for one in _halves(batch.rows)]
+        found = differ([*reports, *[one.report for one in halves if isinstance(one, Looked)]])
         if found is None:  # rows that cancel in the sum
             return None
         if found.is_small:
