@@ -155,7 +155,7 @@ class Offload:
         operation = private.operations()
         if not self._is_moved(tensor, kind):
             self._send(operation)
-            return tensor
+            return tensor.detach()  # itself, it would keep a graph alive that no backward frees
         # A storage written to meanwhile is moved again.
         key = (private.storage_key(tensor), private.version(tensor), tensor.dtype)
         moved = self._known.get(key)
