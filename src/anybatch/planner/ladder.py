@@ -325,7 +325,7 @@ def _held(task: Task) -> int:
     for module in task.network.modules:
         held += [*private.buffers_of(module).values()]
     for optimizer in task.optimizers:
-        held += private.pytree.tree_leaves([*optimizer.state.values()])
+        held += core.tensors_in([*optimizer.state.values()])
     found = [core.local(one) for one in held if isinstance(one, Tensor) and one.layout is torch.strided]
     here = [one.untyped_storage() for one in found if one.device in task.network.devices]
     return sum({one.data_ptr(): one.nbytes() for one in here}.values())

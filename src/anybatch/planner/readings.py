@@ -234,7 +234,7 @@ class MemoryReader(Reader):
     def update_done(self) -> None:
         """Keep the temporary bytes of the update."""
         found = self._end()[1]
-        if self._updates is not None and found is not None:
+        if self._updates is not None and found:
             self._updates.append(found[0])
 
     def close(self) -> None:
