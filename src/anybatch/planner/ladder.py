@@ -338,16 +338,16 @@ def update_to_come(task: Task, *, as_set: bool = False) -> tuple[int, float]:
     operations (foreach), if the optimizer would use those. Only optimizers of torch are asked: another may
     count its calls.
     """
-    common = (True,) if task.network.kinds <= {"cpu"} else (True, None)
+    default = True if task.network.kinds <= {"cpu"} else None
     total, most = 0, 0.0
     for optimizer in task.optimizers:
-        if type(optimizer).__module__.partition(".")[0] != "torch":
+        if not type(optimizer).__module__.startswith("torch."):
             continue
         twin: Any = object.__new__(type(optimizer))
         vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=[])
         lacking = Counter[Tensor]()  # parameters without state, by the one of the twin that stands for them
         for group in optimizer.param_groups:
-            is_common = as_set and group.get("foreach", False) in common and not group.get("fused")
+            is_common = as_set and group.get("foreach", False) in (True, default) and not group.get("fused")
             metas = dict[Any, nn.Parameter]()
             for index, p in enumerate(group["params"]):
                 if p.requires_grad:

@@ -235,7 +235,7 @@ class MemoryReader(Reader):
         """Keep the temporary bytes of the update."""
         found = self._end()[1]
         if self._updates is not None and found:
-            self._updates.append(found[0])
+            self._updates.append(found[0] - self.readings.spare)  # the reading saw that one too
 
     def close(self) -> None:
         """Drop an open reading."""
