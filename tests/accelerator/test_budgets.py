@@ -13,7 +13,7 @@ import anybatch as ab
 from tests.accelerator.programs import contrast, moved, sgd
 from tests.accelerator.simulated import limited, load, uncounted, without_float64
 from tests.untold import wrong
-from tests.zoo import Made, own_loss
+from tests.zoo import Made, encoder, own_loss
 
 ROWS, CLASSES, LIMIT = 24, 4, 1e-12
 
@@ -115,3 +115,39 @@ def untold() -> list[str]:
 
 def test_all_runs_on_a_device_without_float64_that_does_not_tell_its_size(sim: Any) -> None:
     assert sim(untold) == []
+
+
+def reserved(memory: int | None, steps: int) -> list[tuple[int, str]]:
+    """Of each step of a BERT with its own loss the most bytes reserved, and why it was not compared."""
+    native, found = load().native, list[tuple[int, str]]()
+    gc.collect()
+    floor = native.reserved()
+    torch.manual_seed(0)
+    model = own_loss(encoder(64, words=200)).to("sim")
+    step = ab.Step(model, ab.ModelLoss(), torch.optim.AdamW(model.parameters()), memory=memory)
+    batch = moved({"x": torch.randint(200, (48, 48)), "labels": torch.randint(CLASSES, (48,))})
+    for _ in range(steps):
+        native.most_reserved()
+        report = step(batch)
+        found.append((native.most_reserved() - floor, report.unchecked))
+    return found
+
+
+def compared(is_capped: bool) -> list[str]:
+    """Return what is wrong with steps of which updates 1, 2, 4 and 8 compare the loss of all rows."""
+    sim = load()
+    budget = int(0.3 * max(reserved(None, 2))[0])
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_capped:  # a device that cannot be told to refuse
+            patch.delattr(sim, "get_per_process_memory_fraction")
+        found = enumerate(reserved(budget, 9), 1)
+    return [
+        f"step {i}: {peak / budget:.2f} of the budget; {unchecked or 'compared'}"
+        for i, (peak, unchecked) in found
+        if unchecked or peak > 1.03 * budget
+    ]
+
+
+@pytest.mark.parametrize("is_capped", [True, False])
+def test_the_loss_of_all_rows_is_compared_within_the_budget(sim: Any, is_capped: bool) -> None:
+    assert sim(compared, is_capped) == []

@@ -74,6 +74,26 @@ def test_where_room_is_tight_only_small_storages_come_ahead(link: Watched) -> No
     assert back[4:] == ["back 15", "back 10", "wait back 15", "wait back 10"]
 
 
+def test_rows_of_the_batch_stay(link: Watched) -> None:
+    """With them the whole batch would come back, once for each micro-batch."""
+    offload, batch, weight = Offload([]), torch.randn(80), leaf(20)
+    with offload.saving("cpu"):
+        y = (weight * batch[:20]).exp()
+    assert [one for one in link.log if "away" in one] == ["away 20"]
+    y.sum().backward()
+    assert torch.equal(weight.grad, y.detach() * batch[:20])
+
+
+def test_a_graph_that_no_backward_frees_is_let_go(link: Watched) -> None:
+    """Small tensors are not moved, and may be the result of the operation that saves them."""
+    with Offload([]).saving("cpu"):
+        y = leaf(2).exp()
+    left = weakref.ref(y.untyped_storage())
+    del y
+    assert left() is None
+    assert not link.log
+
+
 def test_memory_is_let_go(link: Watched) -> None:
     offload, x = Offload([]), leaf(20)
     freed: list[str] = []

@@ -48,7 +48,6 @@ class Ladder:
         self.looks = 0  # looks at a few rows, with readings or without
         self._static: tuple[Task | None, int, int] = None, 0, 0
         self._to_come = self._at_first = 0  # bytes of optimizer state to be made; states that are there
-        self._one_by_one = 0.0  # bytes that an update takes for a moment, parameter by parameter
         self._steps = 0
 
     @property
@@ -71,10 +70,9 @@ class Ladder:
         states = sum(len(one.state) for one in task.optimizers)
         if self._static[:2] != (task, states) or self._steps < FROZEN:
             if self._static[0] is None:
-                self._to_come, self._one_by_one = update_to_come(task)
+                self._to_come, update = update_to_come(task, as_set=self.plain.settings.foreach is None)
                 self._at_first = states
-                for rung in self.rungs.values():
-                    rung.readings.update = max(rung.readings.update, self._one_by_one)
+                self.plain.updates.append(update)
             self._static = task, states, _held(task) + self._to_come * (states == self._at_first)
         grads = [core.local(p.grad) for p in task.network.everyone if p.grad is not None]
         found = [one for one in grads if one.layout is torch.strided]
@@ -102,6 +100,7 @@ class Ladder:
             BudgetError: nothing fits; names the smallest budget that would.
         """
         while True:
+            self._update_one_by_one(want)
             found = self.known(want)
             if found is not None:
                 if self._read_blocks(found[0], want, read, find):
@@ -113,7 +112,7 @@ class Ladder:
             if not last.has_read(want):  # the step itself will tell why
                 smallest_parts = even(want.rows, -(-want.rows // want.size))
                 return last, tuple(core.cut_sizes(want.rows, want.only)) if want.only else smallest_parts
-            if not (self._read_more_rows(want, read) or self._update_one_by_one(want)):
+            if not self._read_more_rows(want, read):
                 raise self._refusal(want)
 
     def finish(self, rung: Rung, *, is_random: bool) -> None:
@@ -226,14 +225,13 @@ class Ladder:
         read(rung, even(want.rows, -(-want.rows // want.size)))
         return want.rows in first
 
-    def _update_one_by_one(self, want: Want) -> bool:
-        """Update parameter by parameter if all at once take too much; return True if that is new."""
-        most = max(self._one_by_one, self.plain.room(want))
-        if self.plain.settings.foreach is not None or self.plain.readings.update <= most:
-            return False
-        for rung in self.rungs.values():
-            rung.settings, rung.readings.update = replace(rung.settings, foreach=False), self._one_by_one
-        return True
+    def _update_one_by_one(self, want: Want) -> None:
+        """Update parameter by parameter from now on if common operations take too much."""
+        task, updates = self._static[0], self.plain.updates
+        if task and self.plain.settings.foreach is None and max(updates) > self.plain.room(want):
+            updates[:] = [update_to_come(task)[1]]
+            for rung in self.rungs.values():
+                rung.settings = replace(rung.settings, foreach=False)
 
     def _give_back(self, blocks: tuple[str, ...], want: Want, read: Read) -> None:
         """Find the fewest blocks that must run again, by a line between two rungs of which one fits."""
@@ -256,7 +254,7 @@ class Ladder:
         if level not in self.rungs:
             made = Rung(self.num_bytes, replace(self.plain.settings, blocks=choice))
             made.readings.gradients = self.plain.readings.gradients
-            made.readings.update = self.plain.readings.update
+            made.updates = self.plain.updates
             made.readings.first = self.plain.readings.first
             self.rungs[level] = made
         return self.rungs[level]
@@ -305,6 +303,7 @@ class Ladder:
         """Load the output of `state`."""
         for one in state:
             rung = Rung(self.num_bytes, self.plain.settings)
+            rung.updates = self.plain.updates
             rung.load(one)
             self.rungs[int(one["again"])] = rung
             self._steps = max(self._steps, rung.steps)
@@ -327,49 +326,50 @@ def _held(task: Task) -> int:
     for module in task.network.modules:
         held += [*private.buffers_of(module).values()]
     for optimizer in task.optimizers:
-        held += private.pytree.tree_leaves([*optimizer.state.values()])
+        held += core.tensors_in([*optimizer.state.values()])
     found = [core.local(one) for one in held if isinstance(one, Tensor) and one.layout is torch.strided]
     here = [one.untyped_storage() for one in found if one.device in task.network.devices]
     return sum({one.data_ptr(): one.nbytes() for one in here}.values())
 
 
-def update_to_come(task: Task) -> tuple[int, float]:
+def update_to_come(task: Task, *, as_set: bool = False) -> tuple[int, float]:
     """Return the bytes of state that the first update makes, and those that later ones take for a moment.
 
-    They are those of updates of parameters without data, one by one, one of each shape. Only optimizers of
-    torch are asked: another may count its calls.
+    Parameters without data are updated: one by one, one of each shape; with `as_set` all of them in common
+    operations (foreach), if the optimizer would use those. Only optimizers of torch are asked: another may
+    count its calls.
     """
+    default = True if task.network.kinds <= {"cpu"} else None
     total, most = 0, 0.0
     for optimizer in task.optimizers:
-        if type(optimizer).__module__.partition(".")[0] != "torch":
+        if not type(optimizer).__module__.startswith("torch."):
             continue
         twin: Any = object.__new__(type(optimizer))
         vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=[])
-        counts = list[int]()
+        lacking = Counter[Tensor]()  # parameters without state, by the one of the twin that stands for them
         for group in optimizer.param_groups:
-            trained = [p for p in group["params"] if p.requires_grad]
-            full = [core.local(p if (one := task.masters.of(p)) is None else one) for p in trained]
-            shapes = Counter([(one.shape, one.dtype) for one in full])
-            bare = [one for p, one in zip(trained, full, strict=True) if not optimizer.state.get(p)]
-            without = Counter([(one.shape, one.dtype) for one in bare])
-            metas = [nn.Parameter(torch.empty(size, dtype=dtype, device="meta")) for size, dtype in shapes]
-            for one in metas:
-                one.grad = torch.empty_like(one)
-            switches = {name: False for name in ("foreach", "fused") if name in group}
-            twin.param_groups.append({**group, **switches, "params": metas})
-            counts += [without[one] for one in shapes]
-        following = None
+            is_common = as_set and group.get("foreach", False) in (True, default) and not group.get("fused")
+            metas = dict[Any, nn.Parameter]()
+            for index, p in enumerate(group["params"]):
+                if p.requires_grad:
+                    full = core.local(p if (master := task.masters.of(p)) is None else master)
+                    made = nn.Parameter(torch.empty_like(full, device="meta"))
+                    one = metas.setdefault((full.shape, full.dtype, index * is_common), made)
+                    one.grad = torch.empty_like(one)
+                    lacking[one] += not optimizer.state.get(p)
+            twin.param_groups.append(
+                {**group, "foreach": is_common, "fused": False, "params": [*metas.values()]}
+            )
         try:
             private.step_without_hooks(twin)
             following = Following({torch.device("meta")})
-            private.step_without_hooks(twin)
+            try:
+                private.step_without_hooks(twin)
+            finally:
+                changes = following()
         except Exception:
             continue
-        finally:
-            changes = following() if following else []
-        metas = [one for group in twin.param_groups for one in group["params"]]
-        for one, count in zip(metas, counts, strict=True):
-            made = private.pytree.tree_leaves(twin.state[one])
-            total += count * sum(value.nbytes for value in made if isinstance(value, Tensor))
+        for one, count in lacking.items():
+            total += count * sum(value.nbytes for value in core.tensors_in(twin.state[one]))
         most = max(most, *accumulate(changes, initial=0))
     return total, most

@@ -38,7 +38,6 @@ class Readings:
         self.whole: dict[Size, float] = {}  # bytes of uncut batches, gradients included
         # of the loss over all rows, by rows of the batch: the peak, and what stays (outputs, their gradient)
         self.first: dict[int, tuple[float, float]] = {}
-        self.update = 0.0  # temporary bytes of the update
         self.gradients = 0  # bytes of gradient sums
         self.ran = 0  # rows times length of the largest micro-batch so far
         self.events = 0  # allocations in the last reading
@@ -125,7 +124,7 @@ class Readings:
             setattr(self, name, state.get(name, 0))
 
 
-_PLAIN = "update", "gradients", "ran", "events", "host", "is_exact", "unusable", "below"
+_PLAIN = "gradients", "ran", "events", "host", "is_exact", "unusable", "below"
 
 
 @dataclass(slots=True)
@@ -149,7 +148,7 @@ class MemoryReader(Reader):
         room: float = math.inf,
         most: int = 0,
         is_look: bool = False,
-        reads_update: bool = False,
+        updates: list[float] | None = None,
         rows: int = 0,
         own: int = 0,
     ) -> None:
@@ -158,7 +157,7 @@ class MemoryReader(Reader):
         self._most, self._rows = most, rows  # of the largest micro-batch, which alone is read; of the batch
         self._own = own  # bytes of the batch, which are held throughout
         self._is_look = is_look  # a few rows run, before a step; each size is read twice
-        self._reads_update = reads_update
+        self._updates = updates  # temporary bytes of updates so far; None if this one is not to be read
         self.is_blind = False  # no reading could begin
         self._has_read = False
         self._open: _Open | None = None
@@ -229,13 +228,14 @@ class MemoryReader(Reader):
 
     def begin_update(self) -> None:
         """Read the update, except the first, which makes optimizer state."""
-        if self._reads_update:
+        if self._updates is not None:
             self._open = _Open((0, 0), 0, 0, self._begun())
 
     def update_done(self) -> None:
         """Keep the temporary bytes of the update."""
         found = self._end()[1]
-        self.readings.update = max(self.readings.update, found[0] if found else 0)
+        if self._updates is not None and found:
+            self._updates.append(found[0] - self.readings.spare)  # the reading saw that one too
 
     def close(self) -> None:
         """Drop an open reading."""

@@ -55,6 +55,7 @@ class Rung:
     def __init__(self, num_bytes: int, settings: Plan) -> None:
         self.num_bytes, self.settings = num_bytes, settings
         self.readings = Readings()
+        self.updates = [0.0]  # temporary bytes of the update, foretold and read; all rungs share the list
         self.steps, self.is_random = 0, False
         self.fixed: dict[tuple[int, int], tuple[int, ...]] = {}  # cuts that are kept, by rows and length
         self._cuts: dict[Want, tuple[int, ...]] = {}
@@ -134,7 +135,7 @@ class Rung:
             task.network.devices,
             room=room,
             most=max(cut),
-            reads_update=0 < self.steps <= 2 and needs <= room - self.readings.update,
+            updates=self.updates if 0 < self.steps <= 2 and needs <= room - max(self.updates) else None,
             rows=want.rows,
             own=want.own,
         )
@@ -147,6 +148,7 @@ class Rung:
         """Return readings and decisions as JSON values."""
         return {
             **self.readings.state(),
+            "update": max(self.updates),
             "blocks": list(self.settings.blocks),
             "foreach": self.settings.foreach,
             "steps": self.steps,
@@ -157,6 +159,7 @@ class Rung:
     def load(self, state: Mapping[str, Any]) -> None:
         """Load the output of `state`."""
         self.readings.load(state)
+        self.updates.append(state["update"])
         blocks = tuple((str(name), str(policy)) for name, policy in state["blocks"])
         self.settings = replace(self.settings, blocks=blocks, foreach=state["foreach"])
         self.steps, self.is_random = int(state["steps"]), bool(state["is_random"])
@@ -169,7 +172,7 @@ class Rung:
     def _forget_old(self) -> None:
         read = self.readings
         count = sum(map(len, read.law.readings.values())), len(read.whole), len(read.first)
-        known = (*count, read.ran, read.update, read.gradients)
+        known = (*count, read.ran, max(self.updates), read.gradients)
         if known != self._known:
             self._known = known
             self._cuts.clear()
@@ -179,7 +182,7 @@ class Rung:
         """Return the largest even cut that fits, or the next one on the way to it."""
         read, room, length = self.readings, self.room(want), want.length
         peak, left = read.first_pass(want.rows)
-        if read.update > room + left or peak > room + left + read.gradients:
+        if max(self.updates) > room + left or peak > room + left + read.gradients:
             return ()
         if want.only is not None:
             return tuple(cut_sizes(want.rows, want.only)) if self._may_run(want.size, want) else ()
@@ -236,4 +239,4 @@ def smallest(rung: Rung, want: Want) -> float:
         found = [read.whole[sizes[0]] - read.gradients]
     peak, left = read.first_pass(want.rows)
     held = want.static + read.gradients + (0 if want.is_whole else read.spare)
-    return max(held + read.update, want.static + peak, held + left + min(found, default=float("inf")))
+    return max(held + max(rung.updates), want.static + peak, held + left + min(found, default=float("inf")))

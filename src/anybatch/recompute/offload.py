@@ -108,7 +108,8 @@ class Offload:
     it is done, and freed when the copy is, with as many bytes on their way as the largest storage has. When
     backward reads a storage, those that were saved before it begin to come back: always the next, or, if it
     `is_tight`, only as many as fit beside the working set of the largest storage. Small tensors, tensors on
-    another device and those in `stay` (parameters and buffers) are never moved.
+    another device, those in `stay` (parameters and buffers), and parts of a larger tensor that needs no
+    gradient, such as rows of the batch, are never moved.
     """
 
     most = 0  # the most bytes that waited in host memory in one forward of this process; a reader resets it
@@ -145,7 +146,9 @@ class Offload:
             tensor.device.type == kind
             and tensor.layout is torch.strided
             and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-            and tensor.untyped_storage().nbytes() >= SMALLEST
+            and SMALLEST
+            <= tensor.untyped_storage().nbytes()
+            <= (inf if tensor.requires_grad else tensor.nbytes)
             and private.storage_key(tensor) not in self._stay
         )
 
@@ -155,7 +158,7 @@ class Offload:
         operation = private.operations()
         if not self._is_moved(tensor, kind):
             self._send(operation)
-            return tensor
+            return tensor.detach()  # itself, it would keep a graph alive that no backward frees
         # A storage written to meanwhile is moved again.
         key = (private.storage_key(tensor), private.version(tensor), tensor.dtype)
         moved = self._known.get(key)

@@ -313,7 +313,7 @@ class Planning:
         if self.limit is None or self._used is None:
             return NO_LIMIT
         (place, most), rung = self.limit, self._used[1]
-        if not rung.steps or accelerator.reserved(place) + rung.readings.update > most:
+        if not rung.steps or accelerator.reserved(place) + max(rung.updates) > most:
             accelerator.free_cache()  # or the update might not find what it needs in it
         return accelerator.capped(place, sys.maxsize)
 
