@@ -15,11 +15,10 @@ from anybatch.check.finding import culprit_of
 from anybatch.check.rows import RowCut
 from anybatch.check.subject import Subject
 from anybatch.compare import Outcome, WatchedBatch
-from anybatch.core import Batch, Callbacks, Total, torch_private as private
-from anybatch.engine import Plan, Progress, Strategy, Task, check_parts, gather
+from anybatch.core import Batch, Total, torch_private as private
+from anybatch.engine import Plan, check_parts, gather
 from anybatch.losses import Terms, call_loss, module_of, resolve
-from anybatch.precision import Precision, at_work
-from anybatch.state import Effects, RowPart, plain_kernels, rng
+from anybatch.state import RowPart, plain_kernels, rng
 
 _NAME = "loss"  # of an unnamed term
 
@@ -185,27 +184,6 @@ class Recorder(Optimizer):
         }
 
 
-def task_of(model: nn.Module, loss: Any, optimizer: Optimizer) -> Task:
-    """Return the parts of a step of one process, with all options at their defaults."""
-    optimizers, _ = check_parts(model, loss, optimizer, None)
-    return gather(
-        model,
-        loss,
-        optimizers,
-        (),
-        before_cut=_allowed,
-        effects=Effects(),
-        working=at_work(model, Precision(), optimizers),
-        strategy=Strategy(),
-        progress=Progress(),
-        callbacks=Callbacks(),
-    )
-
-
-def _allowed(task: Task, batch: Batch, plan: Plan, rows: int) -> None:
-    """Allow any cut."""
-
-
 class Pass(Outcome):
     """One pass over some rows in one split, with the calls of modules and the state that it leaves."""
 
@@ -220,7 +198,8 @@ class Pass(Outcome):
         sizes = tuple([len(part.rows) for part in cut.parts])
         try:
             plan = Plan(rows=batch.rows, micro_batch=max(sizes), batch_norm=bench.batch_norm)
-            task = task_of(model, loss, Recorder(bench.subject.named))
+            optimizers, _ = check_parts(model, loss, Recorder(bench.subject.named), None)
+            task = gather(model, loss, optimizers, ())
             super().__init__(task, watched, plan, sizes, bench.draws, is_dry=False)
         except Exception as error:  # the user's code may raise anything
             self.failure = error

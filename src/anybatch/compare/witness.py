@@ -30,15 +30,7 @@ class Witness:
     """
 
     def __init__(self, task: Task, batch: Batch, plan: Plan, room: float | None, covers: Covers) -> None:
-        """Take what is compared.
-
-        Args:
-            task: model and loss.
-            batch: all rows of an update.
-            plan: how they are cut.
-            room: bytes that forwards may take; None for those that a micro-batch of the step takes.
-            covers: notes whether a later forward gives the same loss.
-        """
+        """Take all rows and their plan; without `room`, forwards may take what a micro-batch takes."""
         self.task, self.batch, self.covers = task, batch, covers
         self.plan = replace(plan, blocks=())  # recomputation changes nothing without a graph
         self._room, self._size = room, max(plan.sizes)
@@ -70,12 +62,8 @@ class Witness:
     def refuse(self, held: int) -> Doubt | None:
         """Compare the loss of all rows, in the largest parts that fit, with that of micro-batches.
 
-        Each part runs first, then its micro-batches with its random numbers.
-
-        Return the reason why nothing can be said, or None.
-
-        Args:
-            held: the last update at which the losses were the same; 0 for none.
+        Each part runs first, then its micro-batches with its random numbers. The losses were `held` to be the
+        same at that update, 0 for none. Return the reason why nothing can be said, or None.
 
         Raises:
             LossError: the losses differ by more than rounding.

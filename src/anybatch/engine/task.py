@@ -24,7 +24,7 @@ from anybatch.engine.plan import Plan
 from anybatch.engine.strategy import Strategy
 from anybatch.engine.update import check_optimizers, check_schedulers, owned
 from anybatch.losses import Loss, SummedLoss, WholeBatch, check_loss, module_of, resolve, summed_loss
-from anybatch.precision import LossScale, Masters, Precision, Working
+from anybatch.precision import LossScale, Masters, Precision
 from anybatch.recompute import apply_policies
 from anybatch.state import Effects, Reachable
 
@@ -186,15 +186,12 @@ def gather(
     optimizers: Sequence[Optimizer],
     schedulers: Sequence[LRScheduler],
     *,
-    before_cut: BeforeCut,
-    effects: Effects,
-    working: Working,
-    strategy: Strategy,
-    progress: Progress,
-    callbacks: core.Callbacks,
     held: Sequence[nn.Parameter] = (),
+    **others: Any,
 ) -> Task:
     """Read all parts of a step: callers unfreeze layers and change settings between steps.
+
+    `held` are the parameters to train, by default those of the optimizers; `others` go into the task.
 
     Raises:
         OptimizerError: there is nothing to train, or the model's parameters were replaced.
@@ -209,22 +206,12 @@ def gather(
             "frozen. Set requires_grad=True on what is to be trained."
         )
     resolved = resolve(loss)
-    if strategy.is_many and isinstance(resolved, WholeBatch):
-        resolved = replace(resolved, ranks=strategy)
-    return Task(
-        model=model,
-        loss=resolved,
-        network=Network.of(model, loss, held, is_mixed=resolved.divided),
-        optimizers=optimizers,
-        schedulers=schedulers,
-        before_cut=before_cut,
-        effects=effects,
-        masters=working.masters,
-        scale=working.scale,
-        strategy=strategy,
-        progress=progress,
-        callbacks=callbacks,
-    )
+    network = Network.of(model, loss, held, is_mixed=resolved.divided)
+    parts: Any = {"optimizers": optimizers, "schedulers": schedulers, **others}
+    task = Task(model=model, loss=resolved, network=network, **parts)
+    if isinstance(resolved, WholeBatch) and task.strategy.is_many:
+        return replace(task, loss=replace(resolved, ranks=task.strategy))
+    return task
 
 
 def refuse_hooks(task: Task) -> None:

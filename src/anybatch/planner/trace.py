@@ -285,9 +285,7 @@ def _cast(rule: str, operator: Any, *args: Any, **named: Any) -> Any:
     if rule == "result in float32" and tensors[0].dtype in _HALVES:
         named.setdefault("dtype", torch.float32)
     if rule == "float32" or (rule == "widest" and torch.float32 in [one.dtype for one in tensors]):
-        args = tuple(
-            [one.float() if isinstance(one, Tensor) and one.dtype in _HALVES else one for one in args]
-        )
+        args = tuple([one.float() if getattr(one, "dtype", None) in _HALVES else one for one in args])
     with torch.autocast(kind, enabled=False):
         return operator(*args, **named)
 

@@ -122,15 +122,7 @@ class Guard:
         """Refuse a loss that is not that of all rows, in an update that is due.
 
         If it `may_wait`, one forward of all rows may be enough now; its loss is that of the step, or else the
-        update is refused.
-
-        Args:
-            task: what is compared.
-            batch: all rows of the update.
-            plan: how they are cut.
-            room: returns the bytes that a forward may take; None without a budget.
-            covers: what was compared of rows of this kind.
-            may_wait: the loss may be compared once the step has it.
+        update is refused. `room` returns the bytes that a forward may take; None without a budget.
         """
         if not (self.checks and plan.is_cut and self.is_due):
             return

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from anybatch.core import LossError, accelerator, torch_private as private
+from anybatch.core import LossError, torch_private as private
 from anybatch.integrations import RouterLoss
 from anybatch.losses.cotangents import nodes_behind
 from anybatch.losses.inputs import call
-from anybatch.losses.model.intercept import Reduction, Watch
+from anybatch.losses.model.intercept import Reduction, Watch, widened
 from anybatch.losses.model.targets import rows_of
 
 WAYS_OUT = (
@@ -131,7 +131,7 @@ def _constant_of(
     if [stops[index].node for index in factors] == [node]:
         return None
     with torch.no_grad():
-        whole = accelerator.widened(loss)
+        whole = widened(loss)
         known = torch.zeros_like(whole)
         for index, factor in factors.items():
             known = torch.add(known, stops[index].value, alpha=factor)

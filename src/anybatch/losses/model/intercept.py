@@ -36,6 +36,8 @@ _WATCHED = frozenset({*FUNCTIONS, *MEANS, *SUMS, F.pad})
 _SELECTS = ("IndexBackward", "MaskedSelectBackward", "IndexSelectBackward")
 _NEAR = 48  # nodes before a mean that are searched
 
+widened = accelerator.widened
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Origin:
@@ -276,7 +278,7 @@ def _is_plain_mean(settings: Mapping[str, Any]) -> bool:
 
 def sum_of(mean: Tensor, weight: Number) -> Tensor:
     """Return mean times weight, with the graph; 0 for the mean of nothing, which is NaN."""
-    wide = accelerator.widened(mean)  # coefficient times 1 / weight rounds once, like torch's mean
+    wide = widened(mean)  # coefficient times 1 / weight rounds once, like torch's mean
     if isinstance(weight, Tensor):
         return torch.where(weight == 0, 0, wide * weight)
     return wide * weight if weight else wide.nan_to_num(0.0)

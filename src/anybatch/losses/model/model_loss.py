@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import integrations
-from anybatch.core import Batch, BatchError, LossError, Number, accelerator, tree
+from anybatch.core import Batch, BatchError, LossError, Number, tree
 from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Share, first_pass_rows
 from anybatch.losses.model.graph import (
     WAYS_OUT,
@@ -31,6 +31,7 @@ from anybatch.losses.model.intercept import (
     is_over_means,
     selects,
     sum_of,
+    widened,
 )
 from anybatch.losses.model.read import Form, forget_form, known_form, learn_form
 from anybatch.losses.model.targets import Match, count, find, leaves_of
@@ -162,9 +163,7 @@ class ModelTerms(Loss):
         once = int(is_first)  # the whole batch has one sum
         terms, factors = found.terms, found.factors
         sums = {
-            name: accelerator.widened(one.sum)
-            if factors[name] == 1
-            else accelerator.widened(one.sum) * factors[name]
+            name: widened(one.sum) if factors[name] == 1 else widened(one.sum) * factors[name]
             for name, one in terms.items()
         }
         weights = {name: once if one.is_sum else one.weight for name, one in terms.items()}
@@ -276,9 +275,7 @@ class ModelTerms(Loss):
         if self._first is not None:
             names = [*self._first.terms, *(self._first.routers if keep_graph else ())]
         weights = dict.fromkeys(names, 0)
-        return self._done_with(
-            Evaluated(dict.fromkeys(names, accelerator.widened(torch.zeros(()))), lambda: weights)
-        )
+        return self._done_with(Evaluated(dict.fromkeys(names, widened(torch.zeros(()))), lambda: weights))
 
     def _done_with(self, evaluated: Evaluated) -> Evaluated:
         self._starts.add(self._start if self._start >= 0 else len(self._starts))
