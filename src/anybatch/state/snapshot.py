@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import ran_out_of_memory, torch_private as private
+from anybatch.core import is_due, ran_out_of_memory, torch_private as private
 from anybatch.state import rng
 from anybatch.state.objects import Contents, content_of
-
-FIRST, EVERY = 3, 64  # looking steps: the first ones, then one of every so many
 
 
 class ModuleState:
@@ -59,8 +57,8 @@ class ModuleState:
 class Effects:
     """The changes that forwards of a step were seen to make, to be captured before each micro-batch.
 
-    Capturing everything each time would cost more than a small layer. The first steps, and one of many later
-    ones, look: they compare after each micro-batch, and what has changed is captured from then on. If
+    Capturing everything each time would cost more than a small layer. Steps that are due look: they compare
+    after each micro-batch, and what has changed is captured from then on. If
     something else has changed when a micro-batch fails, the whole step begins again.
 
     Attributes:
@@ -87,7 +85,7 @@ class Effects:
         """Begin a step."""
         self.is_looking = self.looks_next
         self._steps += 1
-        self.looks_next = self._steps < FIRST or self._steps % EVERY == 0
+        self.looks_next = is_due(self._steps + 1)
         if self._steps == 1:  # torch's only modules whose forward writes to a parameter
             embeddings = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
             self.writes([one.weight for one in embeddings if one.max_norm is not None])

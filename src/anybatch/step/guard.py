@@ -18,27 +18,25 @@ from anybatch.compare import (
     read_rows,
     refuse_what_depends_on_the_cut,
 )
-from anybatch.core import Batch, Padding, PlanError, StepReport
+from anybatch.core import Batch, Padding, PlanError, StepReport, is_due
 from anybatch.engine import Plan, Progress, Task
 
+Check = bool | int | Literal["always"]
 Kind = Literal["step", "add", "dry", "foresee", "recut"]
 _UNCUT = 64  # updates without a cut after which a warning says so
-_EARLY = 64  # updates of which those at powers of two are compared; later one of as many
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
 
 
 class Guard:
     """The conditions of a cut: no meeting that was not allowed, and a loss that adds up.
 
-    Loss and gradient of a few rows, and the loss of all rows, are compared before the first cut, at updates
-    2, 4, 8 ... 64 that are cut, and then at one of 64. Without `check` nothing is compared; with "always"
-    each update is.
+    Loss and gradient of a few rows, and the loss of all rows, are compared at the updates of the calendar,
+    counted where rows are cut. Without `check` nothing is compared; with "always" each update is.
     """
 
-    def __init__(
-        self, *, batch_norm: str | None, check: bool | Literal["always"], is_bounded: bool = False
-    ) -> None:
+    def __init__(self, *, batch_norm: str | None, check: Check, is_bounded: bool = False) -> None:
         self.batch_norm, self.checks, self._is_bounded = batch_norm, check, is_bounded
+        self._every = () if check in (True, False) else (1,) if check == "always" else (check,)
         self.updates = 0  # that were cut
         self.is_due = True  # this update, once it is cut, is compared, whatever comes
         self._has_begun = False
@@ -59,9 +57,7 @@ class Guard:
     def begin_update(self, progress: Progress) -> None:
         """Begin an update; it is counted once it is cut."""
         self._has_begun, progress.unchecked, progress.judge = False, "", None
-        count = self.updates + 1
-        is_early = count <= _EARLY and count & self.updates == 0  # a power of two
-        self.is_due = is_early or count % _EARLY == 0 or self.checks == "always"
+        self.is_due = is_due(self.updates + 1, *self._every)
 
     def admit(
         self,
@@ -162,7 +158,7 @@ class Guard:
             return None
         if not self._has_begun:
             self._has_begun, self.updates = True, self.updates + 1
-            if self.is_due and (self.checks == "always" or not self.updates & self.updates - 1):
+            if self.is_due:
                 for one in self._covers.values():
                     one.renew()
         covers = self.covers(batch)

@@ -44,9 +44,9 @@ class Options:
         non_finite: if the loss or gradient of a micro-batch is not finite, "raise" stops and names its rows,
             "drop" leaves out its rows and their weight, "skip" makes no update.
         check: compare the loss and gradient of a few rows between several splits (`anybatch.compare.look`),
-            and the loss of all rows with that of the micro-batches (`anybatch.compare.witness`): before the
-            first split and at updates 2, 4, 8 ... that are split, losses from 64 on at one of 64. "always"
-            compares at each update, False never.
+            and the loss of all rows with that of the micro-batches (`anybatch.compare.witness`), at updates
+            1, 2, 4 ... 256 that are split and at every 256th after. A whole number above 1 compares at every
+            so-many-th as well, "always" at each update, False never.
         strategy: "auto" sums gradients over all ranks of the process group, if there are several;
             torchrun starts one. Each rank passes its own rows. "replicate" refuses to run
             alone. "local" lets each rank make updates of its own. A DistributedDataParallel is unwrapped; a
@@ -69,14 +69,18 @@ class Options:
     accumulate: torch.dtype | None = None
     batch_norm: BatchNormChoice | None = None
     non_finite: NonFinitePolicy = "raise"
-    check: bool | Literal["always"] = True
+    check: bool | int | Literal["always"] = True
     strategy: StrategyName | Strategy = "auto"
     clip_value: float | None = None
 
     def __post_init__(self) -> None:
         check_order(self.order, self.batch_norm)
-        if self.check not in (True, False, "always"):
-            raise PlanError(f'Expected check to be True, False or "always", got {self.check!r}. Name one.')
+        is_count = isinstance(self.check, int) and self.check > 1
+        if not is_count and self.check not in (True, False, "always"):
+            raise PlanError(
+                f'Expected check to be True, False, "always" or a whole number above 1, got {self.check!r}. '
+                "Name one."
+            )
         self.settings()
 
     def settings(
