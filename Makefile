@@ -65,9 +65,9 @@ format: env ## format the code and fix what lint can fix by itself
 weight: env ## print the syntax nodes of each package; src may not get heavier than tests/weight.json, which this lowers
 	@$(BIN)/python -m tests.weight $(call or_say,see the message above)
 
-bench: env .venv/.with-bench ## compare speed and memory with hand-written PyTorch, accelerate and Fabric; ONLY="mlp gpt" for some
-	@echo "bench: measuring, about eight minutes; leave the machine alone meanwhile"
-	@MALLOC_TOP_PAD_=67108864 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(call or_say,a ratio is over its limit or a run broke: see above; repeat on an idle machine)
+bench: env .venv/.with-bench ## compare speed and memory with hand-written PyTorch, accelerate and Fabric, and write README's table; ONLY="mlp gpt" for some
+	@echo "bench: measuring, about nine minutes; leave the machine alone meanwhile"
+	@MALLOC_TOP_PAD_=67108864 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY),--page) $(call or_say,a ratio is over its limit or a run broke: see above; repeat on an idle machine)
 
 gpu: env ## measure every promise on this machine's accelerator within MINUTES=9, and write a page
 	@PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --minutes $(or $(MINUTES),9) $(call or_say,a section is broken or there is no device: see above)

@@ -15,10 +15,10 @@ from benchmarks.config import FULL, QUICK, Config, RaceCase
 from benchmarks.contestants import PACKAGES, PEERS, RIVALS, Builders, installed
 from benchmarks.exactness import exactness
 from benchmarks.linear import head
-from benchmarks.machine import hardware, versions
+from benchmarks.machine import commit, hardware, versions
 from benchmarks.memory import memory
 from benchmarks.race import race
-from benchmarks.report import file_name, render
+from benchmarks.report import PAGES, file_name, render, rewrite
 from benchmarks.results import Head, Race, Raw
 from benchmarks.thresholds import judge, ratio, time_of
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the pipeline; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "--quick", action="store_true", help="fewer pairs and wider intervals: under a minute"
+        "--quick", action="store_true", help="fewer pairs, wider intervals, no trainings: about a minute"
     )
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/bench"), help="where raw results and reports go"
@@ -48,7 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--compile", action="store_true", help="race with compiled models, which takes a C++ compiler"
     )
+    parser.add_argument(
+        "--page", action="store_true", help=f"write the table of {' and '.join(map(str, PAGES))}, too"
+    )
     options = parser.parse_args(arguments)
+    is_whole = not (options.quick or options.only or options.compile)
+    if options.page and not is_whole:
+        parser.error("--page is for whole runs: expected it without --quick, --only and --compile")
     config = chosen(QUICK if options.quick else FULL, only=options.only, rounds=options.rounds)
     if options.compile:
         config = replace(config, races=tuple(map(compiled, config.races)), memory=(), heads=())
@@ -60,9 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raw.save(path.with_suffix(".json"))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    if not (options.raw or options.quick or options.only or options.compile):  # a whole run
+    if is_whole and not options.raw:
         print(f"history: {history.append(raw)}, {history.PICTURE}")
         history.PICTURE.write_text(history.draw(history.read()), encoding="utf-8")
+    if options.page:
+        rewrite(raw)
     failed = [verdict.what for verdict in verdicts if not verdict.holds]
     print(f"\n{text}\nreport: {path}\nraw results: {options.raw or path.with_suffix('.json')}")
     print("\n".join(f"FAILED: {what}" for what in failed) or "all thresholds hold")
@@ -82,7 +90,9 @@ def chosen(config: Config, *, only: Sequence[str], rounds: int | None) -> Config
 def compiled(case: RaceCase) -> RaceCase:
     """The race with a compiled model, without peers."""
     threshold = None if case.threshold is None else COMPILED
-    return replace(case, name=f"{case.name}-compiled", threshold=threshold, compiled=True, peers=False)
+    return replace(
+        case, name=f"{case.name}-compiled", threshold=threshold, thousand=None, compiled=True, peers=False
+    )
 
 
 def measure(config: Config, *, only: Sequence[str] = ()) -> Raw:
@@ -122,6 +132,7 @@ def measure(config: Config, *, only: Sequence[str] = ()) -> Raw:
         exactness=errors,
         memory=peaks,
         heads=heads,
+        commit=commit(),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.report import slug
 from benchmarks.results import Raw
-from benchmarks.thresholds import ratio
+from benchmarks.thresholds import over, ratio
 
 FOLDER = Path("benchmarks/history")
 PICTURE = Path("docs/history.svg")
@@ -25,6 +25,9 @@ def record_of(raw: Raw) -> Record:
         "hardware": raw.hardware,
         "versions": {name: raw.versions[name] for name in ("torch", "anybatch")},
         "cpu": {name: [round(x, 4) for x in (one.median, one.low, one.high)] for name, one in ratios.items()},
+        "thousand": {
+            race.case.name: round(over(race, 1_000), 4) for race in raw.races if race.training.get("hand")
+        },
         "limit": {
             race.case.name: race.case.threshold for race in raw.races if race.case.threshold is not None
         },

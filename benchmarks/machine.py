@@ -1,7 +1,8 @@
-"""What a benchmark ran on: processor or card, versions of the packages that took part."""
+"""What a benchmark ran on: processor or card, versions of the packages that took part, the commit."""
 
 import os
 import platform
+import subprocess
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,3 +34,17 @@ def versions(packages: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, version(name)
         except PackageNotFoundError:
             yield name, "not installed"
+
+
+def commit() -> str:
+    """The commit of this checkout, with a word if `src` has changes; empty where git cannot tell."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent)
+        return done.stdout.strip()
+
+    try:
+        head, changes = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "--", "../src")
+    except OSError:
+        return ""
+    return f"{head} with changes" if head and changes else head

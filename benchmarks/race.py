@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from benchmarks.config import Effort, RaceCase
-from benchmarks.contestants import PEERS, Entry, Update
+from benchmarks.contestants import PEERS, RIVALS, Entry, Update
 from benchmarks.exactness import relative_error
-from benchmarks.ratios import paired_ratio
+from benchmarks.ratios import is_compared, paired_ratio
 from benchmarks.results import Race
 from benchmarks.tasks import TASKS, Batch, make_batch, make_model
 
 BATCHES = 4  # updates walk through this many batches in turn
+TRAINED = 200  # updates of a training whose seconds are summed up
 
 
 def make_entry(case: RaceCase, *, seed: int) -> Entry:
@@ -41,17 +42,26 @@ class Runner:
         self.blocks: list[int] = []
         self.wall: list[float] = []
         self.cpu: list[float] = []
+        self.every: list[float] = []  # CPU seconds of each update since the first
 
     def segment(self, batches: Sequence[Batch], repeats: int) -> tuple[float, float]:
-        """Wall and CPU seconds of `repeats` updates; garbage is collected after the clock has stopped."""
-        update, first = self.update, self.updates
-        torch.manual_seed(first)  # everybody draws the same dropout
-        wall, cpu = time.perf_counter(), time.process_time()
-        for index in range(first, first + repeats):
-            update(batches[index % len(batches)])
-        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-        self.updates += repeats
-        self.garbage += gc.collect()
+        """Wall and CPU seconds of `repeats` plain updates; garbage is collected after the clock has stopped.
+
+        Updates that a step compares are made on the way, by everybody, and count in `every` only.
+        """
+        update = self.update
+        torch.manual_seed(self.updates)  # everybody draws the same dropout
+        wall = cpu = 0.0
+        while repeats:
+            batch = batches[self.updates % len(batches)]
+            wall_before, cpu_before = time.perf_counter(), time.process_time()
+            update(batch)
+            cpu_spent, wall_spent = time.process_time() - cpu_before, time.perf_counter() - wall_before
+            self.updates += 1
+            self.every.append(cpu_spent)
+            if not is_compared(self.updates):
+                wall, cpu, repeats = wall + wall_spent, cpu + cpu_spent, repeats - 1
+        self.garbage += 0 if gc.isenabled() else gc.collect()
         return wall, cpu
 
 
@@ -65,22 +75,28 @@ def race(
 ) -> Race:
     """Run blocks until anybatch's ratio is settled, or blocks or seconds are used up.
 
-    Peers join every few blocks only: the hand-written loop is the one to beat.
+    Peers join every few blocks only: the hand-written loop is the one to beat. Where 1,000 updates have a
+    limit, half of the seconds are for trainings from the first update on.
     """
     deadline = time.perf_counter() + seconds
+    is_trained = case.thousand is not None and effort.trainings > 0
+    pairs_end = deadline - seconds / 2 if is_trained else deadline
     rows = case.rows * case.micro_batches
     batches = [make_batch(TASKS[case.task], rows, seed=seed + i, ragged=case.ragged) for i in range(BATCHES)]
     runners = {name: Runner(make_entry(case, seed=seed), build) for name, build in builders.items()}
     order = random.Random(seed)
-    with quiet_collector(), torch.random.fork_rng(devices=[]):
-        repeats = max(1, round(effort.segment_s / _warm_up(runners, batches, effort.warm_up)))
-        for block in range(effort.most_blocks):
-            entrants = [name for name in runners if name not in PEERS or block % effort.peers_every == 0]
-            order.shuffle(entrants)
-            run_block(block, [runners[name] for name in entrants], batches, repeats)
-            late = time.perf_counter() > deadline
-            if block + 1 >= effort.least_blocks and (late or _settled(case, effort, runners)):
-                break
+    with torch.random.fork_rng(devices=[]):
+        with quiet_collector():
+            repeats = max(1, round(effort.segment_s / _warm_up(runners, batches, effort.warm_up)))
+            for block in range(effort.most_blocks):
+                entrants = [name for name in runners if name not in PEERS or block % effort.peers_every == 0]
+                order.shuffle(entrants)
+                run_block(block, [runners[name] for name in entrants], batches, repeats)
+                late = time.perf_counter() > pairs_end
+                if block + 1 >= effort.least_blocks and (late or _settled(case, effort, runners)):
+                    break
+        most = effort.trainings if is_trained else 0
+        training = _trainings(case, batches, repeats, most=most, deadline=deadline, seed=seed)
     return Race(
         case=case,
         blocks={name: runner.blocks for name, runner in runners.items()},
@@ -90,6 +106,7 @@ def race(
         garbage={name: runner.garbage / runner.updates for name, runner in runners.items()},
         updates=runners["hand"].updates,
         difference=_difference(runners),
+        training=training,
     )
 
 
@@ -116,6 +133,30 @@ def quiet_collector() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def _trainings(
+    case: RaceCase, batches: Sequence[Batch], repeats: int, *, most: int, deadline: float, seed: int
+) -> dict[str, list[list[float]]]:
+    """CPU seconds of each of the first updates of fresh contestants, in turn.
+
+    Garbage is collected as in any program, while the clock runs: comparing leaves some.
+    """
+    found: dict[str, list[list[float]]] = {name: [] for name in RIVALS}
+    for number in range(most):
+        began = time.perf_counter()
+        pair = {name: Runner(make_entry(case, seed=seed + number), build) for name, build in RIVALS.items()}
+        order = list(pair.values())
+        while order[0].updates < TRAINED:
+            for runner in order:
+                runner.segment(batches, repeats)
+            order.reverse()  # A B B A
+        for name, runner in pair.items():
+            found[name].append(runner.every[:TRAINED])
+        now = time.perf_counter()
+        if now + (now - began) > deadline:
+            break
+    return found
 
 
 def _warm_up(runners: Mapping[str, Runner], batches: Sequence[Batch], updates: int) -> float:

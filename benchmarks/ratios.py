@@ -1,9 +1,9 @@
-"""Medians of paired ratios and their exact intervals."""
+"""Medians of paired ratios and their exact intervals; sums of updates by the calendar of comparisons."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
-from statistics import median
+from statistics import fmean, median
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,3 +43,21 @@ def interval_rank(count: int, *, confidence: float = 0.95) -> int:
         rank += 1
         tail += comb(count, rank)
     return rank
+
+
+def is_compared(update: int) -> bool:
+    """Return True if a step compares this update, counted from 1: 1, 2, 4 ... 64, then one of 64."""
+    return update & (update - 1) == 0 or update % 64 == 0
+
+
+def total(seconds: Sequence[float], updates: int) -> float:
+    """Return the seconds of the first `updates`, of which `seconds` holds at least 192, one by one.
+
+    Updates beyond the measured ones take what measured ones of their kind took: a compared one as update 192,
+    at a power of two, where more is compared, as update 128, and a plain one the mean of those from 65 on.
+    """
+    plain = fmean(spent for n, spent in enumerate(seconds, start=1) if n > 64 and not is_compared(n))
+    beyond = range(len(seconds) + 1, updates + 1)
+    of_powers, compared = sum(n & (n - 1) == 0 for n in beyond), sum(map(is_compared, beyond))
+    rest = of_powers * seconds[127] + (compared - of_powers) * seconds[191]
+    return sum(seconds[:updates]) + rest + (len(beyond) - compared) * plain

@@ -2,10 +2,25 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from benchmarks.ratios import Ratio
 from benchmarks.results import Exactness, Head, Memory, Race, Raw, names
-from benchmarks.thresholds import Verdict, growth, head_time, ratio
+from benchmarks.thresholds import Verdict, growth, head_time, over, ratio
+
+PAGES = Path("README.md"), Path("docs/speed.md")
+BEGIN, END = "<!-- bench: written by python -m benchmarks --page -->", "<!-- end of bench -->"
+MODELS = {
+    "mlp": "tiny MLP",
+    "mlp-window": "the same, a window",
+    "mlp-uncut": "the same, not split",
+    "lenet5": "LeNet-5",
+    "lenet5-window": "the same, a window",
+    "bert": "BERT-tiny, `ab.ModelLoss`",
+    "resnet": "ResNet-18, GroupNorm",
+    "gpt": "GPT-like, 4 layers",
+}
+SPANS = (20, 200, 1_000)  # updates, from the first one on
 
 
 def render(raw: Raw, verdicts: Sequence[Verdict]) -> str:
@@ -14,13 +29,14 @@ def render(raw: Raw, verdicts: Sequence[Verdict]) -> str:
     lines = [
         f"# anybatch benchmarks ({raw.config}), {raw.date}",
         "",
-        f"{raw.hardware}, one thread. {versions}.",
+        f"{raw.hardware}, one thread. {versions}, commit {raw.commit or 'unknown'}.",
         *("", "## Thresholds", "", *_thresholds(verdicts)),
-        *("", "## Time of one update over the hand-written loop's, same cut", "", *_races(raw.races)),
+        *("", "## Time of a plain update over the hand-written loop's, same cut", "", *_races(raw.races)),
         "",
         "Medians of paired ratios, measured in turn in one process, with the 95 % interval of the median.",
         "Identical: after the race anybatch's weights are those of the hand-written loop, bit for bit.",
         "Garbage: objects per update that only the garbage collector frees (it is off while the clock runs).",
+        *_trainings(raw.races),
         *("", "## Relative error in float64", "", *_exactness(raw.exactness)),
         "",
         "Gradient: micro-batches of unequal weight, against one whole-batch backward. Parameters: a few",
@@ -110,6 +126,51 @@ def _race_rows(race: Race) -> Iterator[tuple[str, ...]]:
         identical = " (identical)" if name == "anybatch" and not race.difference else ""
         clocks = (f"{wall.median:.3f}", _interval(wall), f"{cpu.median:.3f}", _interval(cpu))
         yield case.name, cut, name + identical, *clocks, str(wall.pairs), f"{race.garbage[name]:.2g}", limit
+
+
+def _trainings(races: Sequence[Race]) -> list[str]:
+    trained = [race for race in races if race.training.get("hand")]
+    header = ("case", *(f"1 to {updates:,}" for updates in SPANS), "trainings", "at most")
+    rows = [
+        (
+            *(race.case.name, *(f"{over(race, updates):.3f}" for updates in SPANS)),
+            *(str(len(race.training["hand"])), f"{race.case.thousand:g}"),
+        )
+        for race in trained
+    ]
+    return [
+        *("", "## CPU time of the first updates over the hand-written loop's", "", *table(header, rows), ""),
+        "Sums from the first update on, the compared ones included; the updates after those measured as",
+        "measured ones of their kind. At most: 1,000 updates.",
+    ] * bool(trained)
+
+
+def page(raw: Raw) -> str:
+    """The table of README and docs/speed.md."""
+    found = {race.case.name: race for race in raw.races}
+    header = ("model, rows x micro-batches", "updates 1 to 20", "1 to 200", "1 to 1,000", "a plain update")
+    rows = [
+        (
+            f"{model}, {race.case.rows} x {race.case.micro_batches}",
+            *(f"{over(race, updates):.2f}" if race.training.get("hand") else "" for updates in SPANS),
+            *(
+                f"{ratio(race, peer, 'cpu').median:.2f}" if peer in race.cpu else ""
+                for peer in ("anybatch", "accelerate", "fabric")
+            ),
+        )
+        for model, race in ((model, found.get(name)) for name, model in MODELS.items())
+        if race is not None
+    ]
+    head = f"{raw.hardware}, one thread, torch {raw.versions['torch']}, {raw.date}, commit {raw.commit}."
+    return "\n".join([*table((*header, "accelerate", "Fabric"), rows), "", head])
+
+
+def rewrite(raw: Raw, pages: Sequence[Path] = PAGES) -> None:
+    """Write the table between the marks of the pages."""
+    for path in pages:
+        before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+        after = rest.partition(END)[2]
+        path.write_text(f"{before}{BEGIN}\n\n{page(raw)}\n\n{END}{after}", encoding="utf-8")
 
 
 def _interval(value: Ratio) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ class Race:
     difference: (
         float  # relative, of anybatch's trained parameters to the hand-written loop's; 0: the same bits
     )
+    training: Mapping[str, list[list[float]]] = field(
+        default_factory=dict[str, list[list[float]]]
+    )  # CPU seconds by name, training and update, from the first one on
 
     def paired(self, name: str, clock: str) -> tuple[list[float], list[float]]:
         """Seconds of `name` and of the hand-written loop in the blocks that both took part in."""
@@ -76,6 +79,7 @@ class Raw:
     exactness: list[Exactness]
     memory: list[Memory]
     heads: list[Head]
+    commit: str = ""
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

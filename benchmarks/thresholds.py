@@ -7,7 +7,7 @@ from math import isnan, nan
 import torch
 
 from anybatch.testing import tolerance
-from benchmarks.ratios import Ratio, paired_ratio
+from benchmarks.ratios import Ratio, paired_ratio, total
 from benchmarks.results import Head, Memory, Race, Raw
 
 
@@ -29,6 +29,14 @@ class Verdict:
 def ratio(race: Race, name: str, clock: str) -> Ratio:
     """The median ratio of `name` to the hand-written loop; `clock` is "wall" or "cpu"."""
     return paired_ratio(*race.paired(name, clock))
+
+
+def over(race: Race, updates: int) -> float:
+    """Return the CPU time of the first `updates` over the hand-written loop's, NaN where not measured."""
+    if not race.training.get("hand"):
+        return nan
+    spent = {name: sum(total(one, updates) for one in every) for name, every in race.training.items()}
+    return spent["anybatch"] / spent["hand"]
 
 
 def growth(memory: Memory, name: str) -> float:
@@ -64,6 +72,12 @@ def judge(raw: Raw) -> Iterator[Verdict]:
         verdict = time_of(race)
         if verdict is not None:
             yield verdict
+        if race.case.thousand is not None and race.training.get("hand"):
+            yield Verdict(
+                what=f"{race.case.name}: CPU time of 1,000 updates over the hand-written loop's",
+                measured=over(race, 1_000),
+                limit=race.case.thousand,
+            )
         yield Verdict(
             what=f"{race.case.name}: trained weights beside the hand-written loop's",
             measured=race.difference,

@@ -7,25 +7,41 @@ from pathlib import Path
 
 import pytest
 
+from anybatch.engine import Progress
+from anybatch.step.guard import Guard
 from benchmarks.__main__ import main
 from benchmarks.config import HeadCase, MemoryCase, RaceCase
+from benchmarks.ratios import is_compared, total
+from benchmarks.report import BEGIN, END, page, rewrite
 from benchmarks.results import Exactness, Head, Memory, Race, Raw
 from benchmarks.thresholds import judge
 
 HAND = [1.0, 2.0, 1.5, 1.0, 1.0, 2.0, 1.0, 1.0]  # seconds by block
 
 
+def spent(update: int) -> float:
+    """Seconds of an update of a step that compares: plain 1, compared 4, at powers of two 8."""
+    return 1.0 if not is_compared(update) else 4.0 if update & (update - 1) else 8.0
+
+
+FIRST = [spent(update) for update in range(1, 201)]
+
+
 def times(factor: float) -> list[float]:
     return [factor * seconds for seconds in HAND]
 
 
-def race(factor: float = 1.02, *, luckiest: float | None = None, difference: float = 0.0) -> Race:
+def race(
+    factor: float = 1.02, *, luckiest: float | None = None, difference: float = 0.0, slow: float = 0.0
+) -> Race:
     ours = times(factor)
     ours[0] *= (luckiest or factor) / factor
     seconds = {"hand": HAND, "anybatch": ours, "peer": [3.0, 4.0]}
     every = list(range(8))
     return Race(
-        case=RaceCase(name="mlp", task="mlp", rows=8, micro_batches=16, threshold=1.03, or_equal=True),
+        case=RaceCase(
+            name="mlp", task="mlp", rows=8, micro_batches=16, threshold=1.03, or_equal=True, thousand=1.2
+        ),
         blocks={"hand": every, "anybatch": every, "peer": [2, 6]},
         wall=seconds,
         cpu=seconds,
@@ -33,6 +49,7 @@ def race(factor: float = 1.02, *, luckiest: float | None = None, difference: flo
         garbage={"hand": 0.0, "anybatch": 0.0, "peer": 12.5},
         updates=10,
         difference=difference,
+        training={"hand": [[1.0] * 200] * 2, "anybatch": [FIRST, [one + slow for one in FIRST]]},
     )
 
 
@@ -81,6 +98,7 @@ def raw() -> Raw:
 
 BREACHES: dict[str, Callable[[Raw], Raw]] = {
     "CPU time": lambda raw: replace(raw, races=[race(1.04)]),
+    "1,000 updates": lambda raw: replace(raw, races=[race(slow=0.3)]),
     "trained weights": lambda raw: replace(raw, races=[race(difference=1e-3)]),
     "growth of the peak": lambda raw: replace(raw, memory=[memory(5_011)]),
     "gradient error of anybatch": lambda raw: replace(raw, exactness=[exactness(gradient=2e-12)]),
@@ -103,4 +121,20 @@ def test_one_breach_fails_the_run(what: str, tmp_path: Path, capsys: pytest.Capt
     assert f"FAILED: {failed[0]}" in capsys.readouterr().out
 
 
-# ---- ratios
+def test_updates_that_were_not_run_are_summed_by_the_calendar_of_a_step() -> None:
+    for update in range(1, 1_001):
+        guard = Guard(batch_norm=None, check=True)
+        guard.updates = update - 1
+        guard.begin_update(Progress())
+        assert guard.is_due == is_compared(update)
+    for updates in (1, 20, 200, 201, 1_000):
+        assert total(FIRST, updates) == sum(map(spent, range(1, updates + 1)))
+
+
+def test_the_table_of_a_page_is_replaced(tmp_path: Path) -> None:
+    found, path = raw(), tmp_path / "page.md"
+    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    for _ in range(2):
+        rewrite(found, [path])
+        assert path.read_text(encoding="utf-8") == f"before\n{BEGIN}\n\n{page(found)}\n\n{END}\nafter\n"
+    assert "| tiny MLP, 8 x 16 " in page(found)
