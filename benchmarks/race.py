@@ -11,10 +11,11 @@ from typing import cast
 import torch
 from torch import nn
 
+from anybatch.core import is_due
 from benchmarks.config import Effort, RaceCase
 from benchmarks.contestants import PEERS, RIVALS, Entry, Update
 from benchmarks.exactness import relative_error
-from benchmarks.ratios import is_compared, paired_ratio
+from benchmarks.ratios import paired_ratio
 from benchmarks.results import Race
 from benchmarks.tasks import TASKS, Batch, make_batch, make_model
 
@@ -59,7 +60,7 @@ class Runner:
             cpu_spent, wall_spent = time.process_time() - cpu_before, time.perf_counter() - wall_before
             self.updates += 1
             self.every.append(cpu_spent)
-            if not is_compared(self.updates):
+            if not is_due(self.updates):
                 wall, cpu, repeats = wall + wall_spent, cpu + cpu_spent, repeats - 1
         self.garbage += 0 if gc.isenabled() else gc.collect()
         return wall, cpu

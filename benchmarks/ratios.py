@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import comb
 from statistics import fmean, median
 
+from anybatch.core import is_due
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
@@ -45,19 +47,12 @@ def interval_rank(count: int, *, confidence: float = 0.95) -> int:
     return rank
 
 
-def is_compared(update: int) -> bool:
-    """Return True if a step compares this update, counted from 1: 1, 2, 4 ... 64, then one of 64."""
-    return update & (update - 1) == 0 or update % 64 == 0
-
-
 def total(seconds: Sequence[float], updates: int) -> float:
-    """Return the seconds of the first `updates`, of which `seconds` holds at least 192, one by one.
+    """Return the seconds of the first `updates`, of which `seconds` holds at least 128, one by one.
 
-    Updates beyond the measured ones take what measured ones of their kind took: a compared one as update 192,
-    at a power of two, where more is compared, as update 128, and a plain one the mean of those from 65 on.
+    Updates beyond the measured ones take what those of their kind took: a compared one as update 128, another
+    as the mean of the plain ones from 65 on.
     """
-    plain = fmean(spent for n, spent in enumerate(seconds, start=1) if n > 64 and not is_compared(n))
-    beyond = range(len(seconds) + 1, updates + 1)
-    of_powers, compared = sum(n & (n - 1) == 0 for n in beyond), sum(map(is_compared, beyond))
-    rest = of_powers * seconds[127] + (compared - of_powers) * seconds[191]
-    return sum(seconds[:updates]) + rest + (len(beyond) - compared) * plain
+    plain = fmean(spent for n, spent in enumerate(seconds, start=1) if n > 64 and not is_due(n))
+    beyond = [*map(is_due, range(len(seconds) + 1, updates + 1))]
+    return sum(seconds[:updates]) + sum(seconds[127] if compared else plain for compared in beyond)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from anybatch.core import is_due
 from anybatch.state import Effects, ModuleState, Snapshot, evaluating, rng
-from anybatch.state.snapshot import FIRST
 
 
 class Restless(nn.Module):
@@ -79,11 +79,11 @@ def looking(model: nn.Module, steps: int = 1) -> Effects:
     effects = Effects()
     for _ in range(steps):
         effects.begin([model])
-    assert effects.is_looking is (steps <= FIRST)
+    assert effects.is_looking is is_due(steps)
     return effects
 
 
-@pytest.mark.parametrize("steps", [1, FIRST + 1])
+@pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("effect", [*EFFECTS, "torch", "generator"])
 def test_a_step_is_put_back(effect: str, steps: int) -> None:
     model = Restless()
@@ -116,7 +116,7 @@ def test_what_was_seen_to_change_is_noted_before_each_micro_batch(effect: str) -
     before = snapshot(model, effects)
     change(model)
     before.look()
-    for _ in range(FIRST):
+    for _ in range(2):
         effects.begin([model])
     assert not effects.is_looking
     before = snapshot(model, effects, begun=False)
