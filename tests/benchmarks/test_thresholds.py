@@ -97,7 +97,7 @@ def raw() -> Raw:
 
 BREACHES: dict[str, Callable[[Raw], Raw]] = {
     "CPU time": lambda raw: replace(raw, races=[race(1.04)]),
-    "1,000 updates": lambda raw: replace(raw, races=[race(slow=0.3)]),
+    "1,000 updates": lambda raw: replace(raw, races=[race(slow=0.5)]),
     "trained weights": lambda raw: replace(raw, races=[race(difference=1e-3)]),
     "growth of the peak": lambda raw: replace(raw, memory=[memory(5_011)]),
     "gradient error of anybatch": lambda raw: replace(raw, exactness=[exactness(gradient=2e-12)]),
