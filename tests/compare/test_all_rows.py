@@ -57,6 +57,35 @@ def test_rows_that_meet_only_among_many_are_seen(door: Any, draw: Any, loss: Any
         update(batch)
 
 
+def test_a_few_more_rows_run_where_a_graph_saves_little() -> None:
+    def hard(model: nn.Module, micro: Any) -> ab.Total:
+        losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")
+        count = min(16, len(losses))
+        return ab.Total(losses.topk(count).values.sum(), count)
+
+    body = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = nn.Sequential(body.requires_grad_(False), nn.Linear(16, 3))
+    step = ab.Step(model, hard, torch.optim.SGD(model[1].parameters(), lr=0.1), micro_batch=16)
+    with pytest.raises(LossError, match="Expected the same loss from 32 rows as 32 and as 16"):
+        step((torch.randn(64, 3, 64, 64), torch.randint(3, (64,))))
+
+
+def test_a_loss_may_do_more_where_gradients_are_enabled() -> None:
+    def penalised(model: nn.Module, micro: Any) -> Tensor:
+        outputs = model(micro[0])
+        loss = F.cross_entropy(outputs, micro[1])
+        return loss + outputs.square().mean() if torch.is_grad_enabled() else loss
+
+    model = Perceptron(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.Step(model, ab.ModelLoss(call=penalised), optimizer, micro_batch=7)
+    batch = torch.randn(40, 4), torch.randint(3, (40,))
+    want = penalised(model, batch).item()
+    report = step(batch)
+    assert report.checked
+    assert report.loss == pytest.approx(want)
+
+
 def test_an_error_of_all_rows_at_once_is_told() -> None:
     def at_most_30(model: nn.Module, micro: Any) -> ab.Total:
         if len(micro[0]) > 30:

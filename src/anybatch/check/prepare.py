@@ -16,8 +16,9 @@ from anybatch.check.rows import RowCut, rows_of, subset
 from anybatch.check.subject import Subject, named_parameters
 from anybatch.compare import choose_rows, numbered_anew
 from anybatch.core import BatchError, Collate, PlanError, SampleBatch, TensorBatch, tree
-from anybatch.losses import WholeBatch
+from anybatch.losses import WholeBatch, module_of
 from anybatch.memory import room_of
+from anybatch.planner import refuse_lazy
 from anybatch.state import RowPart
 
 ALL_ROWS = 64  # the most rows that are tried if a few rows do not run
@@ -100,6 +101,7 @@ def _refuse(model: nn.Module, loss: object) -> None:
             f"Expected a model whose modules can be watched, got TorchScript at {scripted[0]}. Check it "
             "as it was before torch.jit.script or torch.jit.trace."
         )
+    refuse_lazy([*model.modules(), *module_of(loss).modules()])
     if not named_parameters(model, loss):
         raise PlanError(
             f"Expected a model or a loss with trainable parameters, got {type(model).__name__} without any. "

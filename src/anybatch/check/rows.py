@@ -81,10 +81,10 @@ class RowCut:
         return replace(self, data=data, micro_batch=len(rows), part=self.part.only(rows))
 
     def batch(self, dtype: torch.dtype | None) -> Batch:
-        """Return the rows with floating tensors in a dtype."""
+        """Return a batch of copies, with floating tensors in a dtype."""
 
         def own(leaf: Tensor) -> Tensor:
-            return widen(leaf.detach(), dtype)
+            return widen(leaf.detach().clone(), dtype)
 
         if self.collate is None:
             return TensorBatch(tree.map_leaves(own, self.data))

@@ -46,20 +46,17 @@ def refuse_what_depends_on_the_cut(
     """Compare loss and gradient of a few rows between several cuts.
 
     At most eight rows, as different as `choose_rows` finds them, run as one part, without the plan's
-    recomputation, if memory allows; and in parts as small as the plan's, in another order. No part has a
-    single row unless the plan has such parts. If the gradient is divided last, as in a window (`is_late`),
-    the parts start from another provisional divisor. Dropout gives its expected value, other random numbers
-    are replayed, and everything is put back. `covers` notes what was compared; once it has held, there is one
-    cut less. Return the reason why these rows could not tell, or None.
+    recomputation, if memory allows; and in parts as small as the plan's, in another order. If the gradient is
+    divided last, as in a window (`is_late`), the parts start from another provisional divisor. Dropout gives
+    its expected value, other random numbers are replayed, and everything is put back. Return the reason why
+    these rows could not tell, or None.
 
     Raises:
         LossError: loss, gradient or weights depend on the split.
     """
-    if task.network.batch_norms and plan.batch_norm != "frozen":  # batch_norm="micro"
-        return Doubt('batch_norm="micro" takes the statistics of each micro-batch', lasts=True, is_quiet=True)
     rows = min(batch.rows, ROWS)
-    if rows < 2 or any(map(is_lazy, task.network.everyone)):  # the first forward initialises lazy parameters
-        return Doubt("the first rows were too few, or parameters lazy")
+    if (excuse := excuse_of(task, plan)) or rows < 2:
+        return excuse or Doubt("the first rows were too few")
     smallest = min(rows // 2, *(plan.sizes if plan.is_cut else core.cut_sizes(batch.rows, most)))
     smallest = smallest if covers.has_held else min(smallest, 2)  # more parts show a small fault better
     least = min(2, smallest) if rows > LEAST else 1
@@ -81,6 +78,14 @@ def refuse_what_depends_on_the_cut(
             if doubt is None or doubt.lasts:
                 return doubt
     return doubt
+
+
+def excuse_of(task: Task, plan: Plan) -> Doubt | None:
+    """Return the reason why no cuts are compared, whatever the rows; None if there is none."""
+    if task.network.batch_norms and plan.batch_norm != "frozen":
+        return Doubt('batch_norm="micro" takes the statistics of each micro-batch', lasts=True, is_quiet=True)
+    is_new = any(map(is_lazy, task.network.everyone))  # the first forward makes the parameters
+    return Doubt("parameters are lazy", is_quiet=True) if is_new else None
 
 
 def _fits(task: Task, few: core.Batch, plan: Plan, most: int, noted: ObjectState) -> bool:

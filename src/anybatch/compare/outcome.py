@@ -22,6 +22,7 @@ from anybatch.state import Effects, Replayed, RowPart, SeenDraws, eager, plain_k
 
 _LIMIT = 1e-2  # a smaller relative error of a float32 gradient may be rounding in a deep network
 _SIGNS = 8  # rows of a sketch
+_SHOWN = 8  # parts of a split that are written out
 
 
 class Outcome:
@@ -147,11 +148,14 @@ class Split:
     is_interleaved: bool = False
 
     def __str__(self) -> str:
-        return "+".join(map(str, self.sizes)) + " in another order" * self.is_interleaved
+        sizes = self.sizes if len(self.sizes) <= _SHOWN else (*self.sizes[:2], "...", self.sizes[-1])
+        return "+".join(map(str, sizes)) + " in another order" * self.is_interleaved
 
 
 class WatchedBatch:
     """Rows of a batch, which tell when a micro-batch begins and which rows of `part` it has."""
+
+    copies = False  # each micro-batch
 
     def __init__(
         self, inner: core.Batch, part: RowPart, draws: SeenDraws, begin: Callable[[RowPart], None]
@@ -167,7 +171,8 @@ class WatchedBatch:
         for index in parts:
             dtypes = set(self._draws.dtypes)
             micro = next(micros)
-            micro = micro._replace(rows=core.copied(micro.rows))  # a forward may write to them
+            if self.copies:  # a forward may write to them
+                micro = micro._replace(rows=core.copied(micro.rows))
             self._draws.dtypes = dtypes  # leave out those of `collate`
             self._begin(self._part.only(index))
             yield micro
@@ -200,7 +205,9 @@ class Looked(Outcome):
         self.seen, self._watch = _Watched((*reached, *task.network.everyone), like), ExitStack()
         self.seen.is_watching = is_watched
         part = RowPart(tuple(order), few.rows)
+        few = few.copied() if has_graph else few  # readings of a micro-batch leave copies out
         watched: Any = WatchedBatch(few, part, self.seen, self.seen.begin_part)
+        watched.copies = not has_graph
         try:
             self.seen.disturb(disturbed)
             with eager(), self._watch:

@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from anybatch.compare.covers import Covers, Doubt
-from anybatch.compare.look import only, reached_by, tensors_of
+from anybatch.compare.look import excuse_of, only, reached_by, tensors_of
 from anybatch.compare.outcome import Looked, Outcome, Split, losses_differ, outcome_of
 from anybatch.core import Batch, LossError, OutOfMemoryError, StepReport, cut_sizes
 from anybatch.engine import Plan, Task
@@ -19,6 +18,7 @@ from anybatch.losses import ModelTerms, WholeBatch
 from anybatch.memory import MemoryReading
 from anybatch.state import rng
 
+_Run = Callable[..., Any]
 _SMALL = 2**21  # bytes that rows may take without a budget, however little a micro-batch takes
 
 
@@ -34,6 +34,7 @@ class Witness:
         self.task, self.batch, self.covers = task, batch, covers
         self.plan = replace(plan, blocks=())  # recomputation changes nothing without a graph
         self._room, self._size = room, max(plan.sizes)
+        self._least = min(2 * self._size, batch.rows)  # rows of a part that another cut is compared with
         self._is_own = isinstance(task.loss, ModelTerms)
 
     def whole(self) -> Outcome | None:
@@ -41,14 +42,14 @@ class Witness:
 
         That costs one forward instead of two, where forwards draw nothing and move nothing.
         """
-        if not self.covers.is_quiet or self._excuse() is not None:
+        if not self.covers.is_quiet or excuse_of(self.task, self.plan):
             return None
         try:
             with self._undone() as reached:
                 most = self._most(reached)
-                if not self.covers.is_quiet or (self._is_own and most < self.batch.rows):
+                is_short = most < (self.batch.rows if self._is_own else self._least)
+                if is_short or not self.covers.is_quiet:
                     return None
-                most = most if most >= 2 * self._size else -(-self._size // 2)
                 found = self._run(reached, self.batch.padded(), cut_sizes(self.batch.rows, most))
         except OutOfMemoryError:
             return None
@@ -59,30 +60,21 @@ class Witness:
         """Return True if the loss of a step is that of all rows."""
         return not (report.dropped or losses_differ([whole.report, report], whole.dtypes, self.batch.rows))
 
-    def refuse(self, held: int) -> Doubt | None:
-        """Compare the loss of all rows, in the largest parts that fit, with that of micro-batches.
+    def refuse(self) -> Doubt | None:
+        """Compare the loss of parts of all rows with that of their micro-batches, which draw the same.
 
-        Each part runs first, then its micro-batches with its random numbers. The losses were `held` to be the
-        same at that update, 0 for none. Return the reason why nothing can be said, or None.
+        Return the reason why nothing can be said, or None.
 
         Raises:
             LossError: the losses differ by more than rounding.
         """
-        if excuse := self._excuse():
+        if excuse := excuse_of(self.task, self.plan):
             return excuse
         try:
             with self._undone() as reached:
-                return self._compare(held, reached)
+                return self._compare(reached)
         except OutOfMemoryError:
             return Doubt("memory ran out in a forward of all rows")
-
-    def _excuse(self) -> Doubt | None:
-        task = self.task
-        if task.network.batch_norms and self.plan.batch_norm != "frozen":
-            return Doubt('batch_norm="micro" takes the statistics of each micro-batch', is_quiet=True)
-        if any(map(is_lazy, task.network.everyone)):
-            return Doubt("parameters are lazy", is_quiet=True)
-        return None
 
     @contextmanager
     def _undone(self) -> Generator[Sequence[Tensor]]:
@@ -99,7 +91,7 @@ class Witness:
         return outcome_of(self.task, batch, self.plan, Split(tuple(sizes)), reached=reached, **options)
 
     def _most(self, reached: Sequence[Tensor], *, has_graph: bool = False) -> int:
-        """Return the rows that take what a micro-batch of the step takes with its graph, at least its own."""
+        """Return the rows that take what a micro-batch of the step takes with its graph."""
         read, size = self.covers.bytes_of, self._size
         for way in (False, True) if self._room is None else (has_graph,):
             if (size, way) not in read:
@@ -114,32 +106,39 @@ class Witness:
                     self.covers.is_quiet = False
         room = max(_SMALL, read[size, True]) if self._room is None else self._room
         taken = read[size, has_graph]
-        return min(self.batch.rows, max(size, int(room * size / taken) if taken else 0))
+        most = int(room * size / taken) if taken else 0
+        # Without a budget two micro-batches run in any case: without a graph they take little more.
+        return min(self.batch.rows, most if has_graph or self._room is not None else max(most, self._least))
 
     def _groups(self, most: int) -> Iterator[tuple[range, Sequence[int]]]:
-        """Yield rows, at most so many, and the sizes of their micro-batches; a single one is halved."""
+        """Yield rows of several micro-batches, at most so many, and the sizes of these."""
         start, sizes = 0, list[int]()
         for size in (*self.plan.sizes, self.batch.rows):
             if sum(sizes) + size > most:
                 rows = range(start, start + sum(sizes))
-                if len(rows) > 1:
-                    yield rows, sizes if len(sizes) > 1 else cut_sizes(len(rows), -(-len(rows) // 2))
+                if len(sizes) > 1:
+                    yield rows, sizes
                 start, sizes = rows.stop, []
             sizes.append(size)
 
-    def _compare(self, held: int, reached: Sequence[Tensor], *, has_graph: bool = False) -> Doubt | None:
-        most, run = self._most(reached, has_graph=has_graph), partial(self._run, reached)
-        model, loss, everything = self.task.model, self.task.loss, range(self.batch.rows)
+    def _compare(self, reached: Sequence[Tensor], *, has_graph: bool = False, least: int = 0) -> Doubt | None:
+        most = max(least, self._most(reached, has_graph=has_graph))
+        if most < self._least:
+            return Doubt("only the rows of one micro-batch fit at once")
+        run = partial(self._run, reached)
+        model, everything = self.task.model, range(self.batch.rows)
         # Without a graph a model's router loss is left out of parts.
-        has_router = isinstance(loss, ModelTerms) and bool(homes(model)) and wants_router_loss(model)
-        groups = [(everything, self.plan.sizes)] if isinstance(loss, WholeBatch) else self._groups(most)
-        doubt, is_quiet = Doubt("a micro-batch of one row has no cut to compare"), True
+        has_router = self._is_own and bool(homes(model)) and wants_router_loss(model)
+        groups = (
+            [(everything, self.plan.sizes)] if isinstance(self.task.loss, WholeBatch) else self._groups(most)
+        )
+        doubt, is_quiet = Doubt("no two micro-batches fit at once"), True
         for rows, sizes in groups:
             batch = self.batch if rows == everything else self.batch.only(rows)
             whole = run(batch.padded(), cut_sizes(len(rows), most), has_graph=has_graph)
             if not isinstance(whole, Looked):
                 if not (has_graph or isinstance(whole, LossError)):  # it may differentiate inside
-                    return self._compare(held, reached, has_graph=True)
+                    return self._compare(reached, has_graph=True)
                 return Doubt(f"{len(rows)} rows at once gave {type(whole).__name__}: {whole}")
             again = {"is_watched": not whole.is_quiet, "like": whole.seen}
             parts = run(batch, sizes, has_graph=has_graph or has_router, **again)
@@ -149,44 +148,37 @@ class Witness:
             if not (whole.is_weighed and parts.is_weighed):
                 doubt = doubt and Doubt("no row has weight", is_quiet=True)
                 continue
-            doubt = self._doubt(whole, parts, batch, partial(run, has_graph=has_graph), held)
-            if doubt is not None:
+            differ = partial(losses_differ, dtypes=whole.dtypes | parts.dtypes, rows=len(rows))
+            doubt = None
+            if differ([whole.report, parts.report]):
+                if self._is_own and not has_graph:  # it may do more where gradients are enabled
+                    return self._compare(reached, has_graph=True, least=self._least)
+                doubt = self._doubt(whole, parts, batch, partial(run, has_graph=has_graph), differ)
                 break
         self.covers.is_quiet = is_quiet and doubt is None
         return doubt
 
-    def _doubt(
-        self, whole: Looked, parts: Looked, batch: Batch, run: Callable[..., Any], held: int
-    ) -> Doubt | None:
-        """Return the reason why a difference of losses tells nothing, None without one; or refuse."""
-        differ = partial(losses_differ, dtypes=whole.dtypes | parts.dtypes, rows=batch.rows)
-        reports = [whole.report, parts.report]
-        if not differ(reports):
-            return None
+    def _doubt(self, whole: Looked, parts: Looked, batch: Batch, run: _Run, differ: _Run) -> Doubt | None:
+        """Return the reason why a difference of losses tells nothing, None for rounding; or refuse."""
         same = run(batch.padded(), whole.cut.sizes, like=whole.seen)
         is_random = whole.is_random or parts.is_random or not isinstance(same, Looked)
         if is_random or differ([whole.report, same.report]):
             return Doubt("the same rows give another loss the second time", is_quiet=True)
-        halves = [run(only(self.task, batch, one), (len(one),)) for one in _halves(batch.rows)]
-        found = differ([*reports, *[one.report for one in halves if isinstance(one, Looked)]])
+        half = batch.rows // 2
+        parted = [only(self.task, batch, one) for one in (range(half), range(half, batch.rows))]
+        halves = [run(one, (one.rows,)) for one in parted]
+        found = differ(
+            [whole.report, parts.report, *[one.report for one in halves if isinstance(one, Looked)]]
+        )
         if found is None:  # rows that cancel in the sum
             return None
         if found.is_small:
             return Doubt(f"the losses of all rows and of micro-batches are {found.words}, near rounding")
+        held = self.task.progress.compared
         since = f"It was the same at update {held}. " if held else ""
         raise LossError(
-            f"Expected the same loss from {batch.rows} rows as {_told(whole.cut)} and as {_told(parts.cut)}, "
+            f"Expected the same loss from {batch.rows} rows as {whole.cut} and as {parts.cut}, "
             f"got {found.words}. {since}Rows affect each other, in the loss or in the model: see "
             "ab.WholeBatch. No update was made; ab.check(model, loss, batch) names the place, "
             "Options(check=False) skips this."
         )
-
-
-def _halves(rows: int) -> tuple[range, range]:
-    return range(rows // 2), range(rows // 2, rows)
-
-
-def _told(cut: Split) -> str:
-    """Return the rows of each part, shortened."""
-    sizes = cut.sizes
-    return str(cut) if len(sizes) <= 4 else f"{sizes[0]}+{sizes[1]}+...+{sizes[-1]}"

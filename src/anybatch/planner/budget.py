@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from anybatch.core import PlanError, accelerator
@@ -77,7 +78,7 @@ class Budget:
 
 def find_plan(request: Request, memory: str | int | None, device: str | torch.device | None) -> PlanReport:
     """Choose a plan for a request within a budget, on a device that need not be in this machine."""
-    _refuse_lazy(request.task)
+    refuse_lazy(request.task.network.modules)
     target = device_of(request.task) if device is None else find_device(device)
     if memory is None:
         return choose(replace(request, device=target, sizes=(request.like.micro_batch,), blocks=()))
@@ -85,7 +86,7 @@ def find_plan(request: Request, memory: str | int | None, device: str | torch.de
 
 
 def _refuse_unreadable(task: Task) -> None:
-    _refuse_lazy(task)
+    refuse_lazy(task.network.modules)
     trained = set(task.network.parameters)
     sparse = [
         type(one).__name__
@@ -97,12 +98,12 @@ def _refuse_unreadable(task: Task) -> None:
         raise sparse_refused(f"those of {(sparse or optimizers)[0]}")
 
 
-def _refuse_lazy(task: Task) -> None:
-    lazy = [type(one).__name__ for one in task.network.modules if isinstance(one, LazyModuleMixin)]
+def refuse_lazy(modules: Iterable[nn.Module]) -> None:
+    """Raise PlanError if a module takes its shapes from its first forward."""
+    lazy = [type(one).__name__ for one in modules if isinstance(one, LazyModuleMixin)]
     if lazy:
         raise PlanError(
-            f"Expected modules whose shapes are known where memory is planned, got {lazy[0]}. Run one "
-            "forward first, without gradient."
+            f"Expected modules whose shapes are known, got {lazy[0]}. Run one forward without gradient first."
         )
 
 
@@ -111,7 +112,7 @@ def _signature(task: Task) -> str:
     # Positions, not a count: other parameters may need other activations.
     places = [p in trained for one in task.network.modules for p in one.parameters(recurse=False)]
     sizes = [parameter.numel() * parameter.element_size() for parameter in task.network.parameters]
-    training = "".join(["et"[module.training] for module in task.network.modules])
+    training = "".join(["et"[getattr(module, "training", False)] for module in task.network.modules])
     settings = [
         (type(one).__name__, [_switches(group) for group in one.param_groups]) for one in task.optimizers
     ]

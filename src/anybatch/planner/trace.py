@@ -139,15 +139,8 @@ def trace(
         memory.dense_only(parameters),
     ):
         modules = list(dict.fromkeys((*task.network.modules, *snapshot.modules)))
-        run = partial(
-            run_on_fakes,
-            rows=plan.rows,
-            task=task,
-            batch=batch,
-            device=device,
-            modules=modules,
-            kernels=kernels,
-        )
+        settled: Any = {"rows": plan.rows, "task": task, "batch": batch, "device": device}
+        run = partial(run_on_fakes, **settled, modules=modules, kernels=kernels)
         known = task.effects.buffers
         recording, found, wrongly = run(reduced, idle=idle)
         if reduced is not plan and (not recording.forwards or recording.forwards % len(sizes)):
@@ -224,14 +217,7 @@ def _kernels_of(device: memory.Device, kernels: set[str]) -> dict[str, Callable[
     """Return kernels that trace attention, dropout and autocast as a card computes them."""
 
     def attend(
-        operator: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        mask: Any = None,
-        p: float = 0.0,
-        *rest: Any,
-        **named: Any,
+        op: Any, query: Any, key: Any, value: Any, mask: Any = None, p: float = 0.0, *rest: Any, **named: Any
     ) -> Tensor:
         kind, heads = query.device.type, (query, key, value)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
@@ -239,7 +225,7 @@ def _kernels_of(device: memory.Device, kernels: set[str]) -> dict[str, Callable[
         kernel = device.attention(dtype, query.shape[-1], mask is not None, is_grouped, p > 0)
         kernels.add(kernel)
         if kernel.startswith("fused"):
-            return operator(*heads, mask, 0.0, *rest, **named)
+            return op(*heads, mask, 0.0, *rest, **named)
         with torch.autocast(kind, enabled=False):
             return private.attention_unfused(*[one.to(dtype) for one in heads], mask, p, *rest, **named)[0]
 

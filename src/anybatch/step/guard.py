@@ -74,17 +74,10 @@ class Guard:
     ) -> None:
         """Refuse a plan under which the result may depend on the cut: the one door of every way to run rows.
 
-        Args:
-            task: what the plan is carried out on.
-            batch: the rows.
-            plan: how they are cut.
-            most: rows that are known to fit.
-            kind: "step"; "add" of a window; "dry" run; "foresee", where nothing runs; "recut", for rows that
-                were not to be cut and no longer fit.
-            kept: rows of a window before these, to be compared with them.
-            added: rows of the window before these.
-            room: returns the bytes that a forward may take; None without a budget.
-            may_wait: the loss may be compared once the step has it.
+        `most` rows are known to fit; `room` returns the bytes that a forward may take, None without a budget.
+        In a window so many rows were `added` before, of which some are `kept` to be compared with these. Of
+        "foresee" nothing runs; "recut" are rows that were not to be cut and no longer fit. The loss of a step
+        that `may_wait` is compared once it is there.
 
         Raises:
             PlanError, LossError: what meets, and the ways out.
@@ -115,11 +108,7 @@ class Guard:
         *,
         may_wait: bool = False,
     ) -> None:
-        """Refuse a loss that is not that of all rows, in an update that is due.
-
-        If it `may_wait`, one forward of all rows may be enough now; its loss is that of the step, or else the
-        update is refused. `room` returns the bytes that a forward may take; None without a budget.
-        """
+        """Refuse a loss that is not that of all rows, in an update that is due; see `admit`."""
         if not (self.checks and plan.is_cut and self.is_due):
             return
         covers = covers or self.covers(batch)
@@ -139,7 +128,7 @@ class Guard:
         """Compare the step's own loss with that of all rows; if that is not enough, both once more."""
         progress, doubt = witness.task.progress, None
         if whole is None or report is None or not witness.is_of(whole, report):
-            doubt = witness.refuse(progress.compared)
+            doubt = witness.refuse()
         if doubt is None:
             progress.compared = self.updates
         elif not (doubt.is_quiet or progress.unchecked):
@@ -148,11 +137,7 @@ class Guard:
     def look(
         self, task: Task, batch: Batch, plan: Plan, most: int, kept: Batch | None = None, added: int = -1
     ) -> Covers | None:
-        """Refuse a result that depends on the cut, if rows or attributes are not covered; return the covers.
-
-        `most` rows are known to fit. In a window so many rows were `added` before, of which some are `kept`
-        to be compared with these.
-        """
+        """Refuse a result that depends on the cut, if rows or attributes are new; return the covers."""
         if not self.checks:
             task.progress.unchecked = "the Step was made with Options(check=False)"
             return None

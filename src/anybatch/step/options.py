@@ -78,8 +78,7 @@ class Options:
         is_count = isinstance(self.check, int) and self.check > 1
         if not is_count and self.check not in (True, False, "always"):
             raise PlanError(
-                f'Expected check to be True, False, "always" or a whole number above 1, got {self.check!r}. '
-                "Name one."
+                f'Expected check to be True, False, "always" or 2 or more, got {self.check!r}. Name one.'
             )
         self.settings()
 
