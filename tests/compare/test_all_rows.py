@@ -1,5 +1,6 @@
 """The loss of all rows, compared with that of the micro-batches: what it sees, and what it takes."""
 
+import random
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -84,6 +85,17 @@ def test_a_loss_may_do_more_where_gradients_are_enabled() -> None:
     report = step(batch)
     assert report.checked
     assert report.loss == pytest.approx(want)
+
+
+def test_draws_of_python_are_told() -> None:
+    def negatives(model: nn.Module, micro: Any) -> ab.Total:
+        out = model(micro[0])[:, 0]
+        other = random.sample(range(len(out)), len(out))
+        return ab.Total(F.relu(1 - out + out[other]).sum(), len(out))
+
+    model = Perceptron(4, 3)
+    step = ab.Step(model, negatives, torch.optim.SGD(model.parameters(), lr=1e-3), micro_batch=20)
+    assert "Python or NumPy" in step((torch.randn(60, 4), torch.zeros(60))).unchecked
 
 
 def test_an_error_of_all_rows_at_once_is_told() -> None:

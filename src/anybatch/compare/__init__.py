@@ -9,7 +9,7 @@ from anybatch.compare.choose_rows import (
 )
 from anybatch.compare.covers import Covers as Covers, Doubt as Doubt
 from anybatch.compare.look import (
-    reached_by as reached_by,
+    bench as bench,
     read_rows as read_rows,
     refuse_what_depends_on_the_cut as refuse_what_depends_on_the_cut,
     rehearse as rehearse,

@@ -64,7 +64,7 @@ def refuse_what_depends_on_the_cut(
     # A loss over all rows may pair rows by their places.
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt = Doubt("memory ran out in a few rows")
-    with suppress(core.OutOfMemoryError), _few_rows(task, batch, rows, covers) as (few, noted):
+    with suppress(core.OutOfMemoryError), bench(task, batch, rows, covers) as (few, noted):
         largest = rows if _fits(task, few, plan, most, noted) else most
         tries = dict.fromkeys([(largest, least), (most, least), (most, 2), (2, least), (2, 1)])
         bare = dict.fromkeys([replace(plan, blocks=()), plan])  # memory may need the blocks
@@ -134,7 +134,7 @@ def read_rows(
             size *= 4
         return None
     doubt: Doubt | None = Doubt("memory ran out in a few rows")
-    with suppress(core.OutOfMemoryError), _few_rows(task, batch, rows, covers) as (few, noted):
+    with suppress(core.OutOfMemoryError), bench(task, batch, rows, covers) as (few, noted):
         cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
         if covers is not None:
             guess = _guess(task, plan) if _divides_last(task, plan) else 0.0
@@ -155,7 +155,7 @@ def read_rows(
 
 def run_parts(task: Task, batch: core.Batch, plan: Plan, sizes: tuple[int, ...]) -> None:
     """Run micro-batches of these sizes, of a few rows of the batch, and put all back; errors are left out."""
-    with suppress(core.OutOfMemoryError), _few_rows(task, batch, sum(sizes)) as (few, noted):
+    with suppress(core.OutOfMemoryError), bench(task, batch, sum(sizes)) as (few, noted):
         outcome_of(task, few, plan, Split(sizes), reached=tensors_of(noted), is_watched=False)
 
 
@@ -189,13 +189,17 @@ def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> I
 
 
 @contextmanager
-def _few_rows(
+def bench(
     task: Task, batch: core.Batch, rows: int, covers: Covers | None = None
 ) -> Generator[tuple[core.Batch, ObjectState]]:
-    """Yield a few rows, and what model and loss reach."""
+    """Yield some rows of a batch, and what a run on them reaches; put everything back.
+
+    Raises:
+        OutOfMemoryError: the rows did not fit.
+    """
     with rng.preserved():  # `collate` may draw
         try:
-            few = only(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
+            few = only(task, batch, choose_rows(batch)(rows)) if rows < batch.rows else batch
             noted = reached_by(task, few)
             if covers is not None:
                 covers.add(noted.found)

@@ -1,7 +1,6 @@
 """The witness: the loss of all rows at once, beside that of the micro-batches, both without a graph."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,14 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from anybatch.compare.covers import Covers, Doubt
-from anybatch.compare.look import excuse_of, only, reached_by, tensors_of
+from anybatch.compare.look import bench, excuse_of, only, tensors_of
 from anybatch.compare.outcome import Looked, Outcome, Split, losses_differ, outcome_of
 from anybatch.core import Batch, LossError, OutOfMemoryError, StepReport, cut_sizes
 from anybatch.engine import Plan, Task
 from anybatch.integrations import homes, wants_router_loss
 from anybatch.losses import ModelTerms, WholeBatch
 from anybatch.memory import MemoryReading
-from anybatch.state import rng
 
 _Run = Callable[..., Any]
 _SMALL = 2**21  # bytes that rows may take without a budget, however little a micro-batch takes
@@ -45,7 +43,8 @@ class Witness:
         if not self.covers.is_quiet or excuse_of(self.task, self.plan):
             return None
         try:
-            with self._undone() as reached:
+            with bench(self.task, self.batch, self.batch.rows) as (_, noted):
+                reached = tensors_of(noted)
                 most = self._most(reached)
                 is_short = most < (self.batch.rows if self._is_own else self._least)
                 if is_short or not self.covers.is_quiet:
@@ -71,20 +70,10 @@ class Witness:
         if excuse := excuse_of(self.task, self.plan):
             return excuse
         try:
-            with self._undone() as reached:
-                return self._compare(reached)
+            with bench(self.task, self.batch, self.batch.rows) as (_, noted):
+                return self._compare(tensors_of(noted))
         except OutOfMemoryError:
             return Doubt("memory ran out in a forward of all rows")
-
-    @contextmanager
-    def _undone(self) -> Generator[Sequence[Tensor]]:
-        """Yield the tensors that a forward reaches; put all back."""
-        with rng.preserved():
-            noted = reached_by(self.task, self.batch)
-            try:
-                yield tensors_of(noted)
-            finally:
-                noted.put_back()
 
     def _run(self, reached: Sequence[Tensor], batch: Batch, sizes: Sequence[int], **options: Any) -> Any:
         options = {"has_graph": False, **options}
@@ -144,6 +133,8 @@ class Witness:
             parts = run(batch, sizes, has_graph=has_graph or has_router, **again)
             if not isinstance(parts, Looked):  # the step itself will tell
                 return Doubt(f"the loss in parts gave {type(parts).__name__}: {parts}", is_quiet=True)
+            if parts.effects.draws_process:
+                return Doubt("it draws numbers of Python or NumPy, which cannot be drawn again by rows")
             is_quiet &= whole.is_quiet
             if not (whole.is_weighed and parts.is_weighed):
                 doubt = doubt and Doubt("no row has weight", is_quiet=True)

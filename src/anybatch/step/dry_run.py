@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from anybatch.compare import reached_by
+from anybatch.compare import bench
 from anybatch.core import Callbacks
 from anybatch.engine import admit, carry_out
 from anybatch.state import Effects
@@ -28,11 +28,8 @@ def show(step: Any, batch: Any, callback: object) -> None:
     task = replace(step.task().alone(), **changes)
     task.effects.begin(task.network.modules)
     logical = admit(batch, task, step.collate).copied()
-    noted = reached_by(task, logical)
-    try:
+    with bench(task, logical, logical.rows):
         plan, running = step.planning.plan_for(task, logical)
         step.planning.guard.admit(task, logical, plan, plan.micro_batch, kind="dry")
         with step.planning.enforced(task, logical):
             carry_out(plan, running, logical, is_dry=True)
-    finally:
-        noted.put_back()

@@ -369,8 +369,8 @@ def _weigh_whole(
     axis = one.shape[0] if one.shape else 0
     if one.origin.counts_classes:
         return count(one.origin, matches, leaves)
-    if isinstance(one.weight, Tensor) or not axis or axis % first_rows or one.picks:
-        return None
+    if isinstance(one.weight, Tensor) or axis != first_rows or one.picks:
+        return None  # of other rows, as of anchors or weights, or of more than one entry a row
     if one.may_be_parameters and rows % first_rows:  # its weight may not depend on the rows
         return None
     return one.weight * rows // first_rows  # all rows weigh the same; checked at the end of the step
