@@ -228,7 +228,9 @@ LOSSES: dict[str, Any] = {
     "triplet": own(lambda m, b: F.triplet_margin_loss(m(b[0]), b[2], b[2].flip(1))),
     "margin ranking": own(lambda m, b: F.margin_ranking_loss(m(b[0])[:, 0], b[2][:, 0], b[3] * 2 - 1)),
     "a mean of anchors": own(lambda m, b: each(m, b).mean() + 0.1 * m(torch.ones(10, 6)).square().mean()),
-    "a mean of weights": own(lambda m, b: each(m, b).mean() + 0.1 * (m[0].weight @ m[0].weight.T).tanh().mean()),
+    "a mean of weights": own(
+        lambda m, b: each(m, b).mean() + 0.1 * (m[0].weight @ m[0].weight.T).tanh().mean()
+    ),
     "variational": own(lambda m, b: F.mse_loss(m(b[0]), b[2]) + 0.1 * (m(b[0]).exp() - m(b[0])).mean()),
 }
 
