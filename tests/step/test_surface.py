@@ -226,3 +226,22 @@ def test_another_state_is_refused_before_anything_is_loaded() -> None:
         with pytest.raises(CheckpointError, match=r"Expected the result of step.state_dict\(\), got one wi"):
             step.load_state_dict(state)
     assert step.state_dict()["updates"] == 1
+
+
+@pytest.mark.parametrize("is_hooked", [True, False])
+def test_an_optimizer_that_reads_what_forwards_leave_is_refused(is_hooked: bool) -> None:
+    """As K-FAC by its hooks, and Opacus by gradients of single rows: they would see the last micro-batch."""
+
+    class Reads(torch.optim.SGD):
+        def note(self, module: nn.Module, inputs: Any) -> None:
+            self.inputs = inputs
+
+    model = nn.Linear(3, 2)
+    optimizer = Reads(model.parameters(), lr=0.1)
+    assert Step(model, nn.MSELoss(), optimizer)
+    if is_hooked:
+        model.register_forward_pre_hook(optimizer.note)
+    else:
+        Reads.grad_samples = property(lambda self: [])
+    with pytest.raises(OptimizerError, match=r"nothing but `\.grad`, got Reads"):
+        Step(model, nn.MSELoss(), optimizer)

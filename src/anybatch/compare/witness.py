@@ -1,6 +1,7 @@
 """The witness: the loss of all rows at once, beside that of the micro-batches, both without a graph."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,31 +43,29 @@ class Witness:
         """
         if not self.covers.is_quiet or excuse_of(self.task, self.plan):
             return None
-        try:
-            with bench(self.task, self.batch, self.batch.rows) as (_, noted):
-                reached = tensors_of(noted)
-                most = self._most(reached)
-                is_short = most < (self.batch.rows if self._is_own else self._least)
-                if is_short or not self.covers.is_quiet:
-                    return None
+        with suppress(OutOfMemoryError), bench(self.task, self.batch, self.batch.rows) as (_, noted):
+            reached = tensors_of(noted)
+            most = self._most(reached)
+            if self.covers.is_quiet and most >= (self.batch.rows if self._is_own else self._least):
                 found = self._run(reached, self.batch.padded(), cut_sizes(self.batch.rows, most))
-        except OutOfMemoryError:
-            return None
-        is_told = isinstance(found, Looked) and found.is_quiet and found.is_weighed and not found.is_random
-        return found if isinstance(found, Looked) and is_told else None
+                if isinstance(found, Looked) and found.is_quiet and found.is_weighed and not found.is_random:
+                    return found
+        return None
 
-    def is_of(self, whole: Outcome, report: StepReport) -> bool:
-        """Return True if the loss of a step is that of all rows."""
-        return not (report.dropped or losses_differ([whole.report, report], whole.dtypes, self.batch.rows))
-
-    def refuse(self) -> Doubt | None:
+    def refuse(self, whole: Outcome | None = None, report: StepReport | None = None) -> Doubt | None:
         """Compare the loss of parts of all rows with that of their micro-batches, which draw the same.
 
-        Return the reason why nothing can be said, or None.
+        That is left out if the loss of all rows is the `report`'s. Return the reason why nothing can be said.
 
         Raises:
             LossError: the losses differ by more than rounding.
         """
+        if (
+            whole
+            and report
+            and not (report.dropped or losses_differ([whole.report, report], whole.dtypes, self.batch.rows))
+        ):
+            return None
         if excuse := excuse_of(self.task, self.plan):
             return excuse
         try:
@@ -115,15 +114,14 @@ class Witness:
         if most < self._least:
             return Doubt("only the rows of one micro-batch fit at once")
         run = partial(self._run, reached)
-        model, everything = self.task.model, range(self.batch.rows)
+        model = self.task.model
         # Without a graph a model's router loss is left out of parts.
         has_router = self._is_own and bool(homes(model)) and wants_router_loss(model)
-        groups = (
-            [(everything, self.plan.sizes)] if isinstance(self.task.loss, WholeBatch) else self._groups(most)
-        )
+        is_mixed = isinstance(self.task.loss, WholeBatch)
+        groups = [(range(self.batch.rows), self.plan.sizes)] if is_mixed else self._groups(most)
         doubt, is_quiet = Doubt("no two micro-batches fit at once"), True
         for rows, sizes in groups:
-            batch = self.batch if rows == everything else self.batch.only(rows)
+            batch = self.batch if len(rows) == self.batch.rows else self.batch.only(rows)
             whole = run(batch.padded(), cut_sizes(len(rows), most), has_graph=has_graph)
             if not isinstance(whole, Looked):
                 if not (has_graph or isinstance(whole, LossError)):  # it may differentiate inside

@@ -166,6 +166,13 @@ def check_parts(
     check_loss(loss)
     known = {*model.parameters(), *module_of(loss).parameters()}
     optimizers = check_optimizers(optimizer, known)
+    tables = [table for one in model.modules() for table in private.hooks_of_module(one)]
+    hooked = [getattr(hook, "__self__", None) for table in tables for hook in table.values()]  # as of K-FAC
+    if found := [one for one in optimizers if one in hooked or hasattr(type(one), "grad_samples")]:
+        raise core.OptimizerError(
+            f"Expected an optimizer that reads nothing but `.grad`, got {type(found[0]).__name__}, which "
+            "also reads what each forward leaves: that of the last micro-batch alone. Use another one."
+        )
     strange = [p for p in owned(optimizers) if p not in known]
     if strange:  # but those in closures of the loss are trained
         reached = {id(one) for one in Reachable([model, loss], has_classes=False).values}

@@ -36,7 +36,7 @@ class Guard:
 
     def __init__(self, *, batch_norm: str | None, check: Check, is_bounded: bool = False) -> None:
         self.batch_norm, self.checks, self._is_bounded = batch_norm, check, is_bounded
-        self._every = () if check in (True, False) else (1,) if check == "always" else (check,)
+        self._every = () if check in (True, False) else (1 if check == "always" else check,)
         self.updates = 0  # that were cut
         self.is_due = True  # this update, once it is cut, is compared, whatever comes
         self._has_begun = False
@@ -94,9 +94,9 @@ class Guard:
             self.refuse_meetings(task)
         if kind == "foresee" or (kind == "add" and not (plan.is_cut or added)):
             return
-        covers = self.look(task, batch, plan, most, kept, added if kind == "add" else -1)
-        if covers is not None and kind == "step" and self.is_due and plan.is_cut:
-            self.witness(task, batch, plan, room, covers, may_wait=may_wait)
+        self.look(task, batch, plan, most, kept, added if kind == "add" else -1)
+        if kind == "step":
+            self.witness(task, batch, plan, room, may_wait=may_wait)
 
     def witness(
         self,
@@ -104,14 +104,13 @@ class Guard:
         batch: Batch,
         plan: Plan,
         room: Callable[[], float | None],
-        covers: Covers | None = None,
         *,
         may_wait: bool = False,
     ) -> None:
         """Refuse a loss that is not that of all rows, in an update that is due; see `admit`."""
         if not (self.checks and plan.is_cut and self.is_due):
             return
-        covers = covers or self.covers(batch)
+        covers = self.covers(batch)
         doubt = covers.doubt
         if doubt is not None and not doubt.lasts and self.updates == 1:  # the step may tell a better reason
             return
@@ -126,9 +125,7 @@ class Guard:
         self, witness: Witness, whole: Outcome | None = None, report: StepReport | None = None
     ) -> None:
         """Compare the step's own loss with that of all rows; if that is not enough, both once more."""
-        progress, doubt = witness.task.progress, None
-        if whole is None or report is None or not witness.is_of(whole, report):
-            doubt = witness.refuse()
+        progress, doubt = witness.task.progress, witness.refuse(whole, report)
         if doubt is None:
             progress.compared = self.updates
         elif not (doubt.is_quiet or progress.unchecked):
@@ -136,11 +133,11 @@ class Guard:
 
     def look(
         self, task: Task, batch: Batch, plan: Plan, most: int, kept: Batch | None = None, added: int = -1
-    ) -> Covers | None:
-        """Refuse a result that depends on the cut, if rows or attributes are new; return the covers."""
+    ) -> None:
+        """Refuse a result that depends on the cut, if rows or attributes are new."""
         if not self.checks:
             task.progress.unchecked = "the Step was made with Options(check=False)"
-            return None
+            return
         if not self._has_begun:
             self._has_begun, self.updates = True, self.updates + 1
             if self.is_due:
@@ -161,7 +158,6 @@ class Guard:
                 covers.doubt = Doubt("a single row has no cut to compare")
         if covers.doubt is not None:
             task.progress.unchecked = covers.doubt.reason
-        return covers
 
     def covers(self, batch: Batch) -> Covers:
         """Return what was compared of rows of this kind: of these dtypes and numbers of dimensions."""

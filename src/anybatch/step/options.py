@@ -75,8 +75,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_order(self.order, self.batch_norm)
-        is_count = isinstance(self.check, int) and self.check > 1
-        if not is_count and self.check not in (True, False, "always"):
+        if self.check not in (True, False, "always") and not (isinstance(self.check, int) and self.check > 1):
             raise PlanError(
                 f'Expected check to be True, False, "always" or 2 or more, got {self.check!r}. Name one.'
             )
