@@ -221,12 +221,13 @@ def only(task: Task, batch: core.Batch, rows: Sequence[int]) -> core.Batch:
 
 def reached_by(task: Task, batch: core.Batch) -> ObjectState:
     """Note all that a run reaches, but for the task's parameters and buffers, which a step puts back."""
-    collate = (batch.collate,) if isinstance(batch, core.SampleBatch) else ()
+    loss = task.loss.call if isinstance(task.loss, ModelTerms) else task.loss  # which counts rows of a step
     known = [
         *task.network.everyone,
         *chain.from_iterable(m.buffers(recurse=False) for m in task.network.modules),
     ]
-    return ObjectState([task.model, task.loss, *task.network.modules, *collate], but_for=known)
+    roots = [task.model, loss, *task.network.modules, getattr(batch, "collate", None)]
+    return ObjectState(roots, but_for=known)
 
 
 def tensors_of(noted: ObjectState) -> list[Tensor]:

@@ -10,4 +10,4 @@ def is_due(update: int, every: int = _OFTEN) -> bool:
         >>> [update for update in range(1, 1000) if is_due(update)]
         [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768]
     """
-    return not update % every or not update % _OFTEN or (update < _OFTEN and not update & update - 1)
+    return not (update % every and update % _OFTEN and update & update - 1)
