@@ -71,6 +71,20 @@ def test_a_few_more_rows_run_where_a_graph_saves_little() -> None:
         step((torch.randn(64, 3, 64, 64), torch.randint(3, (64,))))
 
 
+def test_a_penalty_of_gradients_is_compared_with_its_graph() -> None:
+    def critic(model: nn.Module, micro: Any) -> ab.Total:
+        x = micro.detach().requires_grad_()
+        scores = model(x)
+        (slopes,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        return ab.Total((scores[:, 0] + (slopes.flatten(1).norm(dim=1) - 1).square()).sum(), len(x))
+
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    step = ab.Step(model, critic, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=8)
+    report = step(torch.randn(32, 3, 64, 64))  # a micro-batch takes more than small models may
+    assert report.checked
+    assert report.compared == 1
+
+
 def test_a_loss_may_do_more_where_gradients_are_enabled() -> None:
     def penalised(model: nn.Module, micro: Any) -> Tensor:
         outputs = model(micro[0])

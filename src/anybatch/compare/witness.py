@@ -95,8 +95,8 @@ class Witness:
         room = max(_SMALL, read[size, True]) if self._room is None else self._room
         taken = read[size, has_graph]
         most = int(room * size / taken) if taken else 0
-        # Without a budget two micro-batches run in any case: without a graph they take little more.
-        return min(self.batch.rows, most if has_graph or self._room is not None else max(most, self._least))
+        # Without a budget two micro-batches run in any case: mostly without a graph, which takes little more.
+        return min(self.batch.rows, most if self._room is not None else max(most, self._least))
 
     def _groups(self, most: int) -> Iterator[tuple[range, Sequence[int]]]:
         """Yield rows of several micro-batches, at most so many, and the sizes of these."""

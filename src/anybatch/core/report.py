@@ -54,7 +54,7 @@ class StepReport:
         learning_rate: learning rate of the first parameter group of the first optimizer, in this update.
         held: True if the gradients of a sharded model stayed unsharded until the last micro-batch.
         seconds: wall time of the step; for a window, the time of its `add` calls and of the update.
-        compared: the last split update of this step at which the loss was that of all rows; 0 for none.
+        compared: the last split update of this step at which the loss was that of larger parts; 0 for none.
         unchecked: why a few rows could not show that the split does not matter; empty if they did, or nothing
             was split. `checked` is True if it is empty.
 
