@@ -90,7 +90,7 @@ def undisturbed(way: str, **options: Any) -> dict[str, Any]:
 
 @WAY
 @pytest.mark.parametrize("epochs", [2, 3], ids=["at the end of an epoch", "in the middle"])
-@on_ranks(4)
+@on_ranks(4, seconds=180.0)
 def test_a_run_goes_on_on_any_number_of_ranks(
     rank: int, size: int, way: str, epochs: int, tmp_path: Any
 ) -> None:
@@ -124,7 +124,7 @@ def test_ranks_draw_their_own_numbers_and_rank_0_those_of_one_process(four: Rank
 
 
 @WAY
-@on_ranks(4)
+@on_ranks(4, seconds=180.0)
 def test_with_dropout_a_resumed_run_is_the_same_to_the_bit(
     rank: int, size: int, way: str, tmp_path: Any
 ) -> Any:

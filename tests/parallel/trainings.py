@@ -107,7 +107,8 @@ def as_many(rank: int, size: int, count: int, folder: Path) -> Iterator[bool]:
 
     def start(size: int, name: str) -> None:
         store = f"file://{folder}/{name}"  # a new one each time
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
+        patience = 6 * GROUP_TIMEOUT  # the ranks left out wait while the others train
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=patience)
 
     dist.destroy_process_group()
     if rank < count:
