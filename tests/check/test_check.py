@@ -206,3 +206,11 @@ def test_samples_are_collated_once_where_that_draws_numbers(is_noisy: bool) -> N
     assert report.exact, str(report)
     assert [("random" in note) for note in report.notes] == [True] * is_noisy
     assert any("as `collate` makes it" in words for words in report.cuts) != is_noisy
+
+
+def test_a_lazy_model_is_refused_and_stays_lazy() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2))
+    with pytest.raises(PlanError, match="got LazyLinear"):
+        check(model, nn.MSELoss(), (torch.randn(8, 3), torch.randn(8, 2)))
+    assert type(model[1]) is nn.LazyLinear
+    assert model(torch.randn(8, 3)).shape == (8, 2)

@@ -101,6 +101,22 @@ def test_a_loss_may_do_more_where_gradients_are_enabled() -> None:
     assert report.loss == pytest.approx(want)
 
 
+def test_a_models_own_loss_builds_no_graph_of_all_rows(capsys: Any) -> None:
+    def mean(model: nn.Module, micro: Any) -> Tensor:
+        outputs = model(micro[0])
+        print(len(outputs), outputs.requires_grad)  # a list would be put back
+        return F.cross_entropy(outputs, micro[1])
+
+    model = Perceptron(4, 3)
+    step = ab.Step(
+        model, ab.ModelLoss(call=mean), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=20
+    )
+    assert step((torch.randn(60, 4), torch.randint(3, (60,)))).compared == 1
+    seen = capsys.readouterr().out.splitlines()
+    assert "60 False" in seen
+    assert "60 True" not in seen
+
+
 def test_draws_of_python_are_told() -> None:
     def negatives(model: nn.Module, micro: Any) -> ab.Total:
         out = model(micro[0])[:, 0]

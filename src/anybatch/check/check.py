@@ -121,7 +121,7 @@ def check(
 ) -> CheckReport:
     """Test on rows of a batch that every split gives the same result, and name the cause if one does not.
 
-    The test runs on a copy of the model, in float64 if the model can. It compares a step on all rows at once
+    The test runs the model itself, in float64 if the model can. It compares a step on all rows at once
     with steps on the same rows in several splits. Random numbers are replayed, so that dropout gives each row
     the same mask. If gradient or loss differ, it searches for the innermost module or term that differs.
     Padded rows are also tried without their padding. Model, loss, batch and random state are not changed.

@@ -1,4 +1,4 @@
-"""Preparation of a check: a copy that runs, rows that differ, as many as there is time for"""
+"""Preparation of a check: a dtype that runs, rows that differ, as many as there is time for"""
 
 import math
 import time
@@ -56,7 +56,7 @@ def prepare(
     batch_norm: str | None,
     start: float,
 ) -> Prepared:
-    """Choose rows, and find the best copy of the model that runs on them."""
+    """Choose rows, and find the widest dtype in which the model runs on them."""
     _refuse(model, loss)
     total = rows_of(batch, collate)
     if total < 2 or (rows is not None and rows < 2):

@@ -195,7 +195,7 @@ _UNUSED: Any = _C.DispatchKey.AutocastIPU  # torch has no kernels for it, and no
 
 @contextmanager
 def kernels_before_autocast(kernels: Mapping[str, Callable[..., Any]]) -> Generator[None]:
-    """Let this thread call `kernel(operator, *args, **kwargs)` for operators of ATen, before their autocast.
+    """Call `kernel(operator, *args, **kwargs)` before the autocast of operators of ATen, in this thread.
 
     Kernels are registered for a key that only this thread includes: no other thread calls them. Within a
     kernel there are none.
