@@ -28,7 +28,8 @@ FLOORS = """
     precision recompute memory data
     losses
     engine
-    planner parallel compare
+    trial
+    planner parallel audit
     step
     observe
     check train recipes homes

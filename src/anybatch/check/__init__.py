@@ -7,4 +7,4 @@ from anybatch.check.check import (
 )
 from anybatch.check.passes import Recorder as Recorder
 from anybatch.check.subject import named_parameters as named_parameters
-from anybatch.compare import relative_error as relative_error, tolerance as tolerance
+from anybatch.trial import relative_error as relative_error, tolerance as tolerance

@@ -28,8 +28,9 @@ from anybatch.core import BatchError, Collate, LossError, PlanError, SampleBatch
 from anybatch.engine import check_micro_batch
 from anybatch.losses import LossLike
 from anybatch.parallel import refuse_sharded, unwrapped
-from anybatch.state import RowPart, rng
+from anybatch.state import rng
 from anybatch.step import DEFAULT, Options, known_keywords
+from anybatch.trial import RowPart
 
 CUTTING_S = 40.0  # a further split is given up after this time
 CHECK_S = 60.0  # everything else is given up after this time

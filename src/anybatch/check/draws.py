@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from anybatch.state import Replayed, rng
+from anybatch.state import rng
+from anybatch.trial import Replayed
 
 
 class OutOfTime(BaseException):

@@ -16,7 +16,8 @@ from anybatch.check.finding import Finding, listed, module_finding
 from anybatch.check.passes import Bench, Call
 from anybatch.check.rows import agree
 from anybatch.check.splits import Table, fault_of, inputs_of, outputs_of
-from anybatch.state import Axis, RowPart, find_axis, rng, select
+from anybatch.state import rng
+from anybatch.trial import Axis, RowPart, find_axis, select
 
 Run = Callable[[Sequence[Tensor], RowPart], list[Tensor]]
 

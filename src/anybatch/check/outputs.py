@@ -11,7 +11,7 @@ from anybatch.check.passes import Bench, Call, Calls
 from anybatch.check.rows import RowCut
 from anybatch.core import torch_private as private
 from anybatch.losses import resolve
-from anybatch.state import RowPart, take
+from anybatch.trial import RowPart, take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,11 +14,11 @@ from anybatch.check.draws import Draws
 from anybatch.check.finding import culprit_of
 from anybatch.check.rows import RowCut
 from anybatch.check.subject import Subject
-from anybatch.compare import Outcome, WatchedBatch
 from anybatch.core import Batch, Total, torch_private as private
 from anybatch.engine import Plan, check_parts, gather
 from anybatch.losses import Terms, call_loss, module_of, resolve
-from anybatch.state import RowPart, plain_kernels, rng
+from anybatch.state import plain_kernels, rng
+from anybatch.trial import Outcome, RowPart, WatchedBatch
 
 _NAME = "loss"  # of an unnamed term
 

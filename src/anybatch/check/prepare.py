@@ -14,12 +14,11 @@ from anybatch.check.draws import Draws, OutOfTime
 from anybatch.check.passes import Bench
 from anybatch.check.rows import RowCut, rows_of, subset
 from anybatch.check.subject import Subject, named_parameters
-from anybatch.compare import choose_rows, numbered_anew
 from anybatch.core import BatchError, Collate, PlanError, SampleBatch, TensorBatch, tree
 from anybatch.losses import WholeBatch, module_of
 from anybatch.memory import room_of
 from anybatch.planner import refuse_lazy
-from anybatch.state import RowPart
+from anybatch.trial import RowPart, choose_rows, numbered_anew
 
 ALL_ROWS = 64  # the most rows that are tried if a few rows do not run
 PASSES = 3  # over all rows: the whole and two cuts

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from anybatch.check.subject import widen
 from anybatch.core import Batch, Collate, Cut, Padding, SampleBatch, TensorBatch, TrimmedBatch, tree
 from anybatch.losses import find_paddings
-from anybatch.state import RowPart, take
+from anybatch.trial import RowPart, take
 
 
 def agree(

@@ -11,9 +11,8 @@ from torch import Tensor
 from anybatch.check.finding import WAYS_OUT, Finding, listed
 from anybatch.check.passes import Bench, Call, Calls, Key, Pass, State
 from anybatch.check.rows import RowCut, agree, is_close
-from anybatch.compare import distance, limit_of
 from anybatch.losses import function_of
-from anybatch.state import RowPart
+from anybatch.trial import RowPart, distance, limit_of
 
 # A smaller gradient may be rounding of numbers that cancel inside the model, as in a perfect fit.
 _TINY = 1e-6

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,6 +14,7 @@ from anybatch.core.errors import BatchError
 
 Collate = Callable[[list[Any]], Any]
 
+_dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
 _SHOWN = 4  # tensors in an error
 _NAMED = 32  # rows in an error
 
@@ -95,6 +96,14 @@ class Batch:
     whole: Any = None  # all rows as nested tensors; None if each micro-batch is collated separately
     draws = False  # True if cutting may draw random numbers, as a `collate` may
     order: Sequence[int] = ()  # the caller's row at each position; empty if the order is the caller's
+    leaves: Sequence[Tensor] = ()  # tensors with rows first; none if each micro-batch is collated separately
+    paddings: Sequence[Padding] = ()  # that each micro-batch leaves out
+
+    @property
+    def kind(self) -> Hashable:
+        """A key that rows of any length share: dtypes and numbers of dimensions, and what is trimmed."""
+        trimmed = [(one.axes, one.is_left) for one in self.paddings]
+        return (*map(_dtype_and_axes, self.leaves), *trimmed)
 
     @property
     def like(self) -> Hashable:
@@ -153,7 +162,7 @@ class TensorBatch(Batch):
 
     def __init__(self, value: object) -> None:
         self._nest = tree.flatten(value)
-        self.leaves: tuple[Tensor, ...] = self._nest.leaves  # in order of the nest
+        self.leaves: Sequence[Tensor] = self._nest.leaves  # in order of the nest
         self.rows = _common_rows(self._nest, value)
         self.given: Any = value
         self.whole: Any = value

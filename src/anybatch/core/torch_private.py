@@ -231,6 +231,12 @@ def is_mutable(overload: Any) -> bool:
     return overload._schema.is_mutable
 
 
+@cache
+def is_alias(overload: Any) -> bool:
+    """Return True if an overload returns memory of one of its arguments."""
+    return any(one.alias_info is not None for one in overload._schema.returns)
+
+
 # ---- tensors
 
 

@@ -234,7 +234,7 @@ class Part:
 
     def devices(self) -> str:
         """Return a note for an error if the rows, the model and the loss are on several devices; else ""."""
-        network, rows = self.task.network, getattr(self.batch, "leaves", ())
+        network, rows = self.task.network, self.batch.leaves
         if self._micro is not None:
             with suppress(core.BatchError):  # `collate` may return other objects
                 rows = tree.flatten(self._micro.rows).leaves

@@ -67,7 +67,9 @@ class Progress:
 
     def __init__(self) -> None:
         self.updates, self.began = 0, perf_counter()
-        self.compared = 0  # the last update whose loss was that of all rows
+        self.begun = 0  # updates, made or not
+        self.compared = 0  # the last one whose loss was that of all rows
+        self.is_due = True  # this one is of the calendar
         self.forget()
         self._epochs: Sequence[int] = ()  # of the schedulers, after the last update
         self._has_warned = False
@@ -75,8 +77,15 @@ class Progress:
     def forget(self) -> None:
         """Forget what the last update found out."""
         self.unchecked = ""  # why a few rows could not show that the cut does not matter
-        # Called before the update with the report of what was added up; it raises where none is to be made.
-        self.judge: Callable[[core.StepReport], None] | None = None
+        # Called before the update with the rows of each micro-batch and, in one process, the report of what
+        # was added up; it raises where none is to be made.
+        self.judge: Callable[[Sequence[int], core.StepReport | None], object] | None = None
+
+    def begin(self, *every: int) -> None:
+        """Begin an update, due by the calendar or as every so-many-th."""
+        self.begun += 1
+        self.is_due = core.is_due(self.begun, *every)
+        self.forget()
 
     def note(self, schedulers: Sequence[LRScheduler]) -> None:
         """Note that the schedulers were stepped."""
@@ -312,7 +321,7 @@ def admit(batch: Any, task: Task, collate: core.Collate | None, *, anywhere: boo
     # Where the loss is the caller's own function, that may move rows itself.
     if isinstance(task.loss, SummedLoss) and not anywhere:
         known = task.network.devices
-        strange = {leaf.device for leaf in getattr(logical, "leaves", ())} - known
+        strange = {leaf.device for leaf in logical.leaves} - known
         if strange and known:
             advice = (
                 "Move the batch there with .to(device), or write the loss as a function (model, micro) that "

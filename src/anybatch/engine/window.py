@@ -200,6 +200,9 @@ class Window:
             LossError, NonFiniteLossError: see `Sums.read`.
         """
         task, sums = self._task, self._sums
+        judge = task.progress.judge
+        if judge is not None and task.strategy.is_many:  # before others wait for this rank
+            judge(sums.rows, None)
         weights = task.strategy.close(sums)
         gradient = task.strategy.reduce(sums.finish(weights))
         if task.callbacks.gradients:
@@ -219,8 +222,8 @@ class Window:
                     f"Expected a gradient whose norm can be clipped, got a norm of {norm}. No update was "
                     "made. Make the loss smaller, or accumulate in a wider dtype."
                 )
-        if task.progress.judge is not None:
-            task.progress.judge(report_of(sums, known, norm, updated=False))
+        if judge is not None and not task.strategy.is_many:
+            judge(sums.rows, report_of(sums, known, norm, updated=False))
         return Finished(gradient, known, norm, size)
 
     def show(self) -> core.StepReport:
@@ -459,7 +462,7 @@ def report_of(
 
 def snapshot(task: Task, batch: core.Batch) -> Snapshot:
     """Snapshot the state before a step; if memory runs out free caches and try once more."""
-    rows: Sequence[Tensor] = getattr(batch, "leaves", ())
+    rows: Sequence[Tensor] = batch.leaves
     said = ""
     for _ in range(2):
         try:

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from anybatch.compare import choose_rows
 from anybatch.core import BatchError, LossError, PlanError, batch_of
 from anybatch.homes.entries import apart, replaced, without_shared
 from anybatch.homes.split_loss import SplitLoss
@@ -19,6 +18,7 @@ from anybatch.losses import Additive, LossLike, ModelLoss
 from anybatch.precision import Precision
 from anybatch.state import ObjectState, rng
 from anybatch.step import BatchLoss, Window
+from anybatch.trial import choose_rows
 
 _CLOSE, _STEPS = 1e-6, "current_gradient_accumulation_steps"
 _ITEMS = "num_items_in_batch"

@@ -263,6 +263,6 @@ def _dealt(parameters: Sequence[Tensor]) -> list[list[tuple[int, Any, int, int]]
 
 def _of_rows(batch: Batch) -> int:
     """Return a checksum of the first rows of a batch; 0 if they hold one number only."""
-    heads = [leaf.detach()[:_FEW] for leaf in getattr(batch, "leaves", ()) if leaf.layout is torch.strided]
+    heads = [leaf.detach()[:_FEW] for leaf in batch.leaves if leaf.layout is torch.strided]
     differ = any(bool((one != one.flatten()[0]).any()) for one in heads if one.numel())
     return sum(place * checksum(one) for place, one in enumerate(heads, 1)) % 2**61 if differ else 0

@@ -77,7 +77,7 @@ class Ladder:
         grads = [core.local(p.grad) for p in task.network.everyone if p.grad is not None]
         found = [one for one in grads if one.layout is torch.strided]
         # Existing gradients are kept and added to the step's, hence twice.
-        return self._static[2] + sum(one.nbytes for one in (*getattr(batch, "leaves", ()), *found, *found))
+        return self._static[2] + sum(one.nbytes for one in (*batch.leaves, *found, *found))
 
     def known(self, want: Want) -> tuple[Rung, tuple[int, ...]] | None:
         """Return the rung with the least work of those that fit by what was read, and its cut."""

@@ -262,7 +262,7 @@ def length_of(batch: Batch) -> int:
     if isinstance(batch, SampleBatch):
         with suppress(BatchError):
             return max(1, sum(math.prod(sizes) for _, sizes in longest(batch)))
-    return _length(getattr(batch, "leaves", ()))
+    return _length(batch.leaves)
 
 
 def row_shape(value: object) -> Shape:

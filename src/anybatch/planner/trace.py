@@ -289,7 +289,7 @@ def faked(task: Task, fakes: memory.Fakes) -> Task:
     effects = Effects()  # with the changes known so far
     effects.changes(of(task.effects.buffers))
     effects.writes(of(task.effects.parameters))
-    effects.begin(task.network.modules)
+    effects.begin(task.network.modules, looks=True)
     return replace(
         task.aside(),
         effects=effects,

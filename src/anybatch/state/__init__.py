@@ -7,14 +7,6 @@ from anybatch.state.draws import (
     plain_kernels as plain_kernels,
 )
 from anybatch.state.objects import Contents as Contents, ObjectState as ObjectState, Reachable as Reachable
-from anybatch.state.replay import (
-    Axis as Axis,
-    Replayed as Replayed,
-    RowPart as RowPart,
-    find_axis as find_axis,
-    select as select,
-    take as take,
-)
 from anybatch.state.snapshot import (
     Effects as Effects,
     ModuleState as ModuleState,

@@ -20,6 +20,8 @@ class SeenDraws(private.TorchDispatchMode):
     Attributes:
         dtypes: floating dtypes of results.
         nbytes: of all floating results, as if all were kept.
+        kept: bytes of those that backward may need, each memory once.
+        largest: bytes of the largest result.
         unreplayed: draws whose numbers differ in another split.
         is_watching: set to False to stop noting and replacing.
     """
@@ -27,7 +29,7 @@ class SeenDraws(private.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
-        self.unreplayed = self.nbytes = 0
+        self.unreplayed = self.nbytes = self.kept = self.largest = 0
         self.is_watching = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -44,7 +46,7 @@ class SeenDraws(private.TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        draws, writes = _traits(func)
+        draws, writes, is_alias = _traits(func)
         if writes:
             self.write(args, kwargs)
         if not self.is_watching:
@@ -55,7 +57,11 @@ class SeenDraws(private.TorchDispatchMode):
         first = result[0] if type(result) is tuple and result else result
         if isinstance(first, Tensor) and first.is_floating_point() and any(map(_is_floating, args)):
             self.dtypes.add(first.dtype)  # constants are exact
-            self.nbytes += first.numel() * first.itemsize
+            size = first.numel() * first.itemsize
+            self.nbytes += size
+            if not is_alias:
+                self.largest = max(self.largest, size)
+                self.kept += size * any(map(_is_trained, args))
         return result
 
     def write(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -72,13 +78,18 @@ class SeenDraws(private.TorchDispatchMode):
 
 
 @cache
-def _traits(func: Any) -> tuple[bool, bool]:
-    """Return True if an operation draws, and True if it writes to one of its arguments."""
-    return torch.Tag.nondeterministic_seeded in func.tags, private.is_mutable(func)
+def _traits(func: Any) -> tuple[bool, bool, bool]:
+    """Return whether an operation draws, writes to one of its arguments, returns memory of one."""
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    return draws, private.is_mutable(func), private.is_alias(func)
 
 
 def _is_floating(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _is_trained(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import is_due, ran_out_of_memory, torch_private as private
+from anybatch.core import ran_out_of_memory, torch_private as private
 from anybatch.state import rng
 from anybatch.state.objects import Contents, content_of
 
@@ -63,7 +63,6 @@ class Effects:
 
     Attributes:
         is_looking: True if this step compares.
-        looks_next: True if the next step does.
         draws: True if a forward draws random numbers.
         draws_process: True if one draws from Python's or NumPy's stream.
         attributes: True if one changes attributes of modules.
@@ -73,7 +72,7 @@ class Effects:
     """
 
     def __init__(self) -> None:
-        self._steps, self.looks_next = 0, True
+        self._has_begun = False
         self.is_looking = self.draws = self.draws_process = self.attributes = False
         self.buffers: tuple[Tensor, ...] = ()
         self.parameters: tuple[Tensor, ...] = ()
@@ -81,14 +80,13 @@ class Effects:
     def __reduce__(self) -> tuple[type["Effects"], tuple[()]]:
         return Effects, ()  # deep copies start with empty statistics
 
-    def begin(self, modules: Sequence[nn.Module]) -> None:
-        """Begin a step."""
-        self.is_looking = self.looks_next
-        self._steps += 1
-        self.looks_next = is_due(self._steps + 1)
-        if self._steps == 1:  # torch's only modules whose forward writes to a parameter
+    def begin(self, modules: Sequence[nn.Module], *, looks: bool) -> None:
+        """Begin a step, which compares if it `looks`."""
+        self.is_looking = looks
+        if not self._has_begun:  # torch's only modules whose forward writes to a parameter
             embeddings = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
             self.writes([one.weight for one in embeddings if one.max_norm is not None])
+            self._has_begun = True
 
     def changes(self, buffers: Iterable[Tensor]) -> None:
         """Add buffers that a forward changes."""

@@ -10,12 +10,11 @@ from typing import cast
 
 import torch
 
-from anybatch import compare, core, planner
+from anybatch import audit, core, planner
 from anybatch.core import accelerator
 from anybatch.engine import Plan, Task, check_micro_batch
 from anybatch.losses import WholeBatch
 from anybatch.recompute import find_blocks
-from anybatch.step.guard import Guard, kind_of
 
 _DEPENDS = "with batch_norm='micro' the result depends on the cut"
 
@@ -78,20 +77,20 @@ class Planning:
 
     Args:
         settings: a plan without rows that holds all that does not depend on the batch.
-        guard: checks a batch before it is split.
+        audit: compares a few rows while they are read.
         may_choose_blocks: a budget may say which blocks run again.
     """
 
     def __init__(
         self,
         settings: Plan,
-        guard: "Guard",
+        audit: "audit.Audit",
         *,
         micro_batch: int | None,
         memory: str | int | None,
         may_choose_blocks: bool,
     ) -> None:
-        self.settings, self.guard, self._may_choose_blocks = settings, guard, may_choose_blocks
+        self.settings, self.audit, self._may_choose_blocks = settings, audit, may_choose_blocks
         self.micro_batch = whole_number(micro_batch)
         self.budget = None if memory is None else planner.Budget(memory)
         self._distrusted: set[tuple[str, str]] = set()  # block and policy
@@ -147,17 +146,17 @@ class Planning:
             BudgetError: nothing fits.
             PlanError: memory cannot be read here.
         """
-        ladder = budget.ladder(task, self.settings, kind_of(batch))
+        ladder = budget.ladder(task, self.settings, batch.kind)
         want = self._want(task, batch, ladder, is_add=is_add)
         has_looked = ladder.has_looked or batch.rows == 1
-        if self.guard.wants(batch) and ladder.has_looked:
+        if self.audit.wants(task, batch, self.settings) and ladder.has_looked:
             self._look(task, batch, ladder, want, again=True)
             want = self._want(task, batch, ladder, is_add=is_add)
         if has_looked and (found := ladder.known(want)):
             return ladder, *found, want
 
         def read(rung: planner.Rung, sizes: tuple[int, ...]) -> None:
-            run = compare.rehearse if task.strategy.is_lockstep else compare.run_parts
+            run = audit.rehearse if task.strategy.is_lockstep else audit.run_parts
             limits: list[AbstractContextManager[object]] = [NO_LIMIT]
             if len(sizes) == 1:  # what runs within the budget fits; the last rung tells the smallest one
                 limits = [self._within_limit(task, batch, ladder), *limits[not rung.is_last :]]
@@ -190,12 +189,12 @@ class Planning:
         rows = batch.rows if rows is None else rows
         norms = bool(task.network.batch_norms) and self.settings.batch_norm != "frozen"
         static = ladder.static_bytes(task, batch)
-        own = sum(one.nbytes for one in getattr(batch, "leaves", ()))
+        own = sum(one.nbytes for one in batch.leaves)
         static += own * rows // max(1, batch.rows) - own
         if is_add:
             static += ladder.plain.readings.gradients  # sums of the window beside those of one `add`
         ladder.refused = ladder.refused or _why_uncut(task, self.settings)
-        is_refused = bool(ladder.refused) and (is_add or self.micro_batch is None)  # else the guard refuses
+        is_refused = bool(ladder.refused) and (is_add or self.micro_batch is None)  # else the step refuses
         is_whole = is_refused or rows == 1
         only = None if is_add and not is_whole else rows if is_whole else self.micro_batch
         return planner.Want(
@@ -233,7 +232,7 @@ class Planning:
         """Read a few rows, and compare loss and gradient of two splits."""
         rung, ladder.looks = ladder.plain, ladder.looks + 1
         like = _of_size(self.settings, batch.rows, min(2, batch.rows))
-        leaves = getattr(batch, "leaves", ())
+        leaves = batch.leaves
         copies = sum(one.nbytes for one in leaves) * min(8, batch.rows) // batch.rows
         with self._reading(task, rung, want) as running:
 
@@ -246,7 +245,7 @@ class Planning:
             if again and is_tight:
                 return
             try:
-                self.guard.read(running, batch, like, fits)
+                self.audit.read(running, batch, like, fits)
             except core.LossError as error:
                 if task.strategy.is_lockstep:  # other ranks wait
                     raise
@@ -303,7 +302,7 @@ class Planning:
         if self.budget is None or task.network.kinds <= {"cpu"}:
             return NO_LIMIT
         places = task.network.devices
-        leaves = [one for one in getattr(batch, "leaves", ()) if one.device in places]
+        leaves = [one for one in batch.leaves if one.device in places]
         held = ladder.held + sum(one.nbytes for one in leaves)
         self.limit = planner.limit_of(self.budget.memory, task, held)
         return accelerator.capped(*self.limit)
@@ -330,7 +329,7 @@ class Planning:
         rows = batch.rows if rows is None else _at_least_one(rows)
         request = self._request(task, batch, rows)
         if self.budget is not None and memory is None and device is None:
-            ladder = self.budget.ladder(task, self.settings, kind_of(batch))
+            ladder = self.budget.ladder(task, self.settings, batch.kind)
             want = self._want(task, batch, ladder, rows=rows)
             if found := ladder.known(want):  # what the step itself will do
                 rung, cut = found

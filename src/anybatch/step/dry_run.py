@@ -3,10 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from anybatch.compare import bench
 from anybatch.core import Callbacks
 from anybatch.engine import admit, carry_out
 from anybatch.state import Effects
+from anybatch.step.meetings import refuse_meetings
+from anybatch.trial import bench
 
 
 def show(step: Any, batch: Any, callback: object) -> None:
@@ -26,10 +27,12 @@ def show(step: Any, batch: Any, callback: object) -> None:
     """
     changes: dict[str, Any] = {"effects": Effects(), "schedulers": (), "callbacks": Callbacks.of([callback])}
     task = replace(step.task().alone(), **changes)
-    task.effects.begin(task.network.modules)
+    task.effects.begin(task.network.modules, looks=True)
     logical = admit(batch, task, step.collate).copied()
-    with bench(task, logical, logical.rows):
+    with bench(task, logical):
         plan, running = step.planning.plan_for(task, logical)
-        step.planning.guard.admit(task, logical, plan, plan.micro_batch, kind="dry")
+        if plan.is_cut or logical.order:
+            refuse_meetings(task, plan)
+            step.planning.audit.few(task, logical, plan, plan.micro_batch)
         with step.planning.enforced(task, logical):
             carry_out(plan, running, logical, is_dry=True)

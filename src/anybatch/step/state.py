@@ -12,7 +12,8 @@ def state_of(step: Any) -> dict[str, Any]:
     """Return what model, loss, optimizers, schedulers and callbacks do not hold, for `torch.save`.
 
     That is the loss scale, the float32 copies of 16-bit weights, the sizes that did not fit, the readings
-    of a budget, the number of updates, and the random streams of the process. A window must not be open.
+    of a budget, the number of updates, what was compared, and the random streams of the process. A window
+    must not be open.
     """
     refuse_open(step)
     budget = step.planning.budget
@@ -23,6 +24,7 @@ def state_of(step: Any) -> dict[str, Any]:
         "limits": step.planning.limits.state(),
         "plans": [] if budget is None else budget.state(),
         "updates": step.progress.updates,
+        "known": {"begun": step.progress.begun, "kinds": step.known.state()},
         "random": rng.capture_process(),
     }
 
@@ -43,6 +45,9 @@ def load_state(step: Any, state: Mapping[str, Any]) -> None:
     for module, masters in zip(_modules(step), state["masters"], strict=True):
         step.masters.load_state_dict(module, masters, strict=False)
     step.progress.updates = state["updates"]
+    if known := state.get("known"):  # older states have none, and compare from the first update on
+        step.progress.begun = known["begun"]
+        step.known.load(known["kinds"])
     rng.restore_process(state["random"])
 
 

@@ -1,6 +1,7 @@
 """The step: one exact optimizer update per batch, for any size of the micro-batches."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from anybatch import core, engine, parallel
+from anybatch.audit import NOTHING, Audit, Known
 from anybatch.batchnorm import warn_of_untrained
 from anybatch.core import torch_private as private
 from anybatch.integrations import computes_in_float16
@@ -20,12 +22,14 @@ from anybatch.precision import LossScale, Masters, Precision, PrecisionName, at_
 from anybatch.recompute import choose_blocks
 from anybatch.state import Effects
 from anybatch.step.decide import NO_LIMIT, Planning, whole_number
-from anybatch.step.guard import Guard
 from anybatch.step.length import in_order, noted
+from anybatch.step.meetings import refuse_in_synced, refuse_meetings, warn_of_use
 from anybatch.step.options import DEFAULT, Options, known_keywords
 from anybatch.step.remote import Remote
 from anybatch.step.state import load_state, state_of
 from anybatch.step.window import OpenWindow, refuse_open, refuse_others
+
+_UNCUT = 64  # updates without a cut after which a warning says so
 
 
 class Step:
@@ -124,11 +128,7 @@ class Step:
         blocks = choose_blocks(model, options.recompute)
         self.planning = Planning(
             options.settings(clip_norm=clip_norm, blocks=blocks, precision=chosen),
-            Guard(
-                batch_norm=options.batch_norm,
-                check=False if self.strategy.is_lockstep else options.check,
-                is_bounded=memory is not None,
-            ),
+            Audit(check=False if self.strategy.is_lockstep else options.check, is_bounded=memory is not None),
             micro_batch=micro_batch,
             memory=memory,
             may_choose_blocks=options.recompute is None,
@@ -137,6 +137,7 @@ class Step:
         self.attach()
         self.effects = Effects()
         self.open_window: OpenWindow | None = None
+        self._was_cut = False
         self.progress = engine.Progress()
         self._gathered: tuple[engine.Task, engine.Signature] | None = None
         self.working = at_work(model, chosen, self.optimizers)  # last: a refusal changes nothing
@@ -161,8 +162,6 @@ class Step:
         if others:
             refuse_others("step", others)
         refuse_open(self)
-        asked = self.micro_batch if self.planning.budget is None else None
-        self.planning.guard.warn_of_use(asked)
         try:
             task, token = self._begun(), core.running.set(True)
             try:
@@ -193,8 +192,7 @@ class Step:
         self, task: engine.Task, given: Any, end: Callable[[engine.Window], core.StepReport]
     ) -> core.StepReport:
         planning, strategy, order = self.planning, self.strategy, self.options.order
-        guard, settings = planning.guard, planning.settings
-        guard.begin_update(task.progress)
+        settings = planning.settings
         if strategy.is_many:
             strategy.begin(task, settings)
         batch = whole = engine.admit(given, task, self.collate)  # refused at the door
@@ -212,10 +210,9 @@ class Step:
             planned, running = planning.plan_for(task, whole)  # remembered; read where it is new
             plan = planned if ordered is None else ordered.cut(planned, is_asked=planning.is_asked)
             limit = NO_LIMIT if planning.budget is None else planning.enforced(task, whole)
-            most, room, may_wait = planned.micro_batch, planning.room, end == self.end
+            most = planned.micro_batch
             try:
-                with limit:
-                    guard.admit(task, batch, plan, most, kind="step", room=room, may_wait=may_wait)
+                with limit, self._compared(task, batch, plan, most):
                     report = engine.carry_out(plan, running, batch, end)  # or all is as before
                 break
             except core.BlockError as error:
@@ -223,6 +220,35 @@ class Step:
                     raise
         planning.learn(task, whole, most, ordered.failed(planned, report) if ordered else report.too_large)
         return report
+
+    def _compared(
+        self, task: engine.Task, batch: core.Batch, plan: engine.Plan, most: int
+    ) -> AbstractContextManager[object]:
+        """Refuse a plan under which rows meet; return the comparison of an update in which one is due.
+
+        `most` rows are known to fit.
+        """
+        is_many = task.strategy.is_many
+        if is_many and task.is_synced(plan):
+            task.strategy.meet(task, plan.micro_batches)
+            task.progress.unchecked = "rows of all ranks meet in SyncBatchNorm, and no rank has them all"
+            return NOTHING
+        if not (plan.is_cut or is_many or batch.order):
+            if task.progress.begun == _UNCUT + 1 and not self._was_cut:
+                warn_of_use(self.options.check, self.planning)
+            return NOTHING
+        self._was_cut = True
+        if task.network.batch_norms:
+            refuse_meetings(task, plan)
+        audit = self.planning.audit
+        is_due = audit.is_due(task, batch, plan, most)
+        return audit(task, batch, plan, most, self.planning.room) if is_due else NOTHING
+
+    def _recut(self, task: engine.Task, batch: core.Batch, plan: engine.Plan, rows: int) -> None:
+        """Refuse to cut rows that were not to be cut and no longer fit, where that changes the result."""
+        if task.network.batch_norms:
+            refuse_meetings(task, plan)
+        self.planning.audit.few(task, batch, plan, rows)
 
     def foresee(
         self,
@@ -248,7 +274,8 @@ class Step:
         task = self.task()
         logical = engine.admit(batch, task, self.collate, anywhere=device is not None)
         report = self.planning.foresee(task, logical, memory=memory, rows=rows, device=device)
-        self.planning.guard.admit(task, logical, report.plan, rows or logical.rows, kind="foresee")
+        if report.plan.is_cut and task.network.batch_norms:
+            refuse_meetings(task, report.plan)
         return noted(self.options.order, report)
 
     def window(self) -> OpenWindow:
@@ -307,6 +334,11 @@ class Step:
     state_dict, load_state_dict = state_of, load_state
 
     @property
+    def known(self) -> Known:
+        """What was compared so far, by kinds of rows. Print it to read it."""
+        return self.planning.audit.known
+
+    @property
     def precision(self) -> Precision:
         """The dtypes of the step."""
         return self.working.precision
@@ -359,7 +391,8 @@ class Step:
             self.strategy.ready(self.model)
         known = self._gathered
         is_told = known is not None and known[0].callbacks is self._told
-        if known is None or not is_told or self.effects.looks_next or not known[1].is_current():
+        self.progress.begin(*self.planning.audit.every)
+        if known is None or not is_told or self.progress.is_due or not known[1].is_current():
             task = self.task()
             parallel.refuse_wrapped(task.network.modules, self.options.strategy)
             parallel.refuse_late_group(self.strategy, self.options.strategy)
@@ -367,11 +400,11 @@ class Step:
                 warn_of_untrained(task.model, task.network.batch_norms)
             if task.is_synced(self.planning.settings):
                 has_budget = self.planning.budget is not None
-                self.planning.guard.refuse_in_synced(task, self.planning.settings, has_budget=has_budget)
+                refuse_in_synced(task, self.planning.settings, has_budget=has_budget)
             known = self._gathered = task, engine.Signature(task, self.loss)
         if private.hooks_after_accumulation(known[0].network.everyone):
             engine.refuse_hooks(known[0])
-        self.effects.begin(known[0].network.modules)
+        self.effects.begin(known[0].network.modules, looks=self.progress.is_due)
         return known[0]
 
     def attach(self, callbacks: Sequence[object] = (), *, first: core.Functions = ()) -> None:
@@ -393,7 +426,7 @@ class Step:
             self.loss,
             self.optimizers,
             self.schedulers,
-            before_cut=partial(self.planning.guard.admit, kind="recut"),
+            before_cut=self._recut,
             effects=self.effects,
             masters=self.masters,
             scale=self.scale,

@@ -11,9 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from anybatch import core, engine
-from anybatch.compare import few_of, joined, whole_of
+from anybatch.audit import AllRows
 from anybatch.core import torch_private as private
 from anybatch.step.decide import NO_LIMIT
+from anybatch.step.meetings import refuse_meetings
+from anybatch.trial import whole_of
 
 _HELD = 2**21  # bytes of the first `add`s that a window keeps, and two of them in any case
 
@@ -38,7 +40,7 @@ class OpenWindow(engine.Window):
         ...     window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
     """
 
-    __slots__ = ("_adds", "_is_due", "_kept", "_report", "_seconds", "_sizes", "_step", "_trained")
+    __slots__ = ("_adds", "_all_rows", "_is_kept", "_report", "_seconds", "_sizes", "_step", "_trained")
 
     def __init__(self, step: Any, task: engine.Task) -> None:
         with task.loss.along(core.OpenBatch(), (), task.model, lambda: None) as share:
@@ -47,13 +49,10 @@ class OpenWindow(engine.Window):
         self._step, self._share = step, share
         self._trained = [*map(_is_trained, task.network.everyone)]
         self._report: core.StepReport | None = None
-        self._kept: core.Batch | None = (
-            None  # rows of the first `add`s, which are compared with the next one's
-        )
-        self._is_due = False  # rows are kept, to compare their loss at the end
+        self._all_rows: AllRows | None = None  # hears the outputs of a window that is due
+        self._is_kept = False  # rows are kept, to compare them at the end
         self._adds, self._sizes = list[tuple[core.Batch, list[int]]](), list[int]()  # of a window that is due
         self._seconds = 0.0
-        step.planning.guard.begin_update(task.progress)
         task.strategy.begin(task, self._settings)
         self._refuse_gradients()  # a later zero_grad() could not clear what is set aside
 
@@ -64,6 +63,8 @@ class OpenWindow(engine.Window):
             error: the reason, which other ranks are told.
         """
         if self._phase != "closed":
+            if self._all_rows is not None:
+                self._all_rows.__exit__()
             super().discard(error)
             vars(self._step)["open_window"] = None  # which nobody else may set
 
@@ -128,44 +129,54 @@ class OpenWindow(engine.Window):
                     self.discard(error)
                     raise
                 planning.learn(task, batch, max(part.sums.rows), part.sums.too_large())
-                if self._is_due:
-                    self._adds.append((batch, [*map(private.version, getattr(batch, "leaves", ()))]))
+                if self._is_kept:
+                    self._adds.append((batch, [*map(private.version, batch.leaves)]))
                     self._sizes += part.sums.rows
                     nbytes = sum(one.nbytes for one in core.tensors_in(batch.given))
-                    self._is_due = len(self._adds) < 2 or len(self._adds) * nbytes <= _HELD
+                    self._is_kept = len(self._adds) < 2 or len(self._adds) * nbytes <= _HELD
         self._rows += batch.rows
         self._seconds += perf_counter() - began
 
     def _plan(self, batch: core.Batch) -> tuple[engine.Plan, engine.Task]:
         planning, task = self._step.planning, self._task
-        guard = planning.guard
-        if task.network.batch_norms and (self._rows or task.strategy.is_many):
-            guard.refuse_meetings(task)
+        audit = planning.audit
         plan, running = planning.plan_for(task, batch, is_add=True)
-        guard.admit(task, batch, plan, plan.micro_batch, kind="add", kept=self._kept, added=self._rows)
-        if plan.is_cut or self._rows:
-            self._kept = self._kept and joined(self._kept, batch)
-        elif guard.checks and (guard.covers(batch).wants(batch, batch.rows) or guard.is_due):
-            self._kept = few_of(batch)
-        if not self._rows:
-            self._is_due = bool(guard.checks) and guard.is_due
+        if task.network.batch_norms and (self._rows or task.strategy.is_many or plan.is_cut):
+            refuse_meetings(task, plan)
+        if audit.is_due(task, batch, plan) and self._all_rows is None:
+            like = plan if plan.is_cut else replace(plan, rows=0)  # how many micro-batches is not known
+            self._all_rows = AllRows(task, like, audit.known.kind(batch.kind), planning.room()).__enter__()
+            self._is_kept = True
         return plan, running
 
     def _compare(self) -> None:
-        """Refuse a loss that is not that of the first rows together, in a window that is due."""
+        """Compare the rows that were kept, in a window that is due."""
         planning, task = self._step.planning, self._task
         adds, self._adds = self._adds, []
-        if len(self._sizes) < 2:
+        if self._all_rows is None or len(self._sizes) < 2:
             return
-        is_same = all([*map(private.version, getattr(one, "leaves", ()))] == known for one, known in adds)
-        whole = whole_of([one for one, _ in adds]) if is_same else None
+        is_same = all([*map(private.version, one.leaves)] == known for one, known in adds)
+        whole = None
+        try:
+            whole = whole_of([one for one, _ in adds]) if is_same else None
+        except Exception as error:
+            if not core.ran_out_of_memory(error):
+                raise
+            core.released(error)
+        audit, sizes = planning.audit, tuple(self._sizes)
+        rows = whole or max([one for one, _ in adds], key=attrgetter("rows"))
+        plan = replace(self._settings, rows=rows.rows, micro_batch=max(sizes), cut=sizes if whole else ())
+        if audit.is_due(task, rows, plan, rows.rows):
+            with planning.enforced(task, rows):
+                audit.compare(task, rows, plan, max(sizes), is_late=True)
         if whole is None:
             task.progress.unchecked = "rows of the window differ in shape, were written to, or do not fit"
-            return
-        sizes = tuple(self._sizes)
-        plan = replace(self._settings, rows=whole.rows, micro_batch=max(sizes), cut=sizes)
-        with planning.enforced(task, whole):
-            planning.guard.witness(task, whole, plan, planning.room)
+        else:
+            is_all = whole.rows == self._rows
+            self._all_rows.plan = plan
+            task.progress.judge = lambda _, report: (
+                self._all_rows and self._all_rows.judge(whole, sizes, report if is_all else None)
+            )
 
     def update(self) -> core.StepReport:
         """Divide and clip the gradient, and step optimizers and schedulers.

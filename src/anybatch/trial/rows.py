@@ -2,16 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import wraps
-from operator import attrgetter
-from typing import ParamSpec
 
 import torch
 from torch import Tensor
 
-from anybatch.core import Batch, SampleBatch, TensorBatch, ran_out_of_memory, released, tree
+from anybatch.core import Batch, SampleBatch, TensorBatch, tree
 
-P = ParamSpec("P")
 ROWS = 8  # of a few
 
 CANDIDATES = 64  # rows to choose from if each is expensive: a `collate`, or many numbers
@@ -40,7 +36,7 @@ def choose_rows(batch: Batch, at_least: int = 0) -> Callable[[int], list[int]]:
         alike = len({one.shape for one in found}) == 1
         table = torch.cat(found) if alike else torch.zeros(len(places), 1)
     else:
-        leaves: Sequence[Tensor] = getattr(batch, "leaves", ())
+        leaves: Sequence[Tensor] = batch.leaves
         entries = sum(leaf.numel() for leaf in leaves) // batch.rows
         most = min(_ENTRIES // max(entries, 1), 8 * CANDIDATES)
         rarity = _rarity(leaves)
@@ -71,11 +67,11 @@ def numbered_anew(few: Batch, batch: Batch) -> Batch:
     A number beyond the rows is an error on the CPU, and on an accelerator it ends the use of the device.
     A column holds one integer per row, below the number of rows; classes keep which of them are equal.
     """
-    pairs = zip(getattr(few, "leaves", ()), getattr(batch, "leaves", ()), strict=True)
+    pairs = zip(few.leaves, batch.leaves, strict=True)
     places = [at for at, (one, of) in enumerate(pairs) if _numbers_rows(one, of, few.rows)]
     few = few.copied() if places else few
     for at in places:
-        column: Tensor = getattr(few, "leaves", ())[at]
+        column: Tensor = few.leaves[at]
         column[column >= 0] = column[column >= 0].unique(return_inverse=True)[1].to(column.dtype)
     return few
 
@@ -128,44 +124,6 @@ def _signatures(leaves: Sequence[Tensor]) -> Tensor:
     return torch.stack([one.to("cpu", torch.float64) for one in numbers], 1)
 
 
-def _if_it_fits(make: Callable[P, Batch | None]) -> Callable[P, Batch | None]:
-    """Return a function that returns None where memory runs out."""
-
-    @wraps(make)
-    def made(*given: P.args, **named: P.kwargs) -> Batch | None:
-        try:
-            return make(*given, **named)
-        except Exception as error:
-            if not ran_out_of_memory(error):
-                raise
-            released(error)
-            return None
-
-    return made
-
-
-@_if_it_fits
-def few_of(batch: Batch) -> Batch | None:
-    """Return copies of a few rows, to compare them with later ones."""
-    return batch.only(choose_rows(batch)(min(ROWS, batch.rows))).copied()
-
-
-@_if_it_fits
-def joined(few: Batch, batch: Batch) -> Batch | None:
-    """Return a few rows and some of a batch as one batch; those of more rows if their shapes differ."""
-    if isinstance(batch, SampleBatch):
-        both = SampleBatch([*few.given, *batch.given], batch.collate)
-        return both.only([*range(few.rows), *[few.rows + row for row in choose_rows(batch)(ROWS // 2)]])
-    if few.like != batch.like:
-        return max(batch, few, key=attrgetter("rows"))
-    rows = max(ROWS // 2, ROWS - few.rows)
-    more = batch.only(choose_rows(batch)(min(rows, batch.rows)))
-    few, nest = few.only(range(min(few.rows, ROWS - more.rows))), tree.flatten(more.whole)
-    pairs = zip(tree.flatten(few.whole).leaves, nest.leaves, strict=True)
-    return TensorBatch(nest.build(torch.cat([one.detach(), other.detach()]) for one, other in pairs))
-
-
-@_if_it_fits
 def whole_of(batches: Sequence[Batch]) -> Batch | None:
     """Return several batches as one; None if the shapes of their rows differ."""
     first = batches[0]

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +12,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch import core
-from anybatch.compare.tolerance import limit_of, shortest_of
 from anybatch.core import accelerator, torch_private as private
 from anybatch.engine import Plan, Task, carry_out
 from anybatch.losses import ModelTerms
 from anybatch.precision import LossScale, Precision
-from anybatch.state import Effects, Replayed, RowPart, SeenDraws, eager, plain_kernels
+from anybatch.state import Effects, SeenDraws, eager, plain_kernels, rng
+from anybatch.trial.bench import Bench, Place
+from anybatch.trial.replay import Replayed, RowPart
+from anybatch.trial.tolerance import limit_of, shortest_of
 
 _LIMIT = 1e-2  # a smaller relative error of a float32 gradient may be rounding in a deep network
 _SIGNS = 8  # rows of a sketch
@@ -50,25 +51,22 @@ class Outcome:
     ) -> None:
         self.gradient: dict[str, Tensor] = {}
         self.rows, self.draws = batch.rows, draws
-        effects = Effects()
         task = task.alone()  # first, so that its loss gathers no rows of other ranks
         task = replace(
             task,
             loss=ModelTerms(task.loss.call) if isinstance(task.loss, ModelTerms) else task.loss,
-            effects=effects,
+            effects=Effects(),
             scale=LossScale(Precision()),  # a dry run neither looks for overflow nor divides by a scale
             callbacks=core.Callbacks.of([self]),
             optimizers=task.optimizers if has_graph else (),
             schedulers=(),
             before_cut=_allowed,
         )
-        effects.begin(task.network.modules)
         plan = replace(plan, rows=batch.rows, micro_batch=max(sizes), cut=sizes, non_finite="raise")
         with torch.set_grad_enabled(has_graph):
             self.report = carry_out(plan, task, batch, is_dry=is_dry)
         if self.report.too_large:  # and so it was cut otherwise
             raise core.OutOfMemoryError(f"Expected {max(sizes)} rows to fit, got none left. Take fewer.")
-        self.effects = effects
         self.dtypes: set[torch.dtype] = draws.dtypes | {p.dtype for p in task.network.parameters}
         coefficients = task.loss.coefficients
         terms = {name: value for name, value in self.report.terms.items() if self.report.weights.get(name)}
@@ -155,12 +153,16 @@ class Split:
 class WatchedBatch:
     """Rows of a batch, which tell when a micro-batch begins and which rows of `part` it has."""
 
-    copies = False  # each micro-batch
-
     def __init__(
-        self, inner: core.Batch, part: RowPart, draws: SeenDraws, begin: Callable[[RowPart], None]
+        self,
+        inner: core.Batch,
+        part: RowPart,
+        draws: SeenDraws,
+        begin: Callable[[RowPart], None],
+        *,
+        copies: bool = False,
     ) -> None:
-        self._inner, self._part, self._draws, self._begin = inner, part, draws, begin
+        self._inner, self._part, self._draws, self._begin, self._copies = inner, part, draws, begin, copies
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -171,7 +173,7 @@ class WatchedBatch:
         for index in parts:
             dtypes = set(self._draws.dtypes)
             micro = next(micros)
-            if self.copies:  # a forward may write to them
+            if self._copies:
                 micro = micro._replace(rows=core.copied(micro.rows))
             self._draws.dtypes = dtypes  # leave out those of `collate`
             self._begin(self._part.only(index))
@@ -180,34 +182,43 @@ class WatchedBatch:
 
 
 class Looked(Outcome):
-    """An outcome of the caller's own model, which is restored; its gradients are kept as sketches."""
+    """An outcome of the caller's own model, which is restored; its gradients are kept as sketches.
+
+    Attributes:
+        written: tensors that are not trained, and were written to or given other memory.
+        draws_process: True if a forward draws from Python's or NumPy's stream.
+        is_random: True if it draws numbers that cannot be replayed by rows.
+        is_quiet: True if it draws nothing and writes to nothing.
+        mixes: True if it chooses rows at random.
+        values: at `places`, after the last micro-batch.
+    """
 
     def __init__(
         self,
-        task: Task,
-        few: core.Batch,
+        bench: Bench,
         plan: Plan,
         cut: Split,
-        like: Replayed | None,
         *,
-        reached: Sequence[Tensor],
+        like: Replayed | None = None,
         disturbed: Sequence[Tensor] = (),
+        places: Sequence[Place] = (),
         is_watched: bool = True,
         has_graph: bool = True,
     ) -> None:
-        self._model, self._versions, self.moved = task.model, _versions(task.model), ""
+        task, few = bench.task, bench.rows
+        self.cut, self._places, self.values = cut, places, list[Any]()
         self.buffers: dict[str, float] = {}
-        self.cut = cut
         order: Sequence[int] = range(few.rows)
         if cut.is_interleaved:
             order = [*order[::2], *order[1::2]]
             few = few.only(order)
-        self.seen, self._watch = _Watched((*reached, *task.network.everyone), like), ExitStack()
-        self.seen.is_watching = is_watched
+        self.seen = _Watched((*bench.tensors, *task.network.everyone), like)
+        self.seen.is_watching, self._watch = is_watched, ExitStack()
         part = RowPart(tuple(order), few.rows)
-        few = few.copied() if has_graph else few  # readings of a micro-batch leave copies out
-        watched: Any = WatchedBatch(few, part, self.seen, self.seen.begin_part)
-        watched.copies = not has_graph
+        # Without a graph each micro-batch is copied by itself: a forward may write to its rows.
+        few = few.copied() if has_graph else few
+        watched: Any = WatchedBatch(few, part, self.seen, self.seen.begin_part, copies=not has_graph)
+        self._named, self._has_drawn, self.draws_process = task.model, False, False
         try:
             self.seen.disturb(disturbed)
             with eager(), self._watch:
@@ -217,29 +228,32 @@ class Looked(Outcome):
                     self._watch.enter_context(self.seen)
                 super().__init__(task, watched, plan, cut.sizes, self.seen, is_dry=True, has_graph=has_graph)
         finally:
-            #: Tensors that are not trained, and were written to or given other memory.
             self.written = self.seen.put_back()
         self.is_quiet = self.seen.is_quiet
         self.dtypes |= _short_of_devices(task, plan)
-        self.nbytes, self.mixes = self.seen.nbytes, self.seen.others > 0
-        self.is_random = self.seen.has_missed() or self.effects.draws_process
-        self.is_random |= self.effects.draws and not self.seen.total
+        self.mixes = self.seen.others > 0
+        self.is_random = self.seen.has_missed() or self.draws_process
+        self.is_random |= self._has_drawn and not self.seen.total
 
     def micro_batch(self, event: core.MicroBatchDone) -> None:
-        """Stop watching: a forward that draws or writes does so in the first micro-batch."""
+        """Note what it drew, and stop watching: a forward that draws or writes does so in the first one."""
+        start, now = self.seen.recorded.start, rng.capture(rng.of_process())
+        self._has_drawn |= not rng.is_same(start._replace(others=()), now)
+        self.draws_process |= not rng.is_same(start, now, of=rng.of_process())
         if self.seen.is_quiet:
             self._watch.close()
             self.seen.is_watching = False
 
     def gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Keep the gradient, and the norms of buffers that were written to."""
+        """Keep the gradient, the norms of buffers that were written to, and the values at the places."""
         super().gradients(gradients)
-        now, held = _versions(self._model), dict(self._model.named_buffers())
-        moved = [name for name, one in now.items() if self._versions.get(name) != one]
-        self.moved = moved[0] if moved else ""
-        self.buffers = {
-            name: accelerator.widened(held[name].detach()).norm().item() for name in moved if name in held
-        }
+        self.values = [place.read(place.key) for place in self._places]
+        if not self.seen.is_quiet:
+            self.buffers = {
+                name: accelerator.widened(one.detach()).norm().item()
+                for name, one in self._named.named_buffers()
+                if self.seen.has_written(one)
+            }
 
     def kept(self, gradient: Tensor) -> Tensor:
         """Return a few sums of the rows of a gradient with random signs, of the same norm on average.
@@ -301,8 +315,14 @@ class _Watched(Replayed):
         self.count = 0
         return self._missed
 
+    def has_written(self, tensor: Tensor) -> bool:
+        """Return True if memory of a tensor was written to, or it has other memory now."""
+        place = _place_of(tensor)
+        return place in self._copies or place not in self._places
+
     @property
     def is_quiet(self) -> bool:
+        """True if nothing was drawn and nothing written to."""
         return not self._has_drawn and not self._copies
 
     def put_back(self) -> list[Tensor]:
@@ -411,16 +431,14 @@ def _allowed(task: Task, batch: core.Batch, plan: Plan, rows: int) -> None:
     """Allow any cut of a trial run."""
 
 
-def outcome_of(
-    task: Task, few: core.Batch, plan: Plan, cut: Split, *, like: Replayed | None = None, **options: Any
-) -> "Looked | Exception":
+def outcome_of(bench: Bench, plan: Plan, cut: Split, **options: Any) -> "Looked | Exception":
     """Return the outcome of a split, or its error: a model may refuse a part that no step sends.
 
     Raises:
         OutOfMemoryError: a micro-batch did not fit.
     """
     try:
-        return Looked(task, few, plan, cut, like, **options)
+        return Looked(bench, plan, cut, **options)
     except core.OutOfMemoryError:
         raise
     except Exception as error:
@@ -431,8 +449,3 @@ def outcome_of(
 def _signs(rows: int) -> Tensor:
     drawn = torch.randint(2, (_SIGNS, rows), generator=torch.Generator().manual_seed(rows))
     return (2.0 * drawn - 1) / _SIGNS**0.5
-
-
-def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    named = chain(model.named_parameters(), model.named_buffers())
-    return {name: (id(one), private.version(one)) for name, one in named}

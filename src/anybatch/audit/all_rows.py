@@ -1,0 +1,251 @@
+"""The loss of all rows, compared with that of the micro-batches after them, before anything is written"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from anybatch.audit import say
+from anybatch.audit.few_rows import excuse_of
+from anybatch.audit.known import Doubt, Kind
+from anybatch.audit.outputs import Calls, heard, joined, returning
+from anybatch.core import Batch, LossError, OutOfMemoryError, StepReport
+from anybatch.engine import Plan, Task
+from anybatch.integrations import homes, wants_router_loss
+from anybatch.losses import ModelTerms, SummedLoss, WholeBatch
+from anybatch.trial import Bench, Looked, Split, bench, losses_differ, outcome_of
+
+_SMALL = 2**21  # bytes that rows may take without a budget, however little a micro-batch takes
+_HELD = 4  # largest results that a forward without a graph holds at once; copies of outputs that a loss holds
+
+
+class AllRows:
+    """The comparison of the loss of all rows with that of the micro-batches, in one update.
+
+    It shows what a few rows cannot: a mean of the 16 largest losses, a router whose capacity depends on the
+    rows. As a context it hears the outputs of the step's micro-batches; over these, joined, the loss is
+    computed once. The model runs on as many rows as fit, at least on two micro-batches, without a graph, with
+    dropout at its expected value; all is put back.
+    """
+
+    def __init__(
+        self, task: Task, plan: Plan, kind: Kind, room: float | None, batch: Batch | None = None
+    ) -> None:
+        """Take the plan; without `room`, forwards may take what a micro-batch takes."""
+        self.task, self.kind, self._batch, self._has_budget = task, kind, batch, room is not None
+        self.plan = replace(plan, blocks=())  # recomputation changes nothing without a graph
+        self._room = _SMALL if room is None else room
+        self._is_own = isinstance(task.loss, ModelTerms)
+        self._calls = Calls()
+        self._listening: AbstractContextManager[Calls] = nullcontext(self._calls)
+        if kind.axes is not None and not isinstance(task.loss, SummedLoss | WholeBatch):
+            # What backward may need is an upper bound: half of it is surely there.
+            room = max(self._room, kind.kept * plan.micro_batch / 2) if room is None else room
+            self._listening = heard(task.model, start=kind.turn * len(kind.axes), room=room / _HELD)
+
+    def __enter__(self) -> "AllRows":
+        self._calls = self._listening.__enter__()
+        if self._batch is not None:
+            self.task.progress.judge = partial(self.judge, self._batch)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._listening.__exit__(None, None, None)
+        self.task.progress.judge = None
+
+    def judge(self, batch: Batch, sizes: Sequence[int], report: StepReport | None = None) -> None:
+        """Compare, and note what is known now.
+
+        Args:
+            batch: all rows.
+            sizes: rows of each micro-batch of the step.
+            report: of what they added up to, in one process.
+
+        Raises:
+            LossError: the losses differ by more than rounding.
+        """
+        progress, kind = self.task.progress, self.kind
+        self._listening.__exit__(None, None, None)
+        doubt = excuse_of(self.task, self.plan)
+        if doubt is None:
+            self.plan = replace(self.plan, rows=batch.rows, micro_batch=max(sizes), cut=tuple(sizes))
+            try:
+                with bench(self.task, batch) as made:
+                    is_joined, doubt = self._join(made, sizes, report)
+                    doubt = doubt or self._run(made, sizes, is_joined=is_joined)
+            except OutOfMemoryError:
+                doubt = Doubt("memory ran out in a forward of all rows")
+        kind.doubt_of_all = doubt
+        if doubt is None:
+            progress.compared = kind.at_all = progress.begun
+        elif not (doubt.is_quiet or progress.unchecked):
+            progress.unchecked = doubt.reason
+
+    # ---- the loss alone, over the outputs of the step
+
+    def _join(
+        self, made: Bench, sizes: Sequence[int], report: StepReport | None
+    ) -> tuple[bool, Doubt | None]:
+        """Compare the loss over the joined outputs with that of the micro-batches.
+
+        Return True if that could be done, and the reason why it told nothing.
+        """
+        axes, calls, first = self.kind.axes or (), self._calls, self.kind.turn
+        if not axes or calls.count != len(axes) * len(sizes):  # a micro-batch ran twice, or was left out
+            return False, None
+        starts = range(0, len(calls.outputs) + 1 - len(axes), len(axes))
+        outputs = [calls.outputs[at : at + len(axes)] for at in starts]
+        last, sizes = first + len(outputs), sizes[first : first + len(outputs)]
+        is_all, self.kind.turn = not calls.is_full and not first, last * calls.is_full
+        if len(outputs) < 2:
+            return False, None
+        start = sum(self.plan.sizes[:first])
+        few = _only(made, range(start, start + sum(sizes)))
+
+        def run(begin: int, end: int, **options: Any) -> "Looked | Exception | None":
+            whole = joined(outputs[begin:end], axes)
+            if whole is None:
+                return None
+            rows = range(sum(sizes[:begin]), sum(sizes[:end]))
+            with returning(self.task.model, whole):
+                return self._outcome(_only(few, rows), (len(rows),), **options)
+
+        whole = run(0, len(outputs))
+        if not isinstance(whole, Looked):
+            return False, None
+        if not (is_all and report and whole.is_quiet and not report.dropped):
+            if self._is_own:  # its divisors are not known without the model
+                return False, None
+            again = {"like": whole.seen, "is_watched": not whole.is_quiet}
+            with returning(self.task.model, [one for each in outputs for one in each]):
+                parts = self._outcome(few, sizes, **again)
+            if not isinstance(parts, Looked):
+                return False, None
+            if parts.draws_process:
+                return True, _OF_PROCESS
+            report = parts.report
+        middle = len(outputs) // 2
+        ends = (0, middle), (middle, len(outputs))
+        same = partial(run, 0, len(outputs), like=whole.seen)
+        return True, self._judged(
+            few, sizes, whole, report, whole.dtypes, same, lambda: [run(*each) for each in ends]
+        )
+
+    # ---- the model's own forwards
+
+    def _run(self, made: Bench, sizes: Sequence[int], *, is_joined: bool) -> Doubt | None:
+        """Compare the loss of many rows at once with that of their micro-batches.
+
+        That is all rows in groups as large as fit; one group in turn if the loss is known to add up.
+        """
+        is_known = is_joined or isinstance(self.task.loss, SummedLoss)
+        for has_graph in (False, True):
+            groups = [*self._groups(made, sizes, has_graph=has_graph)]
+            if not groups:
+                return None if is_joined else Doubt("only the rows of one micro-batch fit at once")
+            if is_known:
+                groups = [groups[self.task.progress.begun.bit_length() % len(groups)]]
+            doubts = list[Doubt | None]()
+            for few, parts in groups:
+                doubts.append(self._compare(few, parts, has_graph=has_graph))
+                if doubts[-1] not in (None, _NO_WEIGHT):
+                    break
+            if doubts[-1] is not _NEEDS_GRAPH:
+                return None if doubts[-1] is _NO_WEIGHT and None in doubts else doubts[-1]
+        return _NEEDS_GRAPH
+
+    def _groups(
+        self, made: Bench, sizes: Sequence[int], *, has_graph: bool
+    ) -> Iterator[tuple[Bench, Sequence[int]]]:
+        """Yield rows of several micro-batches, as many as fit, and the sizes of these."""
+        kept = self.kind.kept * (1 if has_graph else 0.5)  # an upper bound of what backward needs
+        room = self._room if self._has_budget else max(self._room, kept * max(sizes))
+        each = self.kind.kept if has_graph else _HELD * self.kind.largest
+        most = int(room / each) if each else 0
+        if not self._has_budget:  # two micro-batches run in any case: mostly without a graph
+            most = max(most, 2 * max(sizes))
+        if isinstance(self.task.loss, WholeBatch):
+            if most >= made.rows.rows:
+                yield made, sizes
+            return
+        start, group = 0, list[int]()
+        for size in (*sizes, made.rows.rows + most):
+            if sum(group) + size > most:
+                if len(group) > 1:
+                    yield _only(made, range(start, start + sum(group))), group
+                start, group = start + sum(group), []
+            group.append(size)
+
+    def _compare(self, few: Bench, sizes: Sequence[int], *, has_graph: bool) -> Doubt | None:
+        rows, model = few.rows.rows, self.task.model
+
+        def run(of: Bench, **options: Any) -> "Looked | Exception":
+            padded = of._replace(rows=of.rows.padded())
+            return self._outcome(padded, (of.rows.rows,), has_graph=has_graph, **options)
+
+        whole = run(few)
+        if not isinstance(whole, Looked):
+            if not (has_graph or isinstance(whole, LossError)):  # it may differentiate inside
+                return _NEEDS_GRAPH
+            return Doubt(f"{rows} rows at once gave {type(whole).__name__}: {whole}")
+        # Without a graph a model's router loss is left out of parts.
+        has_router = self._is_own and bool(homes(model)) and wants_router_loss(model)
+        again = {"like": whole.seen, "is_watched": not whole.is_quiet}
+        parts = self._outcome(few, sizes, has_graph=has_graph or has_router, **again)
+        if not isinstance(parts, Looked):  # the step itself will tell
+            return Doubt(f"the loss in parts gave {type(parts).__name__}: {parts}", is_quiet=True)
+        if parts.draws_process:
+            return _OF_PROCESS
+        if not (whole.is_weighed and parts.is_weighed):
+            return _NO_WEIGHT
+        dtypes = whole.dtypes | parts.dtypes
+        if self._is_own and not has_graph and losses_differ([whole.report, parts.report], dtypes, rows):
+            return _NEEDS_GRAPH  # it may do more where gradients are enabled
+        if whole.is_random or parts.is_random:
+            return None if losses_differ([whole.report, parts.report], dtypes, rows) is None else _RANDOM
+        halves = [_only(few, half) for half in (range(rows // 2), range(rows // 2, rows))]
+        same = partial(run, few, like=whole.seen)
+        return self._judged(
+            few, sizes, whole, parts.report, dtypes, same, lambda: [run(one) for one in halves]
+        )
+
+    def _outcome(self, few: Bench, sizes: Sequence[int], **options: Any) -> "Looked | Exception":
+        return outcome_of(few, self.plan, Split(tuple(sizes)), **{"has_graph": False, **options})
+
+    def _judged(
+        self,
+        few: Bench,
+        sizes: Sequence[int],
+        whole: Looked,
+        report: StepReport,
+        dtypes: set[torch.dtype],
+        same: Callable[[], "Looked | Exception | None"],
+        halves: Callable[[], Iterable["Looked | Exception | None"]],
+    ) -> Doubt | None:
+        """Return the reason why a difference of losses tells nothing, None if there is none; or refuse."""
+        rows = few.rows.rows
+        if losses_differ([whole.report, report], dtypes, rows) is None:
+            return None
+        again = same()
+        if not isinstance(again, Looked) or losses_differ([whole.report, again.report], dtypes, rows):
+            return _RANDOM
+        alone = [one.report for one in halves() if isinstance(one, Looked)]
+        found = losses_differ([whole.report, report, *alone], dtypes, rows)
+        if found is None:  # rows that cancel in the sum
+            return None
+        if found.is_small:
+            return Doubt(f"the losses of all rows and of micro-batches are {found.words}, near rounding")
+        raise say.losses_differ(rows, found.words, sizes, self.task.progress.compared)
+
+
+_NEEDS_GRAPH = Doubt("the loss of many rows differs without a graph, and with one they do not fit")
+_NO_WEIGHT = Doubt("no row has weight", is_quiet=True)
+_RANDOM = Doubt("the same rows give another loss the second time", is_quiet=True)
+_OF_PROCESS = Doubt("it draws numbers of Python or NumPy, which cannot be drawn again by rows")
+
+
+def _only(made: Bench, rows: range) -> Bench:
+    return made if len(rows) == made.rows.rows else made._replace(rows=made.rows.only(rows))

@@ -1,0 +1,126 @@
+"""The outputs of a model: heard while its micro-batches run, joined, and returned in place of a forward"""
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core import torch_private as private
+
+Axes = Sequence[Sequence[int]]  # of each call of a micro-batch: the axis of rows of each tensor
+
+
+class Calls:
+    """The outputs of the calls of a model, in order.
+
+    Attributes:
+        count: calls so far.
+        outputs: the outputs of those that were kept, detached.
+        is_full: True if some were not kept, because they would take more than `room` bytes.
+    """
+
+    def __init__(self, start: int = 0, room: float = 0.0) -> None:
+        self._start, self._room = start, room
+        self.count, self.is_full = 0, False
+        self.outputs: list[Any] = []
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Keep an output; a hook of the model."""
+        if private.is_in_backward():  # a call that is recomputed
+            return
+        self.count += 1
+        if self.count > self._start and not self.is_full:
+            leaves, form = private.pytree.tree_flatten(output)
+            self._room -= sum(one.nbytes for one in leaves if isinstance(one, Tensor))
+            self.is_full = self._room < 0
+            if not self.is_full:
+                kept = [one.detach().clone() if isinstance(one, Tensor) else one for one in leaves]
+                self.outputs.append(private.pytree.tree_unflatten(kept, form))
+
+
+@contextmanager
+def heard(model: nn.Module, *, start: int = 0, room: float = float("inf")) -> Generator[Calls]:
+    """Yield the calls of a model meanwhile: from this one on, as many as fit into so many bytes."""
+    calls = Calls(start, room)
+    if isinstance(model, torch.jit.ScriptModule) or private.compiled_call_of(model):  # hooks compile anew
+        yield calls
+        return
+    handle = model.register_forward_hook(calls)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def axes_of(whole: Calls, rows: Sequence[int], parts: Calls, sizes: Sequence[int]) -> Axes | None:
+    """Return the axis of rows of each output, from calls with all rows and with parts of them.
+
+    None if the numbers of calls differ, or if it is not known of some tensor.
+    """
+    count = whole.count // len(rows)
+    if not count or whole.count != count * len(rows) or parts.count != count * len(sizes):
+        return None
+    found: list[list[int]] = []
+    for one, other in zip(whole.outputs[:count], parts.outputs[-count:], strict=True):
+        pair = [
+            [x for x in private.pytree.tree_leaves(each) if isinstance(x, Tensor)] for each in (one, other)
+        ]
+        places = [_axes(a.shape, rows[0], b.shape, sizes[-1]) for a, b in zip(*pair, strict=False)]
+        if len(pair[0]) != len(pair[1]) or any(len(axes) != 1 for axes in places):
+            return None
+        found.append([axes[0] for axes in places])
+    return found
+
+
+def _axes(whole: torch.Size, rows: int, part: torch.Size, few: int) -> list[int]:
+    pairs = enumerate(zip(whole, part, strict=False))
+    return [at for at, (a, b) in pairs if a != b and a * few == b * rows and not a % rows]
+
+
+def joined(calls: Sequence[Sequence[Any]], axes: Axes) -> list[Any] | None:
+    """Return the outputs of each call of all rows, from those of micro-batches; None if they do not fit."""
+    found: list[Any] = []
+    for outputs, places in zip(zip(*calls, strict=True), axes, strict=True):
+        flat = [private.pytree.tree_flatten(one) for one in outputs]
+        tensors = [[x for x in leaves if isinstance(x, Tensor)] for leaves, _ in flat]
+        others = [[x for x in leaves if not isinstance(x, Tensor)] for leaves, _ in flat]
+        if any(form != flat[0][1] for _, form in flat) or any(one != others[0] for one in others):
+            return None
+        try:
+            whole = [torch.cat(each, at) for each, at in zip(zip(*tensors, strict=True), places, strict=True)]
+        except (RuntimeError, ValueError):  # other lengths, another number of tensors
+            return None
+        left = iter(whole)
+        leaves = [next(left) if isinstance(one, Tensor) else one for one in flat[0][0]]
+        found.append(private.pytree.tree_unflatten(leaves, flat[0][1]))
+    return found
+
+
+class RanInside(Exception):  # noqa: N818
+    """Raised where a loss calls a module inside the model, whose outputs were not heard."""
+
+
+@contextmanager
+def returning(model: nn.Module, outputs: Iterable[Any]) -> Generator[None]:
+    """Let the model return these outputs, one for each call, in place of its forward."""
+    left, inner = iter(outputs), {*model.modules()} - {model}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return next(left, None)
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        if module in inner:
+            raise RanInside(f"the loss calls {type(module).__name__} inside the model")
+
+    own, handle = vars(model), nn.modules.module.register_module_forward_pre_hook(refuse)
+    before = own.get("forward")
+    own["forward"] = forward
+    try:
+        yield
+    finally:
+        handle.remove()
+        del own["forward"]
+        if before is not None:
+            own["forward"] = before
