@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import lru_cache, partial
 from operator import is_
@@ -29,6 +29,7 @@ _CLOSED_TO_BLOCKS = _CLOSED | {"torch", "transformers", "anybatch"}
 _INSTALLED = ("site-packages", "dist-packages")
 _PLAIN = {str, int, float, bool, complex, bytes, type(None), type(...), range, slice}
 _ATOMS = _PLAIN | {torch.Size, torch.dtype, torch.device}
+_CONTAINERS = {dict, OrderedDict, list, set, deque}
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module
 _PARTS = {
     MethodType: ("__self__", "__func__"),
@@ -53,7 +54,7 @@ class ObjectState:
     def __init__(self, roots: Iterable[object], *, but_for: Iterable[Tensor] | None = None) -> None:
         self.found = found = Reachable(roots)
         self.modules: tuple[nn.Module, ...] = tuple(found.modules)
-        self._undo: list[Callable[[], object]] = [Contents(found.containers).put_back]
+        self._undo: list[Callable[[], object]] = [Contents(found.containers, found.empty).put_back]
         self._undo += [partial(_put_cell_back, cell, *_held_by(cell)) for cell in found.cells]
         self._undo += [
             partial(
@@ -95,6 +96,7 @@ class Reachable:
         modules: also those in lists, dicts and objects that a module holds.
         generators: random generators: torch's, NumPy's and Python's.
         containers: lists, dicts, sets and deques, and the attributes of objects as dicts.
+        empty: attributes of modules that are empty containers, such as tables of hooks; none for a block.
         values: tensors and arrays; for a block those that are neither parameters nor buffers.
         cells: the variables of closures.
         scopes: the globals of functions, and the names that they read.
@@ -106,6 +108,7 @@ class Reachable:
         self.modules: list[nn.Module] = []
         self.generators: list[Any] = []
         self.containers: list[Any] = []
+        self.empty: list[Any] = []
         self.values: list[Any] = []
         self.cells: list[CellType] = []
         self.scopes: list[tuple[dict[str, Any], set[str]]] = []
@@ -115,10 +118,14 @@ class Reachable:
         self._is_block, self._most = is_block, MOST_OF_BLOCKS if is_block else MOST_ITEMS
         self._open: list[Any] = []
         self._seen: dict[int, object] = {}  # keeps the object, so that its id stays unique
+        self._visits: dict[type, Callable[[Any], object]] = {}  # most values are of a few classes
         self._push(roots)
         while self._open:
-            self._visit(self._open.pop())
+            value = self._open.pop()
+            kind = type(value)  # `isinstance` would run a proxy's own code
+            (self._visits.get(kind) or self._visit_of(kind))(value)
         self._seen.clear()
+        self._visits.clear()
 
     def joined(self, arguments: Iterable[object]) -> "Reachable":
         """Return a block's state together with that of the arguments of a call, tensors excepted."""
@@ -132,32 +139,76 @@ class Reachable:
         return both
 
     def _push(self, found: Iterable[object]) -> None:
+        seen, still_open = self._seen, self._open
         for value in found:
-            if type(value) not in _ATOMS and id(value) not in self._seen:
-                self._seen[id(value)] = value
-                self._open.append(value)
+            if type(value) not in _ATOMS and id(value) not in seen:
+                seen[id(value)] = value
+                still_open.append(value)
 
-    def _visit(self, value: Any) -> None:
-        kind, numpy = type(value), loaded("numpy")  # `isinstance` would run a proxy's own code
-        if issubclass(kind, type | ModuleType):
-            self._push(self._own(value) if issubclass(kind, type) and self._has_classes else ())
-            return
-        if issubclass(kind, Tensor):
-            self._tensor(value)
+    def _visit_of(self, kind: type) -> Callable[[Any], object]:
+        """Return the visit to the values of a class, which is kept."""
+        numpy = loaded("numpy")
+        if issubclass(kind, type) and self._has_classes:
+            visit = self._class
+        elif issubclass(kind, type | ModuleType):
+            visit = _pass
+        elif issubclass(kind, Tensor):
+            visit = self._tensor
         elif kind is FunctionType or kind in _PARTS:
-            self._code(value, kind)
+            visit = _pass if self._is_block else self._function if kind is FunctionType else self._code
         elif rng.is_generator(kind):
-            self.generators.append(value)
+            visit = self.generators.append
         elif numpy is not None and issubclass(kind, numpy.ndarray):
-            self.values.append(value)
+            visit = self.values.append
         else:
-            if issubclass(kind, dict | list | deque | set):
-                self._container(value)
-            elif issubclass(kind, tuple | frozenset) and len(value) <= self._most:
-                self._push(value)
-            self._object(value, kind)
+            visit = self._visit_of_object(kind)
+        self._visits[kind] = visit
+        return visit
 
-    def _container(self, container: Any, *unused: str) -> None:
+    def _visit_of_object(self, kind: type) -> Callable[[Any], object]:
+        visits: list[Callable[[Any], object]] = []
+        if issubclass(kind, dict | list | deque | set):
+            visits.append(self._container)
+        elif issubclass(kind, tuple | frozenset):
+            visits.append(self._tuple)
+        closed = _CLOSED_TO_BLOCKS if self._is_block else _CLOSED
+        if issubclass(kind, nn.Module):
+            visits.append(self._module_of_block if self._is_block else self._module)
+        elif not kind.__module__.startswith("torch._") and _top(kind.__module__) not in closed:
+            # Hooks of an update never run in a trial.
+            unused = private.STEP_HOOKS if issubclass(kind, Optimizer) else ()
+            visits.append(partial(self._attributes, unused))
+        else:
+            return visits[0] if visits else _pass
+        if not (issubclass(kind, nn.Module) and self._is_block):
+            slots = [vars(part).get("__slots__", ()) for part in kind.__mro__]
+            names = [name for found in slots for name in ((found,) if isinstance(found, str) else found)]
+            visits += [partial(self._slots, names)] if names else []
+            if self._has_classes or issubclass(kind, nn.Module):
+                self._class(kind)
+        return visits[0] if len(visits) == 1 else partial(_each, visits)
+
+    def _attributes(self, unused: Collection[str], value: Any) -> None:
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is dict:
+            self._container(attributes, unused)
+
+    def _slots(self, names: Iterable[str], value: Any) -> None:
+        self._push([getattr(value, name, None) for name in names])
+
+    def _module(self, module: nn.Module) -> None:
+        self.modules.append(module)
+        own = vars(module)
+        self.containers.append(own)
+        self.empty += [one for one in own.values() if type(one) in _CONTAINERS and not one]
+        self._push([one for one in own.values() if type(one) not in _CONTAINERS or one])
+
+    def _module_of_block(self, module: nn.Module) -> None:
+        self.modules.append(module)
+        self._push([one for name, one in vars(module).items() if name not in _OF_MODULES])
+        self._push(module.children())
+
+    def _container(self, container: Any, unused: Collection[str] = ()) -> None:
         content = content_of(container)
         is_table = isinstance(content, dict)
         if len(content) <= self._most:
@@ -167,46 +218,34 @@ class Reachable:
         elif is_table and not self._is_block:
             self.containers.append(container)
 
+    def _tuple(self, items: Any) -> None:
+        if len(items) <= self._most:
+            self._push(items)
+
     def _tensor(self, tensor: Any) -> None:
         self.values.append(tensor)
         if tensor.is_leaf and not self._is_block:
-            self._push(table for table in (vars(tensor), *private.hooks_of_tensor(tensor)) if table)
-            self._push([tensor.grad])
+            tables = vars(tensor), *private.hooks_of_tensor(tensor)
+            self._push([*filter(None, tables), tensor.grad])
 
-    def _code(self, code: Any, kind: type) -> None:
-        if self._is_block:
-            return
-        if kind is not FunctionType:
-            self.caches += [code] if kind is _CACHED else []
-            self._push(getattr(code, name) for name in _PARTS[kind])
-            return
-        self.cells += code.__closure__ or ()
-        self._push(content for cell in code.__closure__ or () for content in _held_by(cell))
-        self._push([code.__defaults__, code.__kwdefaults__, vars(code)])
-        scope = code.__globals__
+    def _code(self, code: Any) -> None:
+        kind = type(code)
+        self.caches += [code] if kind is _CACHED else []
+        self._push([getattr(code, name) for name in _PARTS[kind]])
+
+    def _function(self, function: FunctionType) -> None:
+        cells = function.__closure__ or ()
+        self.cells += cells
+        self._push([content for cell in cells for content in _held_by(cell)])
+        self._push([function.__defaults__, function.__kwdefaults__, vars(function)])
+        scope = function.__globals__
         if _is_read(scope.get("__name__")):
-            names = {*_names(code.__code__)}
+            names = {*_names(function.__code__)}
             self.scopes.append((scope, names))
-            self._push(scope[name] for name in names if name in scope)
+            self._push([scope[name] for name in names if name in scope])
 
-    def _object(self, value: Any, kind: type) -> None:
-        closed = _CLOSED_TO_BLOCKS if self._is_block else _CLOSED
-        if issubclass(kind, nn.Module):
-            self.modules.append(value)
-            if self._is_block:
-                self._push(one for name, one in vars(value).items() if name not in _OF_MODULES)
-                self._push(value.children())
-                return
-        elif kind.__module__.startswith("torch._") or _top(kind.__module__) in closed:
-            return
-        self._push(self._own(kind) if self._has_classes or issubclass(kind, nn.Module) else ())
-        attributes = getattr(value, "__dict__", None)
-        if type(attributes) is dict:
-            # Hooks of an update never run in a trial.
-            self._container(attributes, *(private.STEP_HOOKS if issubclass(kind, Optimizer) else ()))
-        for part in kind.__mro__:
-            slots = vars(part).get("__slots__", ())
-            self._push(getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
+    def _class(self, kind: type) -> None:
+        self._push(self._own(kind))
 
     def _own(self, kind: type) -> list[Any]:
         """Return the functions and attributes of classes that are the caller's."""
@@ -218,10 +257,16 @@ class Reachable:
 
 
 class Contents:
-    """The contents of lists, dicts, sets and deques, which can be put back."""
+    """The contents of lists, dicts, sets and deques, which can be put back.
 
-    def __init__(self, containers: Iterable[Any]) -> None:
+    Args:
+        containers: the containers.
+        empty: others that are empty.
+    """
+
+    def __init__(self, containers: Iterable[Any], empty: Sequence[Any] = ()) -> None:
         self._noted = [(one, content_of(one)) for one in containers]
+        self._empty = empty
 
     def pairs(self) -> Iterable[tuple[Any, Any]]:
         """Return each container with its former content."""
@@ -229,16 +274,27 @@ class Contents:
 
     def changed(self) -> Iterator[tuple[Any, Any]]:
         """Yield the pairs whose container has changed."""
-        return (pair for pair in self.pairs() if not holds(*pair))
+        yield from (pair for pair in self.pairs() if not holds(*pair))
+        if any(self._empty):
+            yield from ((one, {}) for one in self._empty if one)
 
     def keep_what_changed(self) -> None:
         """Forget containers that are unchanged."""
-        self._noted = [*self.changed()]
+        self._noted, self._empty = [*self.changed()], ()
 
     def put_back(self) -> None:
         """Restore containers that have changed."""
         for container, content in self.changed():
             fill(container, content)
+
+
+def _pass(_: object) -> None:
+    """Leave out values of this class."""
+
+
+def _each(visits: Iterable[Callable[[Any], object]], value: Any) -> None:
+    for visit in visits:
+        visit(value)
 
 
 def _top(module: object) -> str:
@@ -294,7 +350,7 @@ def _base(container: Any) -> Any:
 
 def content_of(container: Any) -> Any:
     """Return a copy of a list, dict, set or deque, without its class."""
-    if type(container) is dict:
+    if type(container) in (dict, list, set):
         return container.copy()
     if isinstance(container, private.ScriptTable):  # its names are other strings in each call
         return {sys.intern(name): one for name, one in container.items()}
@@ -307,7 +363,7 @@ def content_of(container: Any) -> Any:
 
 def holds(container: Any, content: Any) -> bool:
     """Return True if a container holds the same objects as `content`."""
-    now = container if type(container) in (dict, list) else content_of(container)
+    now = container if type(container) in _CONTAINERS else content_of(container)
     if isinstance(content, set):
         return now == content
     return _are_same(now, content) and (

@@ -239,6 +239,7 @@ class _Attributes(Contents):
     """A copy of the attributes of modules, of containers among them, and of tables of buffers and hooks."""
 
     def __init__(self, state: ModuleState) -> None:
+        super().__init__(())
         self._state = state
         self.values = [*map(dict.copy, state.attributes)]
         self._containers = state.containers() if state.places else []
