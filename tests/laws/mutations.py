@@ -18,7 +18,7 @@ from anybatch.losses.loss import Evaluated
 from anybatch.losses.torch_losses import SummedLoss
 from anybatch.precision.loss_scale import LossScale
 from anybatch.precision.master_weights import Masters
-from anybatch.state import Snapshot, rng, snapshot
+from anybatch.state import Contents, Snapshot, rng, snapshot
 
 Patch = pytest.MonkeyPatch
 Mutation = Callable[[Patch], None]
@@ -232,7 +232,7 @@ no_weight_backup = _put(Masters, "raised", lambda self, parameters, optimizers: 
 
 redone_with_another_mask = _put(rng, "restore", lambda state: None)
 buffers_not_put_back = _put(snapshot, "_put_values_back", lambda copies: None)
-attributes_not_put_back = _put(snapshot._Attributes, "put_back", lambda self: None)
+attributes_not_put_back = _put(snapshot.ModuleState, "contents", lambda self: Contents(()))
 gradients_found_lost = _put(Snapshot, "put_gradients_back", lambda self, only=None: None)
 containers_forgotten = _put(snapshot.ModuleState, "containers", lambda self: [])
 attributes_left_by_a_first_pass = _put(
@@ -259,11 +259,11 @@ def streams_of_python_and_numpy_forgotten(restore: Any, state: Any) -> None:
     restore(state._replace(others=()))
 
 
-@_in_place_of(snapshot._Attributes, "__init__")
-def a_buffer_put_in_the_place_of_another_forgotten(begin: Any, attributes: Any, state: Any) -> None:
-    begin(attributes, state)
-    for slots in state.buffers:
-        attributes._tables[id(slots)] = slots
+@_in_place_of(snapshot.ModuleState, "contents")
+def a_buffer_put_in_the_place_of_another_forgotten(_: Any, state: Any) -> Contents:
+    buffers = [*map(id, state.buffers)]
+    tables = [one for one in state.tables if id(one) not in buffers]
+    return Contents([*state.attributes, *state.containers()], tables)
 
 
 @_in_place_of(Part, "leave_out")

@@ -60,6 +60,9 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "default": (lambda: defaultdict(int), lambda kept: kept["a"]),
     "counter": (lambda: Counter(a=1), lambda kept: kept.update("a")),
     "set": (lambda: {1}, lambda kept: kept.add(2)),
+    "empty list": (list, lambda kept: kept.append(1)),
+    "empty table": (OrderedDict, lambda kept: kept.update(a=1)),
+    "empty set": (set, lambda kept: kept.add(1)),
     "deque": (lambda: deque([1, 2], maxlen=2), lambda kept: kept.append(3)),
     "object": (lambda: SimpleNamespace(value=1), lambda kept: vars(kept).update(value=2, more=3)),
     "torch": (torch.Generator, lambda kept: torch.rand(1, generator=kept).item()),
@@ -81,6 +84,15 @@ def test_what_a_module_keeps_is_put_back_in_place(case: str) -> None:
         noted.put_back()
         assert model.kept is kept
         assert held_in(kept) == before
+
+
+def test_hooks_that_a_run_adds_are_removed() -> None:
+    model = Holder()
+    noted = ObjectState([model])
+    model.layer.register_forward_hook(lambda *found: None, always_call=True)
+    noted.put_back()
+    assert not model.layer._forward_hooks
+    assert not model.layer._forward_hooks_always_called
 
 
 def test_values_are_put_back_where_it_is_said() -> None:

@@ -3,9 +3,10 @@
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from itertools import chain
 from operator import is_
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -13,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
-from anybatch.core import loaded, torch_private as private
+from anybatch.core import loaded, ran_out_of_memory, torch_private as private
 from anybatch.state import rng
 
 MOST_ITEMS, MOST_OF_BLOCKS = 100_000, 1_000  # items of a container that is followed: longer ones are data
@@ -24,13 +24,21 @@ ALL_BYTES = 1 << 26  # of all copies together
 
 _CACHED = type(lru_cache(lambda: None))
 _PYTHON = {"numpy", *sys.stdlib_module_names}
+_OWN = _PYTHON | {"torch", "anybatch"}
 _CLOSED = _PYTHON - {"types", "argparse", "collections"}  # packages whose objects cannot reference user state
 _CLOSED_TO_BLOCKS = _CLOSED | {"torch", "transformers", "anybatch"}
 _INSTALLED = ("site-packages", "dist-packages")
-_PLAIN = {str, int, float, bool, complex, bytes, type(None), type(...), range, slice}
-_ATOMS = _PLAIN | {torch.Size, torch.dtype, torch.device}
-_OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module
+ATOMS = {
+    *(str, int, float, bool, complex, bytes, type(None), type(...), range, slice),
+    *(torch.Size, torch.dtype, torch.device),
+}
+CONTAINERS = (dict, OrderedDict, list, set, deque)
+ITEMS = (*CONTAINERS, tuple, frozenset)
+_OF_UPDATES = frozenset(private.STEP_HOOKS)  # hooks of optimizers, which never run in a trial
+OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module
 _PARTS = {
+    FunctionType: ("__closure__", "__defaults__", "__kwdefaults__", "__dict__"),
+    CellType: (),
     MethodType: ("__self__", "__func__"),
     BuiltinFunctionType: ("__self__",),
     partial: ("func", "args", "keywords", "__dict__"),
@@ -53,34 +61,30 @@ class ObjectState:
     def __init__(self, roots: Iterable[object], *, but_for: Iterable[Tensor] | None = None) -> None:
         self.found = found = Reachable(roots)
         self.modules: tuple[nn.Module, ...] = tuple(found.modules)
-        self._undo: list[Callable[[], object]] = [Contents(found.containers).put_back]
+        self._undo: list[Callable[[], object]] = [Contents(found.containers, found.empty).put_back]
         self._undo += [partial(_put_cell_back, cell, *_held_by(cell)) for cell in found.cells]
+        tables: list[Any] = [(scope, scope.__setitem__, names) for scope, names in found.scopes]
+        tables += [(vars(one), partial(type.__setattr__, one), vars(one)) for one in found.kinds]
         self._undo += [
-            partial(
-                _put_names_back, scope, scope.__setitem__, {one: scope[one] for one in names & scope.keys()}
-            )
-            for scope, names in found.scopes
-        ]
-        self._undo += [
-            partial(_put_names_back, vars(one), partial(type.__setattr__, one), dict(vars(one)))
-            for one in found.kinds
+            partial(_put_names_back, table, put, {name: table[name] for name in names if name in table})
+            for table, put, names in tables
         ]
         self._undo += [partial(put, read()) for read, put in map(rng.ways, found.generators)]
         tensors = [one for one in found.values if isinstance(one, Tensor)]
         self._undo += [partial(_put_gradient_back, t, t.grad, t.requires_grad) for t in tensors if t.is_leaf]
-        caches = {id(one): one for one in (*found.caches, *_known_caches())}
-        self._caches = [(one, one.cache_info().misses) for one in caches.values()]
+        caches = (*found.caches, *[one() for one in _caches_of(len(sys.modules))])
+        self._caches = [(one, one.cache_info().misses) for one in dict.fromkeys(caches) if one is not None]
         # A traced run writes to NumPy arrays, but not to tensors.
-        values = [one for one in found.values if but_for is not None or not isinstance(one, Tensor)]
-        self._undo += _copies(values, {id(tensor) for tensor in but_for or ()})
+        known = {*map(id, tensors if but_for is None else but_for)}
+        self._undo += _copies([one for one in found.values if id(one) not in known])
 
     def put_back(self) -> None:
         """Put everything back; may be called again."""
         for undo in self._undo:
             undo()
-        for cache, misses in self._caches:
-            if cache.cache_info().misses != misses:
-                cache.cache_clear()
+        for one, misses in self._caches:
+            if one.cache_info().misses != misses:
+                one.cache_clear()
 
 
 class Reachable:
@@ -95,6 +99,7 @@ class Reachable:
         modules: also those in lists, dicts and objects that a module holds.
         generators: random generators: torch's, NumPy's and Python's.
         containers: lists, dicts, sets and deques, and the attributes of objects as dicts.
+        empty: containers that are empty, such as tables of hooks; those of a block are in `containers`.
         values: tensors and arrays; for a block those that are neither parameters nor buffers.
         cells: the variables of closures.
         scopes: the globals of functions, and the names that they read.
@@ -106,6 +111,7 @@ class Reachable:
         self.modules: list[nn.Module] = []
         self.generators: list[Any] = []
         self.containers: list[Any] = []
+        self.empty: list[Any] = []
         self.values: list[Any] = []
         self.cells: list[CellType] = []
         self.scopes: list[tuple[dict[str, Any], set[str]]] = []
@@ -113,16 +119,23 @@ class Reachable:
         self.caches: list[Any] = []
         self._has_classes = has_classes and not is_block  # those of modules are read in any case
         self._is_block, self._most = is_block, MOST_OF_BLOCKS if is_block else MOST_ITEMS
+        self._quick = () if is_block else CONTAINERS
         self._open: list[Any] = []
         self._seen: dict[int, object] = {}  # keeps the object, so that its id stays unique
         self._push(roots)
+        reads: dict[type, list[_Read]] = {}  # most values are of a few classes
         while self._open:
-            self._visit(self._open.pop())
+            value = self._open.pop()
+            kind = type(value)  # `isinstance` would run a proxy's own code
+            if kind not in reads:
+                reads[kind] = self._reads_of(kind)
+            for read in reads[kind]:
+                self._push(read(value) or ())
         self._seen.clear()
 
     def joined(self, arguments: Iterable[object]) -> "Reachable":
         """Return a block's state together with that of the arguments of a call, tensors excepted."""
-        given = [one for one in arguments if type(one) not in _ATOMS and not isinstance(one, Tensor)]
+        given = [one for one in arguments if type(one) not in ATOMS and not isinstance(one, Tensor)]
         if not given:
             return self
         other, both = Reachable(given, is_block=True), copy(self)
@@ -131,109 +144,115 @@ class Reachable:
         both.containers = self.containers + other.containers
         return both
 
-    def _push(self, found: Iterable[object]) -> None:
+    def _push(self, found: Iterable[Any]) -> None:
+        seen = self._seen
         for value in found:
-            if type(value) not in _ATOMS and id(value) not in self._seen:
-                self._seen[id(value)] = value
-                self._open.append(value)
+            kind = type(value)
+            if kind not in ATOMS and id(value) not in seen:
+                seen[id(value)] = value
+                (self.empty if kind in self._quick and not value else self._open).append(value)
 
-    def _visit(self, value: Any) -> None:
-        kind, numpy = type(value), loaded("numpy")  # `isinstance` would run a proxy's own code
+    def _reads_of(self, kind: type) -> list["_Read"]:
+        """Return functions that note a value of a class and return what it holds."""
+        numpy, is_module = loaded("numpy"), issubclass(kind, nn.Module)
         if issubclass(kind, type | ModuleType):
-            self._push(self._own(value) if issubclass(kind, type) and self._has_classes else ())
-            return
+            return [self._own] if issubclass(kind, type) and self._has_classes else []
         if issubclass(kind, Tensor):
-            self._tensor(value)
-        elif kind is FunctionType or kind in _PARTS:
-            self._code(value, kind)
-        elif rng.is_generator(kind):
-            self.generators.append(value)
-        elif numpy is not None and issubclass(kind, numpy.ndarray):
-            self.values.append(value)
-        else:
-            if issubclass(kind, dict | list | deque | set):
-                self._container(value)
-            elif issubclass(kind, tuple | frozenset) and len(value) <= self._most:
-                self._push(value)
-            self._object(value, kind)
-
-    def _container(self, container: Any, *unused: str) -> None:
-        content = content_of(container)
-        is_table = isinstance(content, dict)
-        if len(content) <= self._most:
-            self.containers.append(container)
-            self._push(content)
-            self._push([value for key, value in content.items() if key not in unused] if is_table else ())
-        elif is_table and not self._is_block:
-            self.containers.append(container)
-
-    def _tensor(self, tensor: Any) -> None:
-        self.values.append(tensor)
-        if tensor.is_leaf and not self._is_block:
-            self._push(table for table in (vars(tensor), *private.hooks_of_tensor(tensor)) if table)
-            self._push([tensor.grad])
-
-    def _code(self, code: Any, kind: type) -> None:
-        if self._is_block:
-            return
-        if kind is not FunctionType:
-            self.caches += [code] if kind is _CACHED else []
-            self._push(getattr(code, name) for name in _PARTS[kind])
-            return
-        self.cells += code.__closure__ or ()
-        self._push(content for cell in code.__closure__ or () for content in _held_by(cell))
-        self._push([code.__defaults__, code.__kwdefaults__, vars(code)])
-        scope = code.__globals__
-        if _is_read(scope.get("__name__")):
-            names = {*_names(code.__code__)}
-            self.scopes.append((scope, names))
-            self._push(scope[name] for name in names if name in scope)
-
-    def _object(self, value: Any, kind: type) -> None:
+            return [self._tensor]
+        if kind in _PARTS:
+            notes: dict[type, list[_Read]] = {
+                CellType: [self.cells.append, _held_by],
+                FunctionType: [self._scope],
+                _CACHED: [self.caches.append],
+            }
+            return [] if self._is_block else [partial(_parts, _PARTS[kind]), *notes.get(kind, ())]
+        if rng.is_generator(kind):
+            return [self.generators.append]
+        if numpy is not None and issubclass(kind, numpy.ndarray):
+            return [self.values.append]
+        reads: list[_Read] = [self._items] if issubclass(kind, ITEMS) else []
+        reads += [self.modules.append] if is_module else []
+        if self._is_block and is_module:
+            return [*reads, _own_attributes]
         closed = _CLOSED_TO_BLOCKS if self._is_block else _CLOSED
-        if issubclass(kind, nn.Module):
-            self.modules.append(value)
-            if self._is_block:
-                self._push(one for name, one in vars(value).items() if name not in _OF_MODULES)
-                self._push(value.children())
-                return
-        elif kind.__module__.startswith("torch._") or _top(kind.__module__) in closed:
-            return
-        self._push(self._own(kind) if self._has_classes or issubclass(kind, nn.Module) else ())
+        if not is_module and (kind.__module__.startswith("torch._") or _top(kind.__module__) in closed):
+            return reads
+        if is_module or self._has_classes:
+            self._push(self._own(kind))
+        slots = [vars(part).get("__slots__", ()) for part in kind.__mro__]
+        names = [name for found in slots for name in ((found,) if isinstance(found, str) else found)]
+        return [*reads, self._attributes, partial(_parts, names)]
+
+    def _items(self, container: Any) -> Collection[Any]:
+        if issubclass(type(container), tuple | frozenset):
+            return container if len(container) <= self._most else ()
+        content = content_of(container)
+        is_table, is_short = isinstance(content, dict), len(content) <= self._most
+        if is_short or (is_table and not self._is_block):
+            self.containers.append(container)
+        if not is_short or not is_table:
+            return content if is_short else ()
+        return [*content, *[one for name, one in content.items() if name not in _OF_UPDATES]]
+
+    def _attributes(self, value: Any) -> Collection[Any]:
         attributes = getattr(value, "__dict__", None)
-        if type(attributes) is dict:
-            # Hooks of an update never run in a trial.
-            self._container(attributes, *(private.STEP_HOOKS if issubclass(kind, Optimizer) else ()))
-        for part in kind.__mro__:
-            slots = vars(part).get("__slots__", ())
-            self._push(getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
+        return self._items(attributes) if type(attributes) is dict else ()
+
+    def _tensor(self, tensor: Any) -> list[Any]:
+        self.values.append(tensor)
+        if not tensor.is_leaf or self._is_block:
+            return []
+        return [*filter(None, (vars(tensor), *private.hooks_of_tensor(tensor))), tensor.grad]
+
+    def _scope(self, function: FunctionType) -> list[Any]:
+        scope = function.__globals__
+        if not _is_read(scope.get("__name__")):
+            return []
+        names = {*_names(function.__code__)}
+        self.scopes.append((scope, names))
+        return [scope[name] for name in names if name in scope]
 
     def _own(self, kind: type) -> list[Any]:
         """Return the functions and attributes of classes that are the caller's."""
-        new = [] if self._is_block else [part for part in kind.__mro__ if part not in self.kinds]
-        new = [part for part in new if _is_read(part.__module__)]
+        new = [part for part in kind.__mro__ if part not in self.kinds and _is_read(part.__module__)]
         self.kinds.update(dict.fromkeys(new))
         found = [pair for part in new for pair in vars(part).items()]
         return [one for name, one in found if name[:2] != "__" or type(one) is FunctionType]
 
 
+_Read = Callable[[Any], Collection[Any] | None]
+
+
+def _parts(names: Iterable[str], value: Any) -> list[Any]:
+    return [getattr(value, name, None) for name in names]
+
+
+def _own_attributes(module: nn.Module) -> list[Any]:
+    return [*[one for name, one in vars(module).items() if name not in OF_MODULES], *module.children()]
+
+
 class Contents:
-    """The contents of lists, dicts, sets and deques, which can be put back."""
+    """The contents of lists, dicts, sets and deques, which can be put back.
 
-    def __init__(self, containers: Iterable[Any]) -> None:
-        self._noted = [(one, content_of(one)) for one in containers]
+    Args:
+        containers: the containers.
+        tables: others, most of which are empty; those cost next to nothing.
+    """
 
-    def pairs(self) -> Iterable[tuple[Any, Any]]:
-        """Return each container with its former content."""
-        return self._noted
+    def __init__(self, containers: Iterable[Any], tables: Sequence[Any] = ()) -> None:
+        both = chain(containers, filter(None, tables))
+        self._noted = [(one, one.copy() if type(one) is dict else content_of(one)) for one in both]
+        self._tables = tables
 
     def changed(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the pairs whose container has changed."""
-        return (pair for pair in self.pairs() if not holds(*pair))
+        """Yield the containers that have changed, each with its former content."""
+        known = {id(one) for one, _ in self._noted}
+        yield from (pair for pair in self._noted if not holds(*pair))
+        yield from ((one, {}) for one in filter(None, self._tables) if id(one) not in known)
 
     def keep_what_changed(self) -> None:
         """Forget containers that are unchanged."""
-        self._noted = [*self.changed()]
+        self._noted, self._tables = [*self.changed()], ()
 
     def put_back(self) -> None:
         """Restore containers that have changed."""
@@ -245,32 +264,21 @@ def _top(module: object) -> str:
     return module.partition(".")[0] if isinstance(module, str) else "builtins"
 
 
+@cache
 def _is_read(module: object) -> bool:
     """Return True for a module of the caller's: not this package, torch, Python's own or an installed one."""
-    return _is_top_read(_top(module))
-
-
-@lru_cache
-def _is_top_read(top: str) -> bool:
-    module = loaded(top)
-    where = "" if module is None else str(vars(module).get("__file__"))
-    return top not in _PYTHON | {"torch", "anybatch"} and not any(name in where for name in _INSTALLED)
-
-
-def _known_caches() -> list[Any]:
-    return [cache for one in _caches_of(len(sys.modules)) if (cache := one()) is not None]
+    where = str(getattr(loaded(_top(module)), "__file__", None))
+    return _top(module) not in _OWN and not any(name in where for name in _INSTALLED)
 
 
 @lru_cache(maxsize=1)
 def _caches_of(_: int) -> list["weakref.ref[Any]"]:
-    """Search the caches again for each number of modules."""
-    own = _PYTHON | {"torch", "anybatch"}
-    modules = [one for one in [*sys.modules.values()] if isinstance(one, ModuleType)]
-    scopes = [vars(module) for module in modules if _top(vars(module).get("__name__")) not in own]
-    found = [value for scope in scopes for value in list(scope.values()) if type(value) in (_CACHED, type)]
-    kinds = [vars(kind).values() for kind in found if type(kind) is type]
-    caches = [one for values in ([*found], *kinds) for one in values if type(one) is _CACHED]
-    return [weakref.ref(one) for one in caches if _top(one.__module__) not in own]
+    """Search the caches of modules again for each number of modules."""
+    modules = [one for one in [*sys.modules.items()] if isinstance(one[1], ModuleType)]
+    scopes = [vars(module) for name, module in modules if _top(name) not in _OWN]
+    found = [value for scope in scopes for value in [*scope.values()] if type(value) in (_CACHED, type)]
+    found += [one for kind in found if type(kind) is type for one in vars(kind).values()]
+    return [weakref.ref(one) for one in found if type(one) is _CACHED and _top(one.__module__) not in _OWN]
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -294,20 +302,18 @@ def _base(container: Any) -> Any:
 
 def content_of(container: Any) -> Any:
     """Return a copy of a list, dict, set or deque, without its class."""
-    if type(container) is dict:
+    if type(container) in (dict, list, set):
         return container.copy()
-    if isinstance(container, private.ScriptTable):  # its names are other strings in each call
-        return {sys.intern(name): one for name, one in container.items()}
     base = _base(container)
+    if base is private.ScriptTable:  # its names are other strings in each call
+        return {sys.intern(name): one for name, one in container.items()}
     items = base.__iter__(container)
-    if issubclass(base, dict):
-        return {key: dict.__getitem__(container, key) for key in items}
-    return set(items) if base is set else list(items)
+    return {key: dict.__getitem__(container, key) for key in items} if issubclass(base, dict) else base(items)
 
 
 def holds(container: Any, content: Any) -> bool:
     """Return True if a container holds the same objects as `content`."""
-    now = container if type(container) in (dict, list) else content_of(container)
+    now = container if type(container) in CONTAINERS else content_of(container)
     if isinstance(content, set):
         return now == content
     return _are_same(now, content) and (
@@ -354,22 +360,20 @@ def _put_cell_back(cell: CellType, *content: Any) -> None:
         del cell.cell_contents
 
 
-def _put_names_back(
-    table: Mapping[str, Any], put: Callable[[str, Any], None], before: dict[str, Any]
-) -> None:
+def _put_names_back(table: Any, put: Callable[[str, Any], None], before: dict[str, Any]) -> None:
     for name, value in before.items():
         if table.get(name) is not value:
             put(name, value)
 
 
-def _copies(values: Iterable[Any], known: Collection[int]) -> Iterator[Callable[[], object]]:
+def _copies(values: Iterable[Any]) -> Iterator[Callable[[], object]]:
     room = ALL_BYTES
     for value in values:
-        if id(value) in known or not _is_copied(value) or value.nbytes > min(room, MOST_BYTES):
+        if not _is_copied(value) or value.nbytes > min(room, MOST_BYTES):
             continue
         room -= value.nbytes
         if isinstance(value, Tensor):
-            yield partial(_put_value_back, value, value.detach().clone())
+            yield partial(put_value_back, value, value.detach().clone())
         else:
             yield partial(_put_array_back, value, value.copy())
 
@@ -381,12 +385,23 @@ def _is_copied(value: Any) -> bool:
     return not is_odd
 
 
-def _put_value_back(tensor: Tensor, value: Tensor) -> None:
-    with torch.no_grad():
-        if tensor.shape != value.shape:
-            tensor.data = value.clone()
-        elif not torch.equal(tensor, value):
+def put_value_back(tensor: Tensor, value: Tensor) -> None:
+    """Restore the value of a tensor; an unchanged one may be expanded, and is not written to."""
+    if tensor.shape != value.shape:
+        tensor.data = value.clone()
+    elif not is_equal(tensor, value):
+        with torch.no_grad():
             tensor.copy_(value)
+
+
+def is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors have the same shape and values, as far as memory allows to compare them."""
+    try:
+        return torch.equal(one, other)
+    except Exception as error:
+        if not ran_out_of_memory(error):  # comparing needs memory, copying does not
+            raise
+        return False
 
 
 def _put_array_back(array: Any, value: Any) -> None:

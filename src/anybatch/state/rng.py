@@ -41,13 +41,10 @@ def is_same(one: RandomState, other: RandomState, *, of: Sequence[Any] | None = 
     """Return True if two states are equal; with `of`, compare only these of the other generators."""
     if len(one.devices) != len(other.devices):  # the accelerator was initialised in between
         return False
-    ones, others = (one.cpu, *one.devices), (other.cpu, *other.devices)
-    pairs = list(zip(ones, others, strict=True)) if of is None else []
-    pairs += [
-        (a, b)
-        for (generator, a), (_, b) in zip(one.others, other.others, strict=False)
-        if of is None or generator in of
-    ]
+    others = zip(one.others, other.others, strict=False)
+    pairs = [(a, b) for (generator, a), (_, b) in others if of is None or generator in of]
+    if of is None:
+        pairs += zip((one.cpu, *one.devices), (other.cpu, *other.devices), strict=True)
     with private.disable_current_modes():  # real tensors even while a step is traced, and not counted
         return all(_is_equal(a, b) for a, b in pairs)
 

@@ -1,19 +1,20 @@
 """Snapshots of what a forward may change: buffers, modes, attributes, gradients and random streams"""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain, repeat
-from operator import attrgetter, is_not
-from typing import Any
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import ran_out_of_memory, torch_private as private
+from anybatch.core import torch_private as private
 from anybatch.state import rng
-from anybatch.state.objects import Contents, content_of
+from anybatch.state.objects import ATOMS, CONTAINERS, ITEMS, OF_MODULES, Contents, is_equal, put_value_back
+
+_PLAIN = ATOMS | {Tensor}
 
 
 class ModuleState:
@@ -27,31 +28,36 @@ class ModuleState:
         self.modules = modules
         self.attributes = [vars(module) for module in modules]
         self.buffers = [private.buffers_of(module) for module in modules]
-        self.hooks = [table for module in modules for table in private.hooks_of_module(module)]
+        # Hooks and an attribute that says that they are set must be put back together.
+        self.tables = [*self.buffers, *chain.from_iterable(map(private.hooks_of_module, modules))]
+        kinds = (*CONTAINERS, Tensor)
         # Stored by name: a caller may assign another list before each step.
-        kinds = (*_CONTAINERS, Tensor)
         self.places = [
-            (own, name)
-            for own in self.attributes
+            (own, name, f"{type(module).__name__}.{name}")
+            for module, own in zip(modules, self.attributes, strict=True)
             for name, value in own.items()
-            if name not in _OF_MODULES and isinstance(value, kinds)
+            if name not in OF_MODULES and isinstance(value, kinds)
         ]
-        self.generators = _generators_of(modules)
+        self.generators = tuple([one for own in self.attributes for one in _generators_among(own)])
+
+    def contents(self) -> Contents:
+        """Note the attributes, the items of containers among them, and the tables of buffers and hooks."""
+        return Contents([*self.attributes, *self.containers()], self.tables)
 
     def containers(self) -> list[Any]:
-        """Return lists, dicts and sets that are attributes now."""
-        values = [own.get(name) for own, name in self.places]
-        return [value for value in values if type(value) in _CONTAINERS]
+        """Return lists, dicts, sets and deques that are attributes now."""
+        values = [own.get(name) for own, name, _ in self.places]
+        return [value for value in values if type(value) in CONTAINERS]
 
     def buffers_now(self) -> list[Tensor]:
         """Return tensors that are buffers now."""
-        return [one for slots in self.buffers if slots for one in slots.values() if one is not None]
+        return [one for slots in self.buffers for one in slots.values() if one is not None]
 
-    def tensors(self) -> list[Tensor]:
-        """Return plain tensors that are attributes now, or items of containers that are."""
-        values = [own.get(name) for own, name in self.places]
-        values += chain.from_iterable(map(_items_of, self.containers()))
-        return [value for value in values if isinstance(value, Tensor) and not is_lazy(value)]
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return plain tensors that are attributes now, or items of containers that are, and their names."""
+        values = [(name, own.get(key)) for own, key, name in self.places]
+        held = [(name, one) for name, value in values for one in (value, *_items_of(value))]
+        return [(name, one) for name, one in held if isinstance(one, Tensor) and not is_lazy(one)]
 
 
 class Effects:
@@ -120,31 +126,28 @@ class Snapshot:
         rows: Sequence[Tensor] = (),
         draws: bool = False,
     ) -> None:
-        effects = effects or _NO_EFFECTS
-        self._state, self._effects, self._draws = state, effects, draws
+        self._state, self._effects = state, effects or Effects()
+        effects = self._effects
         process = rng.of_process() if draws or effects.draws_process or effects.is_looking else ()
         self._generators = (*state.generators, *process)
         self._random = rng.capture(self._generators)
-        self._attributes = _Attributes(state)
-        buffers = [one for slots in state.buffers for one in slots.values() if one is not None]
-        self._copies: dict[Tensor, Tensor] = {}
-        if buffers or effects.parameters:
-            self._copies = _copied((*buffers, *effects.parameters))
+        self._attributes = state.contents()
+        self._copies = _copied((*state.buffers_now(), *effects.parameters))
         self._parameters, self._rows = parameters, rows
         self._gradients = [*map(_gradient_of, parameters)]
         self._tensors = state.tensors() if state.places else []
-        self._versions = private.versions((*rows, *parameters, *self._tensors))
-        self.notes = draws or effects.is_looking or effects.draws or bool(self._generators or effects.buffers)
-        self.notes = self.notes or effects.attributes or bool(effects.parameters)
+        self._watched = (*rows, *parameters, *[one for _, one in self._tensors])
+        self._versions = private.versions(self._watched)
+        known = effects.draws, self._generators, effects.buffers, effects.attributes, effects.parameters
+        self.notes = draws or effects.is_looking or any(known)
         self._micro: _BeforeForward | None = None
 
     def begin(self) -> None:
         """Begin a micro-batch that `notes`: capture what its forward is known to change."""
         self._micro = None  # frees the copies of the last micro-batch
-        effects = self._effects
-        attributes, placed = None, []
+        effects, attributes, placed = self._effects, None, list[Tensor]()
         if effects.attributes or effects.is_looking:
-            attributes = _Attributes(self._state)
+            attributes = self._state.contents()
             placed = [one for one in self._state.buffers_now() if one not in self._copies]
         copies = _copied((*effects.buffers, *effects.parameters, *placed))
         self._micro = _BeforeForward(rng.capture(self._generators), copies, attributes)
@@ -157,40 +160,39 @@ class Snapshot:
         now = rng.capture(self._generators)
         effects.draws |= not rng.is_same(micro.random, now)
         effects.draws_process |= not rng.is_same(micro.random, now, of=rng.of_process())
-        self._learn({*effects.buffers, *effects.parameters}, micro.attributes or self._attributes)
+        self._learn()
         effects.writes(self.written())
 
-    def _learn(self, known: Iterable[Tensor], attributes: "_Attributes") -> bool:
+    def _learn(self) -> bool:
         """Learn what has changed; return True if anything has that was not captured."""
-        effects, noted = self._effects, set(known)
-        new = [one for one, value in self._copies.items() if one not in noted and not _is_same(one, value)]
+        effects, micro = self._effects, self._micro
+        known = () if micro is None else micro.copies
+        attributes = self._attributes if micro is None else micro.attributes or self._attributes
+        new = [one for one, value in self._copies.items() if one not in known and not is_equal(one, value)]
         effects.changes(new)
-        has_moved = any(True for _ in attributes.changed())
-        effects.attributes = effects.attributes or has_moved
+        has_moved = next(attributes.changed(), None) is not None
+        effects.attributes |= has_moved
         return bool(new) or has_moved
+
+    def _written(self) -> set[int]:
+        """Return the ids of the tensors that were written to."""
+        now = private.versions(self._watched)
+        versions = zip(self._watched, self._versions, now, strict=True)
+        return {id(one) for one, before, version in versions if version != before}
 
     def written(self) -> list[nn.Parameter]:
         """Return parameters that a forward has written to and that were not captured."""
-        known = set(self._effects.parameters)
-        first = len(self._rows)
-        pairs = zip(self._parameters, self._versions[first:], strict=False)
-        return [p for p, version in pairs if p not in known and private.version(p) != version]
+        found = self._written().difference(map(id, self._effects.parameters))
+        return [one for one in self._parameters if id(one) in found]
 
     def written_rows(self) -> bool:
         """Return True if a forward has written to the rows of the batch."""
-        return any(private.version(one) != was for one, was in zip(self._rows, self._versions, strict=False))
+        return not self._written().isdisjoint(map(id, self._rows))
 
     def written_tensors(self) -> list[str]:
         """Return names of plain tensors in attributes of modules that a forward has written to."""
-        first = len(self._rows) + len(self._parameters)
-        tensors = zip(self._tensors, self._versions[first:], strict=True)
-        moved = {id(one) for one, version in tensors if private.version(one) != version}
-        return [
-            f"{type(module).__name__}.{name}"
-            for module, values in zip(self._state.modules, self._attributes.values, strict=True)
-            for name, value in values.items()
-            if moved.intersection(map(id, (value, *_items_of(value))))
-        ]
+        found = self._written()
+        return [*dict.fromkeys([name for name, one in self._tensors if id(one) in found])]
 
     def undo_micro_batch(self) -> bool:
         """Put back the state before the micro-batch; return True if it is complete."""
@@ -203,9 +205,7 @@ class Snapshot:
         elif not rng.is_same(self._random, rng.capture()):  # draws were not expected
             self._effects.draws = True
             return False
-        known = () if micro is None else micro.copies
-        attributes = self._attributes if micro is None or micro.attributes is None else micro.attributes
-        return not self._learn(known, attributes)
+        return not self._learn()
 
     def put_back(self) -> None:
         """Put back the state before the step; first what needs no memory."""
@@ -227,87 +227,39 @@ class Snapshot:
 
     def gradients_found(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the gradients found before the step."""
-        if not any(map(is_not, self._gradients, repeat(None))):
-            return []
         pairs = zip(self._parameters, self._gradients, strict=True)
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
 
 
-class _Attributes(Contents):
-    """A copy of the attributes of modules, of containers among them, and of tables of buffers and hooks."""
-
-    def __init__(self, state: ModuleState) -> None:
-        self._state = state
-        self.values = [*map(dict.copy, state.attributes)]
-        self._containers = state.containers() if state.places else []
-        self._items = [value.copy() for value in self._containers] if self._containers else []
-        # Hooks and an attribute that says that they are set must be put back together.
-        self._tables: dict[int, Any] = {}
-        for tables in (state.buffers, state.hooks):
-            if any(tables):
-                self._tables |= {id(table): content_of(table) for table in tables if table}
-
-    def pairs(self) -> Iterator[tuple[Any, Any]]:
-        yield from zip(self._state.attributes, self.values, strict=True)
-        yield from zip(self._containers, self._items, strict=True)
-        for table in (*self._state.buffers, *self._state.hooks):
-            yield table, self._tables.get(id(table), {})
-
-
-@dataclass(slots=True)
-class _BeforeForward:
+class _BeforeForward(NamedTuple):
     random: rng.RandomState
     copies: dict[Tensor, Tensor]
-    attributes: _Attributes | None
+    attributes: Contents | None
 
 
-_NO_EFFECTS = Effects()
 _gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad")
-_CONTAINERS = (list, dict, set)
 
 
 def _items_of(value: Any) -> Iterable[Any]:
-    if type(value) not in _CONTAINERS:
-        return ()
-    return value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, ITEMS) else ()
 
 
-def _copied(tensors: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:
-    return {one: one.detach().clone() for one in tensors if one is not None and not is_lazy(one)}
+def _generators_among(attributes: dict[str, Any]) -> list[Any]:
+    """Return the generators among attributes of a module, also in lists, tuples, sets and dicts."""
+    own = [value for name, value in attributes.items() if name not in OF_MODULES]
+    found = [one for value in own for one in (value, *_items_of(value)) if type(one) not in _PLAIN]
+    return [one for one in found if rng.is_generator(type(one))]
 
 
-def _put_values_back(copies: Mapping[Tensor, Tensor]) -> None:
-    with torch.no_grad():
-        for tensor, value in copies.items():
-            if not _is_same(tensor, value):  # an unchanged one may be expanded, and not writable
-                tensor.copy_(value)
+def _copied(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    return {one: one.detach().clone() for one in tensors if not is_lazy(one)}
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    try:
-        return torch.equal(one, other)
-    except Exception as error:
-        if not ran_out_of_memory(error):  # comparing needs memory, copying does not
-            raise
-        return False
-
-
-def _generators_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """Return the generators that are attributes of modules, also in lists, tuples and dicts."""
-    found: list[Any] = []
-    for module in modules:
-        for name, value in vars(module).items():
-            if name in _OF_MODULES or type(value) in _PLAIN:
-                continue
-            if isinstance(value, dict):
-                value = [*value.values()]
-            inner = value if isinstance(value, list | tuple) else [value]
-            found += [one for one in inner if type(one) not in _PLAIN and rng.is_generator(type(one))]
-    return tuple(found)
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module
-_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, Tensor})
+def _put_values_back(copies: dict[Tensor, Tensor]) -> None:
+    for tensor, value in copies.items():
+        put_value_back(tensor, value)
 
 
 @contextmanager
