@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.cli.train import find_device
-from anybatch.compare import limit_of, relative_error
+from anybatch.trial import limit_of, relative_error
 from anybatch.core import PlanError, RankError, accelerator, format_bytes, tree
 from anybatch.losses import ModelLoss, WholeBatch
 from anybatch.parallel import is_launched, launch, rank, start_under_torchrun

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.compare import relative_error
+from anybatch.trial import relative_error
 from anybatch.core import accelerator, tree
 from benchmarks import tasks
 from benchmarks.gpu import nets, selftest as table

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch.compare import distance
+from anybatch.trial import distance
 from tests.compare.test_look import step_on
 from tests.device import needs_cpu
 from tests.zoo import Made

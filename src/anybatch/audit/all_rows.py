@@ -142,6 +142,8 @@ class AllRows:
         That is all rows in groups as large as fit; one group in turn if the loss is known to add up.
         """
         is_known = is_joined or isinstance(self.task.loss, SummedLoss)
+        if is_known and not self.kind.is_quiet and self.kind.at:
+            return None  # a few rows with their draws have shown what the model does
         for has_graph in (False, True):
             groups = [*self._groups(made, sizes, has_graph=has_graph)]
             if not groups:
@@ -194,8 +196,14 @@ class AllRows:
         # Without a graph a model's router loss is left out of parts.
         has_router = self._is_own and bool(homes(model)) and wants_router_loss(model)
         again = {"like": whole.seen, "is_watched": not whole.is_quiet}
-        parts = self._outcome(few, sizes, has_graph=has_graph or has_router, **again)
-        if not isinstance(parts, Looked):  # the step itself will tell
+        options = {"has_graph": has_graph or has_router, **again}
+        # A part of the plan's beside all others tells as much as all of them; a loss may refuse that.
+        for cut in ([rows - min(sizes), min(sizes)], sizes):
+            parts = self._outcome(few, cut, **options)
+            if isinstance(parts, Looked):
+                sizes = cut
+                break
+        else:  # the step itself will tell
             return Doubt(f"the loss in parts gave {type(parts).__name__}: {parts}", is_quiet=True)
         if parts.draws_process:
             return _OF_PROCESS

@@ -194,6 +194,7 @@ class _FewRows(NamedTuple):
     kind: Kind  # what is known of such rows
     others: int | None = None  # other cuts that are compared with the first; None for all
     disturbed: Sequence[Tensor] = ()  # those with other values meanwhile
+    is_thorough: bool = False  # backward is watched, too
 
     def run(self, cut: Split, *, is_first: bool = True, **options: Any) -> Looked | Exception:
         rows, task = self.bench.rows, self.bench.task
@@ -202,7 +203,12 @@ class _FewRows(NamedTuple):
             task=task if is_first else replace(task, guess=self.guess),
         )
         plan = self.kept if is_first else self.plan
-        options = {"like": self.draws, "disturbed": self.disturbed, **options}
+        options = {
+            "like": self.draws,
+            "disturbed": self.disturbed,
+            "is_thorough": self.is_thorough,
+            **options,
+        }
         return outcome_of(made, plan, cut, **options)
 
     def part(self, made: Bench, cut: Split) -> Looked | Exception:
@@ -274,6 +280,12 @@ class _FewRows(NamedTuple):
             self.kind.axes = axes_of(calls, whole.cut.sizes, more, cut.sizes)
             found = differ(whole, parts)
             is_random = whole.is_random or parts.is_random
+            if found and not (whole.is_quiet or self.is_thorough):  # a backward may run forwards again
+                again = self._replace(is_thorough=True)
+                first = again.run(whole.cut)
+                if not isinstance(first, Looked):
+                    return _DRAWS
+                return again._compare(first, most, iter([cut]), calls)
             if isinstance(self.bench.task.loss, Terms) and (is_random or not found):
                 self._refuse_weights(whole, parts)
             if found and is_random:

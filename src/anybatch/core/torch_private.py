@@ -226,9 +226,10 @@ def arguments_of(overload: Any) -> Sequence[Any]:
 
 
 @cache
-def is_mutable(overload: Any) -> bool:
-    """Return True if an overload writes to one of its arguments."""
-    return overload._schema.is_mutable
+def written_by(overload: Any) -> tuple[tuple[int, str], ...]:
+    """Return the places and names of the arguments that an overload writes to."""
+    named = enumerate(overload._schema.arguments)
+    return tuple([(at, one.name) for at, one in named if one.alias_info and one.alias_info.is_write])
 
 
 @cache

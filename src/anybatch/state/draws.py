@@ -46,25 +46,26 @@ class SeenDraws(private.TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        draws, writes, is_alias = _traits(func)
-        if writes:
-            self.write(args, kwargs)
-        if not self.is_watching:
-            return func(*args, **kwargs)
-        if draws and not _is_idle(func, args):
+        draws, written, is_alias = _traits(func)
+        if written:
+            self.write([args[at] if at < len(args) else kwargs.get(name) for at, name in written])
+        if draws and self.is_watching and not _is_idle(func, args):
             return self.draw(func, args, kwargs)
         result = func(*args, **kwargs)
+        if is_alias or not self.is_watching:
+            return result
         first = result[0] if type(result) is tuple and result else result
-        if isinstance(first, Tensor) and first.is_floating_point() and any(map(_is_floating, args)):
-            self.dtypes.add(first.dtype)  # constants are exact
-            size = first.numel() * first.itemsize
-            self.nbytes += size
-            if not is_alias:
+        if isinstance(first, Tensor) and first.is_floating_point():
+            floats = [one for one in args if isinstance(one, Tensor) and one.is_floating_point()]
+            if floats:
+                self.dtypes.add(first.dtype)  # constants are exact
+                size = first.nbytes
+                self.nbytes += size
                 self.largest = max(self.largest, size)
-                self.kept += size * any(map(_is_trained, args))
+                self.kept += size * any(one.requires_grad for one in floats)
         return result
 
-    def write(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def write(self, values: Sequence[Any]) -> None:
         """Note what an operation is about to write to; here nothing is noted."""
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -78,18 +79,10 @@ class SeenDraws(private.TorchDispatchMode):
 
 
 @cache
-def _traits(func: Any) -> tuple[bool, bool, bool]:
-    """Return whether an operation draws, writes to one of its arguments, returns memory of one."""
+def _traits(func: Any) -> tuple[bool, tuple[tuple[int, str], ...], bool]:
+    """Return whether an operation draws, the arguments it writes to, and whether it returns memory of one."""
     draws = torch.Tag.nondeterministic_seeded in func.tags
-    return draws, private.is_mutable(func), private.is_alias(func)
-
-
-def _is_floating(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _is_trained(value: object) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
+    return draws, private.written_by(func), private.is_alias(func)
 
 
 @cache

@@ -144,8 +144,7 @@ class OpenWindow(engine.Window):
         if task.network.batch_norms and (self._rows or task.strategy.is_many or plan.is_cut):
             refuse_meetings(task, plan)
         if audit.is_due(task, batch, plan) and self._all_rows is None:
-            like = plan if plan.is_cut else replace(plan, rows=0)  # how many micro-batches is not known
-            self._all_rows = AllRows(task, like, audit.known.kind(batch.kind), planning.room()).__enter__()
+            self._all_rows = AllRows(task, plan, audit.known.kind(batch.kind), planning.room()).__enter__()
             self._is_kept = True
         return plan, running
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, cached_property
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch import core
 from anybatch.core import accelerator, torch_private as private
-from anybatch.engine import Plan, Task, carry_out
+from anybatch.engine import Plan, Reader, Task, carry_out
 from anybatch.losses import ModelTerms
 from anybatch.precision import LossScale, Precision
 from anybatch.state import Effects, SeenDraws, eager, plain_kernels, rng
@@ -87,10 +87,10 @@ class Outcome:
         """True if any row has weight."""
         return any(self.report.weights.values())
 
-    @property
+    @cached_property
     def size(self) -> float:
         """The norm of the gradient."""
-        return math.hypot(*[value.norm().item() for value in self.gradient.values()])
+        return math.hypot(*_norms([*self.gradient.values()]))
 
 
 class Distance(NamedTuple):
@@ -111,11 +111,10 @@ def distance(one: Outcome, other: Outcome, *alone: Outcome) -> Distance:
         alone: parts of the rows. In a trained model the gradients of rows cancel in the sum, and the size of
             a part tells how large rounding is.
     """
-    apart: dict[str, float] = {}
-    for name in sorted(one.gradient.keys() | other.gradient.keys()):
-        pair = one.gradient.get(name), other.gradient.get(name)
-        first, second = [torch.zeros(()) if value is None else value for value in pair]
-        apart[name] = (first - second).norm().item()
+    names = sorted(one.gradient.keys() | other.gradient.keys())
+    pairs = [(one.gradient.get(name), other.gradient.get(name)) for name in names]
+    differences = [b if a is None else a if b is None else a - b for a, b in pairs]
+    apart = dict(zip(names, _norms([d for d in differences if d is not None]), strict=True))
     worst, known = max(apart, key=lambda name: apart[name], default=""), (one, *alone)
     pair = [each.gradient[worst].norm().item() for each in (one, other) if worst in each.gradient]
     both_nan = math.isnan(one.report.loss) and math.isnan(other.report.loss)
@@ -130,6 +129,10 @@ def distance(one: Outcome, other: Outcome, *alone: Outcome) -> Distance:
         worst,
         _ratio(apart.get(worst, 0.0), max(pair, default=0.0)),
     )
+
+
+def _norms(values: list[Tensor]) -> list[float]:
+    return [one.item() for one in private.foreach_norm(values)] if values else []
 
 
 def _ratio(difference: float, size: float) -> float:
@@ -189,6 +192,7 @@ class Looked(Outcome):
         draws_process: True if a forward draws from Python's or NumPy's stream.
         is_random: True if it draws numbers that cannot be replayed by rows.
         is_quiet: True if it draws nothing and writes to nothing.
+        is_thorough: True if backward was watched, too, which may run forwards again.
         mixes: True if it chooses rows at random.
         values: at `places`, after the last micro-batch.
     """
@@ -203,29 +207,31 @@ class Looked(Outcome):
         disturbed: Sequence[Tensor] = (),
         places: Sequence[Place] = (),
         is_watched: bool = True,
+        is_thorough: bool = False,
         has_graph: bool = True,
     ) -> None:
         task, few = bench.task, bench.rows
+        if task.reader is None and not is_thorough:
+            task = replace(task, reader=_AfterForward(self._rest))
         self.cut, self._places, self.values = cut, places, list[Any]()
+        self.is_thorough = is_thorough
         self.buffers: dict[str, float] = {}
         order: Sequence[int] = range(few.rows)
         if cut.is_interleaved:
             order = [*order[::2], *order[1::2]]
             few = few.only(order)
         self.seen = _Watched((*bench.tensors, *task.network.everyone), like)
-        self.seen.is_watching, self._watch = is_watched, ExitStack()
+        self.seen.is_watching, self._watch = is_watched, ExitStack()  # left after each forward
         part = RowPart(tuple(order), few.rows)
         # Without a graph each micro-batch is copied by itself: a forward may write to its rows.
         few = few.copied() if has_graph else few
-        watched: Any = WatchedBatch(few, part, self.seen, self.seen.begin_part, copies=not has_graph)
+        watched: Any = WatchedBatch(few, part, self.seen, self._begin, copies=not has_graph)
         self._named, self._has_drawn, self.draws_process = task.model, False, False
         try:
             self.seen.disturb(disturbed)
-            with eager(), self._watch:
-                if is_watched:
-                    is_recurrent = any(isinstance(one, nn.RNNBase) for one in task.network.modules)
-                    self._watch.enter_context(plain_kernels(is_recurrent=is_recurrent))
-                    self._watch.enter_context(self.seen)
+            is_recurrent = any(isinstance(one, nn.RNNBase) for one in task.network.modules)
+            kernels = plain_kernels(is_recurrent=is_recurrent) if is_watched else eager()
+            with kernels, self._watch:
                 super().__init__(task, watched, plan, cut.sizes, self.seen, is_dry=True, has_graph=has_graph)
         finally:
             self.written = self.seen.put_back()
@@ -236,13 +242,22 @@ class Looked(Outcome):
         self.is_random |= self._has_drawn and not self.seen.total
 
     def micro_batch(self, event: core.MicroBatchDone) -> None:
-        """Note what it drew, and stop watching: a forward that draws or writes does so in the first one."""
+        """Note what it drew; a forward that draws or writes does so in the first one."""
         start, now = self.seen.recorded.start, rng.capture(rng.of_process())
         self._has_drawn |= not rng.is_same(start._replace(others=()), now)
         self.draws_process |= not rng.is_same(start, now, of=rng.of_process())
+        self._rest()
         if self.seen.is_quiet:
-            self._watch.close()
             self.seen.is_watching = False
+
+    def _begin(self, part: RowPart) -> None:
+        if self.seen.is_watching:
+            self.seen.begin_part(part)
+            self._rest()
+            self._watch.enter_context(self.seen)
+
+    def _rest(self) -> None:
+        self._watch.close()
 
     def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep the gradient, the norms of buffers that were written to, and the values at the places."""
@@ -272,6 +287,13 @@ class Looked(Outcome):
         return signs.to(gradient) @ gradient.flatten(1)
 
 
+class _AfterForward(Reader):
+    """Stops watching after each forward: backward draws only where it runs one again."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self.forward_done = stop
+
+
 class _Watched(Replayed):
     """Copies of tensors from before a forward or a loss writes to them, as a momentum encoder does."""
 
@@ -283,8 +305,8 @@ class _Watched(Replayed):
         self._copies: dict[int, Tensor] = {}
         self._has_drawn = False
 
-    def write(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        for value in filter(_is_strided, core.tensors_in((args, kwargs))):
+    def write(self, values: Sequence[Any]) -> None:
+        for value in filter(_is_strided, core.tensors_in(values)):
             self._keep(_place_of(value))
 
     def _keep(self, place: int) -> None:
@@ -303,10 +325,13 @@ class _Watched(Replayed):
         self._has_drawn = True
         return super().draw(func, args, kwargs)
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Make it of this class: a trial runs nothing compiled."""
+        return private.TorchDispatchMode.__new__(cls)
+
     def begin_part(self, part: RowPart) -> None:
-        if self.is_watching:
-            self.has_missed()
-            self.begin(part)
+        self.has_missed()
+        self.begin(part)
 
     def has_missed(self) -> bool:
         """Return True if draws so far were not replayed, or others than the whole's were made."""

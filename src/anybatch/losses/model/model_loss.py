@@ -145,9 +145,13 @@ class ModelTerms(Loss):
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model and split its loss into terms."""
         keep_graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        form = known_form(model) if keep_graph and not self._routers else None
+        form = None if self._routers or torch.is_inference_mode_enabled() else known_form(model)
         if form is not None:
-            return self._read(model, micro, form)
+            with torch.enable_grad():  # the divisor is in the graph
+                read = self._read(model, micro, form)
+            return (
+                read if keep_graph else Evaluated({k: v.detach() for k, v in read.sums.items()}, read.weigh)
+            )
         found = self._watch(model, micro)
         if found is None:
             return self._nothing(keep_graph=keep_graph)
