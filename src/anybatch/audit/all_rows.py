@@ -12,7 +12,7 @@ from anybatch.audit import say
 from anybatch.audit.few_rows import excuse_of
 from anybatch.audit.known import Doubt, Kind
 from anybatch.audit.outputs import Calls, heard, joined, returning
-from anybatch.core import Batch, LossError, OutOfMemoryError, StepReport
+from anybatch.core import Batch, LossError, OutOfMemoryError, StepReport, cut_sizes
 from anybatch.engine import Plan, Task
 from anybatch.integrations import homes, wants_router_loss
 from anybatch.losses import ModelTerms, SummedLoss, WholeBatch
@@ -105,34 +105,35 @@ class AllRows:
         start = sum(self.plan.sizes[:first])
         few = _only(made, range(start, start + sum(sizes)))
 
-        def run(begin: int, end: int, **options: Any) -> "Looked | Exception | None":
-            whole = joined(outputs[begin:end], axes)
+        def run(begin: int = 0, end: int = len(outputs), **options: Any) -> "Looked | None":
+            whole, rows = joined(outputs[begin:end], axes), range(sum(sizes[:begin]), sum(sizes[:end]))
             if whole is None:
                 return None
-            rows = range(sum(sizes[:begin]), sum(sizes[:end]))
             with returning(self.task.model, whole):
-                return self._outcome(_only(few, rows), (len(rows),), **options)
+                found = self._outcome(_only(few, rows), (len(rows),), **options)
+            return found if isinstance(found, Looked) else None
 
-        whole = run(0, len(outputs))
-        if not isinstance(whole, Looked):
+        whole, has_graph = run(), False
+        if whole is None:
             return False, None
-        if not (is_all and report and whole.is_quiet and not report.dropped):
-            if self._is_own:  # its divisors are not known without the model
-                return False, None
-            again = {"like": whole.seen, "is_watched": not whole.is_quiet}
+        if is_all and report and whole.is_quiet and not report.dropped:
+            if not losses_differ([whole.report, report], whole.dtypes, few.rows.rows):
+                return True, None
+            whole, has_graph = run(has_graph=True), True  # a loss may do more where gradients are enabled
+        elif self._is_own:  # its divisors are not known without the model
+            return False, None
+        else:
             with returning(self.task.model, [one for each in outputs for one in each]):
-                parts = self._outcome(few, sizes, **again)
-            if not isinstance(parts, Looked):
-                return False, None
-            if parts.draws_process:
+                parts = self._outcome(few, sizes, like=whole.seen, is_watched=not whole.is_quiet)
+            report = parts.report if isinstance(parts, Looked) else None
+            if isinstance(parts, Looked) and parts.draws_process:
                 return True, _OF_PROCESS
-            report = parts.report
+        if whole is None or report is None:
+            return False, None
         middle = len(outputs) // 2
-        ends = (0, middle), (middle, len(outputs))
-        same = partial(run, 0, len(outputs), like=whole.seen)
-        return True, self._judged(
-            few, sizes, whole, report, whole.dtypes, same, lambda: [run(*each) for each in ends]
-        )
+        same = partial(run, has_graph=has_graph, like=whole.seen)
+        halves = partial(map, run, (0, middle), (middle, len(outputs)))
+        return True, self._judged(few, sizes, whole, report, whole.dtypes, same, halves)
 
     # ---- the model's own forwards
 
@@ -159,19 +160,22 @@ class AllRows:
                 return None if doubts[-1] is _NO_WEIGHT and None in doubts else doubts[-1]
         return _NEEDS_GRAPH
 
-    def _groups(
-        self, made: Bench, sizes: Sequence[int], *, has_graph: bool
-    ) -> Iterator[tuple[Bench, Sequence[int]]]:
-        """Yield rows of several micro-batches, as many as fit, and the sizes of these."""
+    def _most(self, sizes: Sequence[int], *, has_graph: bool) -> int:
+        """Return the rows that may run at once."""
         kept = self.kind.kept * (1 if has_graph else 0.5)  # an upper bound of what backward needs
         room = self._room if self._has_budget else max(self._room, kept * max(sizes))
         each = self.kind.kept if has_graph else _HELD * self.kind.largest
         most = int(room / each) if each else 0
-        if not self._has_budget:  # two micro-batches run in any case: mostly without a graph
-            most = max(most, 2 * max(sizes))
+        # Without a budget two micro-batches run in any case: mostly without a graph.
+        return most if self._has_budget else max(most, 2 * max(sizes))
+
+    def _groups(
+        self, made: Bench, sizes: Sequence[int], *, has_graph: bool
+    ) -> Iterator[tuple[Bench, Sequence[int]]]:
+        """Yield rows of several micro-batches, as many as fit, and the sizes of these."""
+        most = self._most(sizes, has_graph=has_graph)
         if isinstance(self.task.loss, WholeBatch):
-            if most >= made.rows.rows:
-                yield made, sizes
+            yield from [(made, sizes)] * (most >= 2 * max(sizes))
             return
         start, group = 0, list[int]()
         for size in (*sizes, made.rows.rows + most):
@@ -186,7 +190,10 @@ class AllRows:
 
         def run(of: Bench, **options: Any) -> "Looked | Exception":
             padded = of._replace(rows=of.rows.padded())
-            return self._outcome(padded, (of.rows.rows,), has_graph=has_graph, **options)
+            most = of.rows.rows
+            if isinstance(self.task.loss, WholeBatch):  # which has all outputs in any cut
+                most = min(most, self._most(sizes, has_graph=has_graph))
+            return self._outcome(padded, cut_sizes(of.rows.rows, most), has_graph=has_graph, **options)
 
         whole = run(few)
         if not isinstance(whole, Looked):
@@ -198,7 +205,8 @@ class AllRows:
         again = {"like": whole.seen, "is_watched": not whole.is_quiet}
         options = {"has_graph": has_graph or has_router, **again}
         # A part of the plan's beside all others tells as much as all of them; a loss may refuse that.
-        for cut in ([rows - min(sizes), min(sizes)], sizes):
+        two = [] if isinstance(self.task.loss, WholeBatch) else [[rows - min(sizes), min(sizes)]]
+        for cut in (*two, sizes):
             parts = self._outcome(few, cut, **options)
             if isinstance(parts, Looked):
                 sizes = cut

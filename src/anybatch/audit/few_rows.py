@@ -78,7 +78,7 @@ def compare_few(
             with suppress(core.OutOfMemoryError):
                 guess = _guess(task, plan) if is_late or _divides_last(task, plan) else 0.0
                 draws = Replayed(without_dropout=True)
-                cuts = _cuts(rows, size, small, min(sizes), is_first=not kind.at, is_mixed=is_mixed)
+                cuts = _cuts(rows, size, small, sizes, is_first=not kind.at, is_mixed=is_mixed)
                 doubt = _FewRows(made, plan, kept, guess, draws, kind, 1).compare(size, cuts)
             if doubt is None or doubt.lasts:
                 return doubt
@@ -400,11 +400,12 @@ class _FewRows(NamedTuple):
 
     def _moved(self, whole: Looked) -> str:
         """Return what the forward writes to: its name, or the key and shape of a tensor; "" for nothing."""
-        named = dict(self.bench.task.model.named_buffers())
-        tables = [named, *[one for one in self.bench.noted.found.containers if isinstance(one, dict)]]
+        buffers = {id(one): repr(name) for name, one in self.bench.task.model.named_buffers()}
+        tables = [one for one in self.bench.noted.found.containers if isinstance(one, dict)]
         for tensor in (*self.disturbed, *whole.written):
             keys = [repr(key) for table in tables for key, one in table.items() if one is tensor]
-            return keys[0] if keys else f"a tensor of shape {tuple(tensor.shape)} that model or loss hold"
+            told = f"a tensor of shape {tuple(tensor.shape)} that model or loss hold"
+            return buffers.get(id(tensor), ", ".join([*keys[:1], told]))
         return ""
 
 
@@ -426,9 +427,12 @@ def _is_equal(one: float, other: float) -> bool:
 
 
 def _cuts(
-    rows: int, most: int, least: int, smallest: int, *, is_first: bool, is_mixed: bool
+    rows: int, most: int, least: int, sizes: Sequence[int], *, is_first: bool, is_mixed: bool
 ) -> Iterator[Split]:
-    """Yield the reference, then unequal parts in another order, then another number of parts."""
+    """Yield the reference, then unequal parts in another order, then another number of parts.
+
+    The first time parts are as small as those of a plan of these `sizes`: more of them show a small fault.
+    """
     plain, count = core.cut_sizes(rows, most), -(-rows // most)
     if plain[-1] < least:  # no single row unless the plan has one
         plain[-2:] = [plain[-2] - 1, plain[-1] + 1]
@@ -436,9 +440,10 @@ def _cuts(
     more = count + 1 if (count + 1) * least <= rows else max(1, count - 1)
     unequal = Split(_parts(rows, more, most if more > count else rows, least), is_mixed)
     if count == 1:
-        small = max(least, min(smallest, (rows - 1) // 2, 2 if is_first else 3))
+        small = max(least, min(*sizes, (rows - 1) // 2, 2 if is_first else 3))
         rest = rows - small
         parts = (rest - rest // 2, rest // 2, small) if is_first and rest > small + 2 else (rest, small)
+        parts = tuple(core.cut_sizes(rows, max(sizes))) if is_first and max(sizes) <= small else parts
         yield Split(parts, is_mixed)
     yield unequal
 

@@ -107,20 +107,25 @@ def returning(model: nn.Module, outputs: Iterable[Any]) -> Generator[None]:
     """Let the model return these outputs, one for each call, in place of its forward."""
     left, inner = iter(outputs), {*model.modules()} - {model}
 
+    def own(value: Any) -> Any:  # a loss may write to it, and ask for its gradient
+        if not isinstance(value, Tensor):
+            return value
+        return value.requires_grad_(value.is_floating_point() and torch.is_grad_enabled()).clone()
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return next(left, None)
+        return private.pytree.tree_map(own, next(left, None))
 
     def refuse(module: nn.Module, args: Any) -> None:
         if module in inner:
             raise RanInside(f"the loss calls {type(module).__name__} inside the model")
 
-    own, handle = vars(model), nn.modules.module.register_module_forward_pre_hook(refuse)
-    before = own.get("forward")
-    own["forward"] = forward
+    held, handle = vars(model), nn.modules.module.register_module_forward_pre_hook(refuse)
+    before = held.get("forward")
+    held["forward"] = forward
     try:
         yield
     finally:
         handle.remove()
-        del own["forward"]
+        del held["forward"]
         if before is not None:
-            own["forward"] = before
+            held["forward"] = before

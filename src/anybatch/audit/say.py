@@ -73,8 +73,9 @@ def state_moves(made: Bench, name: str, found: str) -> LossError:
     """Say that a forward computes with a number that it moves."""
     return LossError(
         f"Expected a forward that finds the same attributes in every micro-batch, got {found} for "
-        f"{made.rows.rows} rows once {name} has moved on as by the micro-batches to come. The forward of "
-        f"{_name(made)} changes it and computes with it. Move it once per update, after the step; {_SKIP}"
+        f"{made.rows.rows} rows of {_name(made)} once {name} has moved on as by the micro-batches to come. "
+        f"The forward changes {name}, and later forwards compute with it. Move it once per update, after the "
+        f"step; {_SKIP}"
     )
 
 

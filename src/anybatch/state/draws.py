@@ -59,7 +59,7 @@ class SeenDraws(private.TorchDispatchMode):
             floats = [one for one in args if isinstance(one, Tensor) and one.is_floating_point()]
             if floats:
                 self.dtypes.add(first.dtype)  # constants are exact
-                size = first.nbytes
+                size = first.numel() * first.itemsize
                 self.nbytes += size
                 self.largest = max(self.largest, size)
                 self.kept += size * any(one.requires_grad for one in floats)
