@@ -47,6 +47,7 @@ _PARTS = {
     property: ("fget", "fset"),
     _CACHED: ("__wrapped__",),
 }
+_Read = Callable[[Any], Collection[Any] | None]  # notes a value, and returns what it holds
 
 
 class ObjectState:
@@ -165,8 +166,8 @@ class Reachable:
                 seen[id(value)] = value
                 (self.empty if kind in self._quick and not value else self._open).append(value)
 
-    def _reads_of(self, kind: type) -> list["_Read"]:
-        """Return functions that note a value of a class and return what it holds."""
+    def _reads_of(self, kind: type) -> list[_Read]:
+        """Return the functions that read values of a class."""
         numpy = loaded("numpy")
         if issubclass(kind, type | ModuleType):
             return [self._own] if issubclass(kind, type) and self._has_classes else []
@@ -201,11 +202,13 @@ class Reachable:
         if issubclass(type(container), tuple | frozenset):
             return container if len(container) <= self._most else ()
         content = content_of(container)
-        is_table, is_short = isinstance(content, dict), len(content) <= self._most
-        if is_short or (is_table and not self._is_block):
-            self.containers.append(container)
-        if not is_short or not is_table:
-            return content if is_short else ()
+        is_table = isinstance(content, dict)
+        if len(content) > self._most:
+            self.containers += [container] if is_table and not self._is_block else []
+            return ()
+        self.containers.append(container)
+        if not is_table:
+            return content
         return [*content, *[one for name, one in content.items() if name not in _OF_UPDATES]]
 
     def _attributes(self, value: Any) -> Collection[Any]:
@@ -230,19 +233,12 @@ class Reachable:
         """Return the functions and attributes of classes that are the caller's."""
         new = [part for part in kind.__mro__ if part not in self.kinds and _is_read(part.__module__)]
         self.kinds.update(dict.fromkeys(new))
-        found = [pair for part in new for pair in vars(part).items()]
-        return [one for name, one in found if name[:2] != "__" or type(one) is FunctionType]
-
-
-_Read = Callable[[Any], Collection[Any] | None]
-
-
-def _parts(names: Iterable[str], value: Any) -> list[Any]:
-    return [getattr(value, name, None) for name in names]
-
-
-def _own_attributes(module: nn.Module) -> list[Any]:
-    return [*[one for name, one in vars(module).items() if name not in OF_MODULES], *module.children()]
+        return [
+            one
+            for part in new
+            for name, one in vars(part).items()
+            if name[:2] != "__" or type(one) is FunctionType
+        ]
 
 
 class Contents:
@@ -277,6 +273,14 @@ class Contents:
         """Restore containers that have changed."""
         for container, content in self.changed():
             fill(container, content)
+
+
+def _parts(names: Iterable[str], value: Any) -> list[Any]:
+    return [getattr(value, name, None) for name in names]
+
+
+def _own_attributes(module: nn.Module) -> list[Any]:
+    return [*[one for name, one in vars(module).items() if name not in OF_MODULES], *module.children()]
 
 
 def _top(module: object) -> str:

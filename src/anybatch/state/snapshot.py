@@ -31,8 +31,14 @@ class ModuleState:
         names = [(own, name) for own in self.attributes for name in own if name not in OF_MODULES]
         # Stored by name: a caller may assign another list before each step.
         self.places = [(own, name) for own, name in names if isinstance(own[name], (*CONTAINERS, Tensor))]
-        held = [one for own, name in names for one in _with_items(own[name]) if type(one) not in ATOMS]
-        self.generators = tuple([one for one in held if rng.is_generator(type(one))])
+        self.generators = tuple(
+            [
+                one
+                for own, name in names
+                for one in _with_items(own[name])
+                if type(one) not in ATOMS and rng.is_generator(type(one))
+            ]
+        )
 
     def contents(self) -> Contents:
         """Note the attributes, the items of containers among them, and the tables of buffers and hooks."""
@@ -48,7 +54,7 @@ class ModuleState:
         return [one for slots in self.buffers for one in slots.values() if one is not None]
 
     def tensors(self) -> list[tuple[dict[str, Any], str, Tensor]]:
-        """Return attributes and names of plain tensors, or of containers of them, and these tensors."""
+        """Return plain tensors that are attributes now, or items of containers that are, and where."""
         return [
             (own, name, one)
             for own, name in self.places
@@ -164,13 +170,12 @@ class Snapshot:
 
     def _learn(self) -> bool:
         """Learn what has changed; return True if anything has that was not captured."""
-        effects, micro = self._effects, self._micro
-        known = () if micro is None else micro.copies
-        attributes = self._attributes if micro is None else micro.attributes or self._attributes
-        new = [one for one, value in self._copies.items() if one not in known and not is_equal(one, value)]
-        effects.changes(new)
-        has_moved = next(attributes.changed(), None) is not None
-        effects.attributes |= has_moved
+        micro = self._micro or _BeforeForward(self._random, {}, None)
+        pairs = [(one, value) for one, value in self._copies.items() if one not in micro.copies]
+        new = [one for one, value in pairs if not is_equal(one, value)]
+        self._effects.changes(new)
+        has_moved = any(True for _ in (micro.attributes or self._attributes).changed())
+        self._effects.attributes |= has_moved
         return bool(new) or has_moved
 
     def _written(self) -> set[int]:
