@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -27,12 +28,14 @@ class Restless(nn.Module):
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         self.plain = torch.zeros(2)
         self.calls, self.log, self.table, self.names = 0, [0], {"rows": 0}, {"first"}
+        self.recent = deque([0], maxlen=1)
         self.generator = torch.Generator()
 
 
 EFFECTS: dict[str, Callable[[Restless], Any]] = {
     "buffer": lambda model: model.inside.add_(1),
     "buffer that no version tells": lambda model: model.inside.data.add_(1),
+    "buffer of another shape": lambda model: setattr(model.inside, "data", torch.ones(3)),
     "buffer in the place of another": lambda model: setattr(model, "replaced", torch.ones(2)),
     "buffer in the place of none": lambda model: setattr(model, "nothing", torch.ones(2)),
     "new buffer": lambda model: model.register_buffer("new", torch.ones(2)),
@@ -44,6 +47,7 @@ EFFECTS: dict[str, Callable[[Restless], Any]] = {
     "dict": lambda model: model.table.update(rows=7),
     "key of a dict": lambda model: model.table.pop("rows"),
     "set": lambda model: model.names.add("second"),
+    "deque": lambda model: model.recent.append(1),
     "mode": lambda model: model.train(not model.training),
 }
 DRAWS: dict[str, Callable[[Restless], Any]] = {
@@ -104,7 +108,8 @@ def test_a_looking_step_undoes_a_micro_batch_or_says_that_it_cannot(effect: str)
     is_complete = before.undo_micro_batch()
     assert is_complete is (state(model) == found)
     # Nobody knew that these change where they lie.
-    assert is_complete is (effect not in ("buffer", "buffer that no version tells"))
+    unknown = "buffer", "buffer that no version tells", "buffer of another shape"
+    assert is_complete is (effect not in unknown)
     before.put_back()
     assert state(model) == found
 

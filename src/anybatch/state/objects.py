@@ -6,7 +6,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cache, lru_cache, partial
-from itertools import chain
 from operator import is_
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -32,7 +31,8 @@ ATOMS = {
     *(str, int, float, bool, complex, bytes, type(None), type(...), range, slice),
     *(torch.Size, torch.dtype, torch.device),
 }
-CONTAINERS = (dict, OrderedDict, list, set, deque)
+_COPIED = (dict, list, set)
+CONTAINERS = (*_COPIED, OrderedDict, deque)
 ITEMS = (*CONTAINERS, tuple, frozenset)
 _OF_UPDATES = frozenset(private.STEP_HOOKS)  # hooks of optimizers, which never run in a trial
 OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module
@@ -47,6 +47,7 @@ _PARTS = {
     property: ("fget", "fset"),
     _CACHED: ("__wrapped__",),
 }
+_Read = Callable[[Any], Collection[Any] | None]  # notes a value, and returns what it holds
 
 
 class ObjectState:
@@ -61,27 +62,40 @@ class ObjectState:
     def __init__(self, roots: Iterable[object], *, but_for: Iterable[Tensor] | None = None) -> None:
         self.found = found = Reachable(roots)
         self.modules: tuple[nn.Module, ...] = tuple(found.modules)
-        self._undo: list[Callable[[], object]] = [Contents(found.containers, found.empty).put_back]
-        self._undo += [partial(_put_cell_back, cell, *_held_by(cell)) for cell in found.cells]
-        tables: list[Any] = [(scope, scope.__setitem__, names) for scope, names in found.scopes]
-        tables += [(vars(one), partial(type.__setattr__, one), vars(one)) for one in found.kinds]
-        self._undo += [
-            partial(_put_names_back, table, put, {name: table[name] for name in names if name in table})
-            for table, put, names in tables
+        self._contents = Contents([*found.containers, *found.cells], found.empty)
+        places = [*map(rng.ways, found.generators)]
+        places += [
+            (partial(scope.get, name), partial(scope.__setitem__, name))
+            for scope, names in found.scopes
+            for name in names & scope.keys()
         ]
-        self._undo += [partial(put, read()) for read, put in map(rng.ways, found.generators)]
+        places += [
+            (partial(vars(kind).get, name), partial(type.__setattr__, kind, name))
+            for kind in found.kinds
+            for name in vars(kind)
+        ]
+        self._places = [(read, put, read()) for read, put in places]
         tensors = [one for one in found.values if isinstance(one, Tensor)]
-        self._undo += [partial(_put_gradient_back, t, t.grad, t.requires_grad) for t in tensors if t.is_leaf]
+        self._gradients = [(one, one.grad, one.requires_grad) for one in tensors if one.is_leaf]
         caches = (*found.caches, *[one() for one in _caches_of(len(sys.modules))])
         self._caches = [(one, one.cache_info().misses) for one in dict.fromkeys(caches) if one is not None]
         # A traced run writes to NumPy arrays, but not to tensors.
         known = {*map(id, tensors if but_for is None else but_for)}
-        self._undo += _copies([one for one in found.values if id(one) not in known])
+        self._copies = [*_copies([one for one in found.values if id(one) not in known])]
 
     def put_back(self) -> None:
         """Put everything back; may be called again."""
-        for undo in self._undo:
-            undo()
+        self._contents.put_back()
+        for read, put, before in self._places:
+            if read() is not before:
+                put(before)
+        for tensor, gradient, requires_grad in self._gradients:
+            if tensor.grad is not gradient:
+                tensor.grad = gradient
+            if tensor.is_leaf and tensor.requires_grad is not requires_grad:
+                tensor.requires_grad_(requires_grad)
+        for put, value, before in self._copies:
+            put(value, before)
         for one, misses in self._caches:
             if one.cache_info().misses != misses:
                 one.cache_clear()
@@ -152,16 +166,16 @@ class Reachable:
                 seen[id(value)] = value
                 (self.empty if kind in self._quick and not value else self._open).append(value)
 
-    def _reads_of(self, kind: type) -> list["_Read"]:
-        """Return functions that note a value of a class and return what it holds."""
-        numpy, is_module = loaded("numpy"), issubclass(kind, nn.Module)
+    def _reads_of(self, kind: type) -> list[_Read]:
+        """Return the functions that read values of a class."""
+        numpy = loaded("numpy")
         if issubclass(kind, type | ModuleType):
             return [self._own] if issubclass(kind, type) and self._has_classes else []
         if issubclass(kind, Tensor):
             return [self._tensor]
         if kind in _PARTS:
             notes: dict[type, list[_Read]] = {
-                CellType: [self.cells.append, _held_by],
+                CellType: [self.cells.append, content_of],
                 FunctionType: [self._scope],
                 _CACHED: [self.caches.append],
             }
@@ -171,13 +185,14 @@ class Reachable:
         if numpy is not None and issubclass(kind, numpy.ndarray):
             return [self.values.append]
         reads: list[_Read] = [self._items] if issubclass(kind, ITEMS) else []
-        reads += [self.modules.append] if is_module else []
-        if self._is_block and is_module:
-            return [*reads, _own_attributes]
         closed = _CLOSED_TO_BLOCKS if self._is_block else _CLOSED
-        if not is_module and (kind.__module__.startswith("torch._") or _top(kind.__module__) in closed):
+        if issubclass(kind, nn.Module):
+            reads.append(self.modules.append)
+            if self._is_block:
+                return [*reads, _own_attributes]
+        elif kind.__module__.startswith("torch._") or _top(kind.__module__) in closed:
             return reads
-        if is_module or self._has_classes:
+        if self._has_classes or issubclass(kind, nn.Module):
             self._push(self._own(kind))
         slots = [vars(part).get("__slots__", ()) for part in kind.__mro__]
         names = [name for found in slots for name in ((found,) if isinstance(found, str) else found)]
@@ -187,11 +202,13 @@ class Reachable:
         if issubclass(type(container), tuple | frozenset):
             return container if len(container) <= self._most else ()
         content = content_of(container)
-        is_table, is_short = isinstance(content, dict), len(content) <= self._most
-        if is_short or (is_table and not self._is_block):
-            self.containers.append(container)
-        if not is_short or not is_table:
-            return content if is_short else ()
+        is_table = isinstance(content, dict)
+        if len(content) > self._most:
+            self.containers += [container] if is_table and not self._is_block else []
+            return ()
+        self.containers.append(container)
+        if not is_table:
+            return content
         return [*content, *[one for name, one in content.items() if name not in _OF_UPDATES]]
 
     def _attributes(self, value: Any) -> Collection[Any]:
@@ -216,11 +233,46 @@ class Reachable:
         """Return the functions and attributes of classes that are the caller's."""
         new = [part for part in kind.__mro__ if part not in self.kinds and _is_read(part.__module__)]
         self.kinds.update(dict.fromkeys(new))
-        found = [pair for part in new for pair in vars(part).items()]
-        return [one for name, one in found if name[:2] != "__" or type(one) is FunctionType]
+        return [
+            one
+            for part in new
+            for name, one in vars(part).items()
+            if name[:2] != "__" or type(one) is FunctionType
+        ]
 
 
-_Read = Callable[[Any], Collection[Any] | None]
+class Contents:
+    """The contents of lists, dicts, sets, deques and cells, which can be put back.
+
+    Args:
+        containers: the containers.
+        tables: others, most of which are empty; those cost next to nothing.
+    """
+
+    def __init__(self, containers: Iterable[Any], tables: Sequence[Any] = ()) -> None:
+        self._containers: Sequence[Any] = [*containers, *filter(None, tables)]
+        # Once per step: a call for each would take as long as the copies.
+        self._contents: Sequence[Any] = [
+            one.copy() if type(one) in _COPIED else content_of(one) for one in self._containers
+        ]
+        self._tables = tables
+
+    def changed(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the containers that have changed, each with its former content."""
+        known = {*map(id, self._containers)}
+        pairs = zip(self._containers, self._contents, strict=True)
+        yield from (pair for pair in pairs if not holds(*pair))
+        yield from ((one, {}) for one in filter(None, self._tables) if id(one) not in known)
+
+    def keep_what_changed(self) -> None:
+        """Forget containers that are unchanged."""
+        self._containers, self._contents = [*zip(*self.changed(), strict=True)] or ((), ())
+        self._tables = ()
+
+    def put_back(self) -> None:
+        """Restore containers that have changed."""
+        for container, content in self.changed():
+            fill(container, content)
 
 
 def _parts(names: Iterable[str], value: Any) -> list[Any]:
@@ -229,35 +281,6 @@ def _parts(names: Iterable[str], value: Any) -> list[Any]:
 
 def _own_attributes(module: nn.Module) -> list[Any]:
     return [*[one for name, one in vars(module).items() if name not in OF_MODULES], *module.children()]
-
-
-class Contents:
-    """The contents of lists, dicts, sets and deques, which can be put back.
-
-    Args:
-        containers: the containers.
-        tables: others, most of which are empty; those cost next to nothing.
-    """
-
-    def __init__(self, containers: Iterable[Any], tables: Sequence[Any] = ()) -> None:
-        both = chain(containers, filter(None, tables))
-        self._noted = [(one, one.copy() if type(one) is dict else content_of(one)) for one in both]
-        self._tables = tables
-
-    def changed(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the containers that have changed, each with its former content."""
-        known = {id(one) for one, _ in self._noted}
-        yield from (pair for pair in self._noted if not holds(*pair))
-        yield from ((one, {}) for one in filter(None, self._tables) if id(one) not in known)
-
-    def keep_what_changed(self) -> None:
-        """Forget containers that are unchanged."""
-        self._noted, self._tables = [*self.changed()], ()
-
-    def put_back(self) -> None:
-        """Restore containers that have changed."""
-        for container, content in self.changed():
-            fill(container, content)
 
 
 def _top(module: object) -> str:
@@ -272,13 +295,13 @@ def _is_read(module: object) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _caches_of(_: int) -> list["weakref.ref[Any]"]:
+def _caches_of(_: int) -> set["weakref.ref[Any]"]:
     """Search the caches of modules again for each number of modules."""
-    modules = [one for one in [*sys.modules.items()] if isinstance(one[1], ModuleType)]
-    scopes = [vars(module) for name, module in modules if _top(name) not in _OWN]
+    modules = [loaded(name) for name in [*sys.modules] if _top(name) not in _OWN]
+    scopes = [vars(module) for module in modules if module is not None]
     found = [value for scope in scopes for value in [*scope.values()] if type(value) in (_CACHED, type)]
     found += [one for kind in found if type(kind) is type for one in vars(kind).values()]
-    return [weakref.ref(one) for one in found if type(one) is _CACHED and _top(one.__module__) not in _OWN]
+    return {weakref.ref(one) for one in found if type(one) is _CACHED and _top(one.__module__) not in _OWN}
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -301,9 +324,11 @@ def _base(container: Any) -> Any:
 
 
 def content_of(container: Any) -> Any:
-    """Return a copy of a list, dict, set or deque, without its class."""
-    if type(container) in (dict, list, set):
+    """Return a copy of a list, dict, set or deque, without its class; that of a cell is a list."""
+    if type(container) in _COPIED:
         return container.copy()
+    if type(container) is CellType:
+        return [] if container == CellType() else [container.cell_contents]
     base = _base(container)
     if base is private.ScriptTable:  # its names are other strings in each call
         return {sys.intern(name): one for name, one in container.items()}
@@ -327,6 +352,11 @@ def _are_same(one: Collection[Any], other: Collection[Any]) -> bool:
 
 def fill(container: Any, content: Any) -> None:
     """Replace the content of a container, in this order."""
+    if type(container) is CellType:
+        del container.cell_contents
+        for one in content:
+            container.cell_contents = one
+        return
     base = _base(container)
     if not isinstance(content, dict):
         base.clear(container)
@@ -338,51 +368,22 @@ def fill(container: Any, content: Any) -> None:
         base.__setitem__(container, key, value)
 
 
-def _put_gradient_back(tensor: Tensor, gradient: Tensor | None, requires_grad: bool) -> None:
-    if tensor.grad is not gradient:
-        tensor.grad = gradient
-    if tensor.is_leaf and tensor.requires_grad is not requires_grad:
-        tensor.requires_grad_(requires_grad)
-
-
-def _held_by(cell: CellType) -> list[Any]:
-    """Return the content of a cell in a list; an empty list for an empty cell."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
-
-
-def _put_cell_back(cell: CellType, *content: Any) -> None:
-    if content:
-        cell.cell_contents = content[0]
-    elif _held_by(cell):
-        del cell.cell_contents
-
-
-def _put_names_back(table: Any, put: Callable[[str, Any], None], before: dict[str, Any]) -> None:
-    for name, value in before.items():
-        if table.get(name) is not value:
-            put(name, value)
-
-
-def _copies(values: Iterable[Any]) -> Iterator[Callable[[], object]]:
+def _copies(values: Iterable[Any]) -> Iterator[tuple[Callable[[Any, Any], None], Any, Any]]:
+    """Yield how to put values back, the values, and copies of them."""
     room = ALL_BYTES
     for value in values:
-        if not _is_copied(value) or value.nbytes > min(room, MOST_BYTES):
-            continue
-        room -= value.nbytes
-        if isinstance(value, Tensor):
-            yield partial(put_value_back, value, value.detach().clone())
-        else:
-            yield partial(_put_array_back, value, value.copy())
+        if _is_copied(value) and value.nbytes <= min(room, MOST_BYTES):
+            room -= value.nbytes
+            if isinstance(value, Tensor):
+                yield put_value_back, value, value.detach().clone()
+            else:
+                yield _put_array_back, value, value.copy()
 
 
 def _is_copied(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return value.flags.writeable and not value.dtype.hasobject
-    is_odd = is_lazy(value) or value.is_meta or value.is_inference() or value.layout is not torch.strided
-    return not is_odd
+    return not (is_lazy(value) or value.is_meta or value.is_inference() or value.layout is not torch.strided)
 
 
 def put_value_back(tensor: Tensor, value: Tensor) -> None:

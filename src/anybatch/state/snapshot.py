@@ -14,8 +14,6 @@ from anybatch.core import torch_private as private
 from anybatch.state import rng
 from anybatch.state.objects import ATOMS, CONTAINERS, ITEMS, OF_MODULES, Contents, is_equal, put_value_back
 
-_PLAIN = ATOMS | {Tensor}
-
 
 class ModuleState:
     """The attributes, buffers, containers and generators of some modules, gathered once.
@@ -30,15 +28,17 @@ class ModuleState:
         self.buffers = [private.buffers_of(module) for module in modules]
         # Hooks and an attribute that says that they are set must be put back together.
         self.tables = [*self.buffers, *chain.from_iterable(map(private.hooks_of_module, modules))]
-        kinds = (*CONTAINERS, Tensor)
+        names = [(own, name) for own in self.attributes for name in own if name not in OF_MODULES]
         # Stored by name: a caller may assign another list before each step.
-        self.places = [
-            (own, name, f"{type(module).__name__}.{name}")
-            for module, own in zip(modules, self.attributes, strict=True)
-            for name, value in own.items()
-            if name not in OF_MODULES and isinstance(value, kinds)
-        ]
-        self.generators = tuple([one for own in self.attributes for one in _generators_among(own)])
+        self.places = [(own, name) for own, name in names if isinstance(own[name], (*CONTAINERS, Tensor))]
+        self.generators = tuple(
+            [
+                one
+                for own, name in names
+                for one in _with_items(own[name])
+                if type(one) not in ATOMS and rng.is_generator(type(one))
+            ]
+        )
 
     def contents(self) -> Contents:
         """Note the attributes, the items of containers among them, and the tables of buffers and hooks."""
@@ -46,18 +46,21 @@ class ModuleState:
 
     def containers(self) -> list[Any]:
         """Return lists, dicts, sets and deques that are attributes now."""
-        values = [own.get(name) for own, name, _ in self.places]
+        values = [own.get(name) for own, name in self.places]
         return [value for value in values if type(value) in CONTAINERS]
 
     def buffers_now(self) -> list[Tensor]:
         """Return tensors that are buffers now."""
         return [one for slots in self.buffers for one in slots.values() if one is not None]
 
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """Return plain tensors that are attributes now, or items of containers that are, and their names."""
-        values = [(name, own.get(key)) for own, key, name in self.places]
-        held = [(name, one) for name, value in values for one in (value, *_items_of(value))]
-        return [(name, one) for name, one in held if isinstance(one, Tensor) and not is_lazy(one)]
+    def tensors(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Return plain tensors that are attributes now, or items of containers that are, and where."""
+        return [
+            (own, name, one)
+            for own, name in self.places
+            for one in _with_items(own.get(name))
+            if isinstance(one, Tensor) and not is_lazy(one)
+        ]
 
 
 class Effects:
@@ -136,7 +139,7 @@ class Snapshot:
         self._parameters, self._rows = parameters, rows
         self._gradients = [*map(_gradient_of, parameters)]
         self._tensors = state.tensors() if state.places else []
-        self._watched = (*rows, *parameters, *[one for _, one in self._tensors])
+        self._watched = (*rows, *parameters, *[one for _, _, one in self._tensors])
         self._versions = private.versions(self._watched)
         known = effects.draws, self._generators, effects.buffers, effects.attributes, effects.parameters
         self.notes = draws or effects.is_looking or any(known)
@@ -165,13 +168,12 @@ class Snapshot:
 
     def _learn(self) -> bool:
         """Learn what has changed; return True if anything has that was not captured."""
-        effects, micro = self._effects, self._micro
-        known = () if micro is None else micro.copies
-        attributes = self._attributes if micro is None else micro.attributes or self._attributes
-        new = [one for one, value in self._copies.items() if one not in known and not is_equal(one, value)]
-        effects.changes(new)
-        has_moved = next(attributes.changed(), None) is not None
-        effects.attributes |= has_moved
+        micro = self._micro or _BeforeForward(self._random, {}, None)
+        pairs = [(one, value) for one, value in self._copies.items() if one not in micro.copies]
+        new = [one for one, value in pairs if not is_equal(one, value)]
+        self._effects.changes(new)
+        has_moved = any(True for _ in (micro.attributes or self._attributes).changed())
+        self._effects.attributes |= has_moved
         return bool(new) or has_moved
 
     def _written(self) -> set[int]:
@@ -192,7 +194,9 @@ class Snapshot:
     def written_tensors(self) -> list[str]:
         """Return names of plain tensors in attributes of modules that a forward has written to."""
         found = self._written()
-        return [*dict.fromkeys([name for name, one in self._tensors if id(one) in found])]
+        kinds = {id(vars(module)): type(module).__name__ for module in self._state.modules}
+        names = [f"{kinds[id(own)]}.{name}" for own, name, one in self._tensors if id(one) in found]
+        return [*dict.fromkeys(names)]
 
     def undo_micro_batch(self) -> bool:
         """Put back the state before the micro-batch; return True if it is complete."""
@@ -215,9 +219,9 @@ class Snapshot:
 
     def put_gradients_back(self, only: Sequence[nn.Parameter] | None = None) -> None:
         """Put back the gradients found before the step, of all parameters or only of these."""
-        chosen = None if only is None else set(only)
+        chosen = set(self._parameters if only is None else only)
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            if chosen is None or parameter in chosen:
+            if parameter in chosen:
                 parameter.grad = gradient
 
     def put_modules_back(self) -> None:
@@ -240,17 +244,9 @@ class _BeforeForward(NamedTuple):
 _gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad")
 
 
-def _items_of(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, ITEMS) else ()
-
-
-def _generators_among(attributes: dict[str, Any]) -> list[Any]:
-    """Return the generators among attributes of a module, also in lists, tuples, sets and dicts."""
-    own = [value for name, value in attributes.items() if name not in OF_MODULES]
-    found = [one for value in own for one in (value, *_items_of(value)) if type(one) not in _PLAIN]
-    return [one for one in found if rng.is_generator(type(one))]
+def _with_items(value: Any) -> list[Any]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, ITEMS) else ()
+    return [value, *items]
 
 
 def _copied(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
