@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "another mask": (PerRow(lambda out, y: (out, y > 0)), "of one shape .*(3,), torch.bool. mask.expand_as"),
     "a statistic": (ModelLoss(call=lambda m, b: m(b[0]).mean(0).square().mean()), "rows have met before it"),
     "own division": (ModelLoss(call=lambda m, b: m(b[0]).sum() / len(b[0])), "divided afterwards.*ab.PerRow"),
-    "no scalar": (ModelLoss(call=lambda m, b: m(b[0])), "Loss(call=...), got a tensor of shape (5, 4)"),
+    "no scalar": (ModelLoss(call=lambda m, b: m(b[0])), "Loss(call=...), got a tensor of shape (3, 4)"),
     "a number": (ModelLoss(call=lambda m, b: 1.0), "in ab.ModelLoss(call=...), got float"),
     "a mean that adds up": (Additive(mean), "from <lambda> for every split, .*ab.Additive got a mean"),
     "a bare mean": (mean, "shape (), torch.float64. Wrap it: ab.PerRow.*ab.ModelLoss(call=fn).*ab.Additive"),

@@ -81,9 +81,8 @@ def snapshot(model: nn.Module, effects: Effects, *, begun: bool = True) -> Snaps
 def looking(model: nn.Module, steps: int = 1) -> Effects:
     """In so many steps; later ones do not compare."""
     effects = Effects()
-    for _ in range(steps):
-        effects.begin([model])
-    assert effects.is_looking is is_due(steps)
+    for step in range(1, steps + 1):
+        effects.begin([model], looks=is_due(step))
     return effects
 
 
@@ -121,9 +120,7 @@ def test_what_was_seen_to_change_is_noted_before_each_micro_batch(effect: str) -
     before = snapshot(model, effects)
     change(model)
     before.look()
-    for _ in range(2):
-        effects.begin([model])
-    assert not effects.is_looking
+    effects.begin([model], looks=False)
     before = snapshot(model, effects, begun=False)
     for _ in range(2):  # the first one is accepted
         if before.notes:

@@ -37,14 +37,15 @@ class AllRows:
         """Take the plan; without `room`, forwards may take what a micro-batch takes."""
         self.task, self.kind, self._batch, self._has_budget = task, kind, batch, room is not None
         self.plan = replace(plan, blocks=())  # recomputation changes nothing without a graph
-        self._room = _SMALL if room is None else room
+        sums = sum(one.nbytes for one in task.network.parameters)  # there at the end of the step
+        self._room = _SMALL if room is None else room - sums
         self._is_own = isinstance(task.loss, ModelTerms)
         self._calls = Calls()
         self._listening: AbstractContextManager[Calls] = nullcontext(self._calls)
         if kind.axes is not None and not isinstance(task.loss, SummedLoss | WholeBatch):
             # What backward may need is an upper bound: half of it is surely there.
-            room = max(self._room, kind.kept * plan.micro_batch / 2) if room is None else room
-            self._listening = heard(task.model, start=kind.turn * len(kind.axes), room=room / _HELD)
+            fits = max(self._room, kind.kept * plan.micro_batch / 2) if room is None else self._room
+            self._listening = heard(task.model, start=kind.turn * len(kind.axes), room=fits / _HELD)
 
     def __enter__(self) -> "AllRows":
         self._calls = self._listening.__enter__()
@@ -204,14 +205,12 @@ class AllRows:
         has_router = self._is_own and bool(homes(model)) and wants_router_loss(model)
         again = {"like": whole.seen, "is_watched": not whole.is_quiet}
         options = {"has_graph": has_graph or has_router, **again}
-        # A part of the plan's beside all others tells as much as all of them; a loss may refuse that.
-        two = [] if isinstance(self.task.loss, WholeBatch) else [[rows - min(sizes), min(sizes)]]
-        for cut in (*two, sizes):
-            parts = self._outcome(few, cut, **options)
-            if isinstance(parts, Looked):
-                sizes = cut
-                break
-        else:  # the step itself will tell
+        parts = None
+        if not isinstance(self.task.loss, WholeBatch):  # a part of the plan's tells as much as all of them
+            parts = self._outcome(few, [rows - min(sizes), min(sizes)], **options)
+        if not isinstance(parts, Looked):  # a loss may refuse the other
+            parts = self._outcome(few, sizes, **options)
+        if not isinstance(parts, Looked):  # the step itself will tell
             return Doubt(f"the loss in parts gave {type(parts).__name__}: {parts}", is_quiet=True)
         if parts.draws_process:
             return _OF_PROCESS
@@ -225,7 +224,7 @@ class AllRows:
         halves = [_only(few, half) for half in (range(rows // 2), range(rows // 2, rows))]
         same = partial(run, few, like=whole.seen)
         return self._judged(
-            few, sizes, whole, parts.report, dtypes, same, lambda: [run(one) for one in halves]
+            few, parts.cut.sizes, whole, parts.report, dtypes, same, partial(map, run, halves)
         )
 
     def _outcome(self, few: Bench, sizes: Sequence[int], **options: Any) -> "Looked | Exception":

@@ -76,7 +76,7 @@ class Audit:
             progress.unchecked = kind.doubt.reason
         elif kind.doubt_of_all is not None and not kind.doubt_of_all.is_quiet:
             progress.unchecked = kind.doubt_of_all.reason
-        if kind.left > 0:
+        if progress.is_due if self._is_bounded else kind.left > 0:  # within a budget few rows are read first
             kind.asked = progress.begun
         return kind.asked == progress.begun
 

@@ -61,7 +61,7 @@ def compare_few(
     """
     rows = min(batch.rows, ROWS)
     if (excuse := excuse_of(task, plan)) or rows < 2:
-        return excuse or Doubt("a single row has no cut to compare")
+        return excuse or Doubt("a single row has no cut to compare", is_quiet=True)
     sizes = plan.sizes if plan.is_cut else core.cut_sizes(batch.rows, most)
     least = 2 if min(rows // 2, *sizes) > 1 and rows > LEAST else 1
     most = min(rows, max(2, most))
@@ -443,7 +443,9 @@ def _cuts(
         small = max(least, min(*sizes, (rows - 1) // 2, 2 if is_first else 3))
         rest = rows - small
         parts = (rest - rest // 2, rest // 2, small) if is_first and rest > small + 2 else (rest, small)
-        parts = tuple(core.cut_sizes(rows, max(sizes))) if is_first and max(sizes) <= small else parts
+        if is_first and max(sizes) <= 2:
+            pairs = rows // 2 if max(sizes) == 2 else max(int(rows > 2), (rows - 2) // 2)
+            parts = *[2] * pairs, *[1] * (rows - 2 * pairs)
         yield Split(parts, is_mixed)
     yield unequal
 

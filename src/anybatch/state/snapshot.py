@@ -89,7 +89,7 @@ class Effects:
     def __reduce__(self) -> tuple[type["Effects"], tuple[()]]:
         return Effects, ()  # deep copies start with empty statistics
 
-    def begin(self, modules: Sequence[nn.Module], *, looks: bool) -> None:
+    def begin(self, modules: Sequence[nn.Module], *, looks: bool = True) -> None:
         """Begin a step, which compares if it `looks`."""
         self.is_looking = looks
         if not self._has_begun:  # torch's only modules whose forward writes to a parameter

@@ -69,7 +69,8 @@ def bench(task: Task, batch: core.Batch, rows: int = 0) -> Generator[Bench]:
     """
     # A loss of the model's counts the rows of a step.
     loss = task.loss.call if isinstance(task.loss, ModelTerms) else task.loss
-    modules = task.network.modules
+    modules, known = task.network.modules, [*task.network.everyone, *task.network.state.buffers_now()]
+    known += [one.grad for one in task.network.everyone if one.grad is not None]
     with rng.preserved():  # `collate` may draw
         try:
             made = Bench(
@@ -77,7 +78,7 @@ def bench(task: Task, batch: core.Batch, rows: int = 0) -> Generator[Bench]:
                 batch,
                 ObjectState(
                     [task.model, loss, *modules, getattr(batch, "collate", None)],
-                    but_for=[*task.network.everyone, *task.network.state.buffers_now()],
+                    but_for=known,
                 ),
             )
             made = made.only(choose_rows(batch)(rows)) if 0 < rows < batch.rows else made

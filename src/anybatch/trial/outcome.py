@@ -179,6 +179,8 @@ class WatchedBatch:
             if self._copies:
                 micro = micro._replace(rows=core.copied(micro.rows))
             self._draws.dtypes = dtypes  # leave out those of `collate`
+            nbytes = sum(one.nbytes for one in core.tensors_in(micro.rows))
+            self._draws.largest = max(self._draws.largest, nbytes)
             self._begin(self._part.only(index))
             yield micro
             del micro  # before the next one is made
