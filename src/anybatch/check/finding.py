@@ -61,10 +61,8 @@ class Finding:
     ways_out: tuple[str, ...]  # ways to fix it, the usual one first
 
     def __str__(self) -> str:
-        lines = [self.what, *[f"- {way}" for way in self.ways_out]]
-        return "\n".join(
-            [f"{self.kind}: {self.culprit}", *[f"  {line}" for line in "\n".join(lines).split("\n")]]
-        )
+        lines = [f"{self.kind}: {self.culprit}", self.what, *[f"- {way}" for way in self.ways_out]]
+        return "\n".join(lines).replace("\n", "\n  ")
 
 
 def listed(names: Sequence[str]) -> str:
@@ -72,11 +70,15 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-def module_finding(kind: str, name: str, module: nn.Module, what: str) -> Finding:
-    """Return a finding about a module."""
+def module_finding(kind: str, name: str, module: nn.Module, what: str, alike: Sequence[str] = ()) -> Finding:
+    """Return a finding about a module, whose name begins the sentence, and about others that are alike."""
     is_batch_norm = isinstance(module, BatchNorm) and kind == "meeting"
-    ways_out = BATCH_NORM_WAYS_OUT if is_batch_norm else WAYS_OUT[kind]
-    return Finding(kind=kind, culprit=culprit_of(name, module), what=what, ways_out=ways_out)
+    return Finding(
+        kind=kind,
+        culprit=culprit_of(listed(alike or [name]), module),
+        what=f"`{name or type(module).__name__}` {what}",
+        ways_out=BATCH_NORM_WAYS_OUT if is_batch_norm else WAYS_OUT[kind],
+    )
 
 
 def culprit_of(name: str, module: nn.Module) -> str:

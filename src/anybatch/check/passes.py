@@ -1,24 +1,23 @@
 """One pass over some rows in one split: its loss, gradient, state, and the calls of its modules"""
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch.check.draws import Draws
+from anybatch.check.bench import Bench
+from anybatch.check.calls import Calls, Table
 from anybatch.check.finding import culprit_of
-from anybatch.check.rows import RowCut
-from anybatch.check.subject import Subject
+from anybatch.check.rows import Rows
 from anybatch.compare import Outcome, WatchedBatch
-from anybatch.core import Batch, Total, torch_private as private
+from anybatch.core import Batch, Total
 from anybatch.engine import Plan, check_parts, gather
 from anybatch.losses import Terms, call_loss, module_of, resolve
-from anybatch.state import RowPart, plain_kernels, rng
+from anybatch.state import RowPart
 
 _NAME = "loss"  # of an unnamed term
 
@@ -51,99 +50,8 @@ def observe(loss: Any) -> Any:
     return replace(resolved, function=Observed(resolved.function)) if isinstance(resolved, Terms) else loss
 
 
-def bare_terms(loss: Any) -> frozenset[str]:
-    """Return the terms for which an observed loss returned bare means."""
-    function = loss.function if isinstance(loss, Terms) else None
-    return function.bare if isinstance(function, Observed) else frozenset()
-
-
 def _is_scalar(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
-
-
-Key = tuple[str, int]  # a module's name, and the number of the call
-
-
-class Call:
-    """One call of a module."""
-
-    def __init__(self, *, key: Key, values: list[Any], form: Any, state: rng.RandomState) -> None:
-        self.key = key  # the module, and the number of its call in this micro-batch
-        self.values, self.form = values, form  # the arguments, flattened, and their tree
-        self.state = state  # of the random streams
-        self.outputs: list[Tensor] = []
-        self.inner: list[Call] = []  # calls inside this one, in the order of their ends
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """The tensors among the arguments."""
-        return [value for value in self.values if isinstance(value, Tensor)]
-
-    def repeat(self, module: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Call a module in the same way, with these tensors in place of its own."""
-        rest = iter(inputs)
-        values = [next(rest) if isinstance(value, Tensor) else value for value in self.values]
-        args, kwargs = private.pytree.tree_unflatten(values, self.form)
-        return tensors(module(*args, **kwargs))
-
-    def flat(self) -> "Iterator[Call]":
-        """Yield all calls inside this one, then itself."""
-        for call in self.inner:
-            yield from call.flat()
-        yield self
-
-
-class Calls:
-    """Hooks that record the calls of modules: for each part of a batch those of its last forward."""
-
-    def __init__(self) -> None:
-        self.parts: dict[RowPart, list[Call]] = {}  # outermost calls in order
-        self._open: list[Call] = []
-        self._counts: dict[str, int] = {}
-        self._outermost: list[Call] = []
-
-    def __deepcopy__(self, memo: object) -> "Calls":
-        """Return itself: a loss may copy the model, hooks included."""
-        return self
-
-    def watch(self, model: nn.Module) -> None:
-        """Register the hooks on a model."""
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(self._before(name), with_kwargs=True)
-            module.register_forward_hook(self._after)
-
-    def table(self, part: RowPart) -> dict[Key, Call]:
-        """Return all calls of a part by their key, innermost first."""
-        return {call.key: call for outer in self.parts.get(part, []) for call in outer.flat()}
-
-    def begin(self, part: RowPart) -> None:
-        """Begin a micro-batch of these rows."""
-        self._open, self._counts, self._outermost = [], {}, []
-        self.parts[part] = self._outermost
-
-    def _before(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if private.is_in_backward():  # recomputed calls are known
-                return
-            count = self._counts.get(name, 0)
-            self._counts[name] = count + 1
-            values, form = private.pytree.tree_flatten((args, kwargs))
-            kept = [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
-            self._open.append(Call(key=(name, count), values=kept, form=form, state=rng.capture()))
-
-        return hook
-
-    def _after(self, module: nn.Module, args: Any, outputs: Any) -> Any:
-        if private.is_in_backward():
-            return
-        call = self._open.pop()
-        call.outputs.extend(value.detach().clone() for value in tensors(outputs))
-        (self._open[-1].inner if self._open else self._outermost).append(call)
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of any nested value."""
-    return [leaf for leaf in private.pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 # (`module (Class)`, dotted name) -> value of a buffer in the state dict.
@@ -185,66 +93,47 @@ class Recorder(Optimizer):
 
 
 class Pass(Outcome):
-    """One pass over some rows in one split, with the calls of modules and the state that it leaves."""
+    """One pass over some rows in one split, with the calls of modules and the state that it leaves.
 
-    def __init__(self, bench: "Bench", cut: RowCut, batch: Batch, model: nn.Module, loss: Any) -> None:
-        self.failure: Exception | None = None  # that ended the pass
+    Attributes:
+        failure: an error of the model, the loss or the bench; then there is no gradient.
+        error, loss_error: relative to a reference, once compared.
+        unreplayed: draws of the last micro-batch that were not replayed.
+        tables: the calls of modules, for each part of the rows.
+        bare: terms that the loss returned as bare means.
+    """
+
+    def __init__(self, bench: Bench, cut: Rows) -> None:
         self.cut, self.words = cut, cut.words
-        self.error = self.loss_error = math.inf  # relative to a reference, once compared
-        self.calls, self.state = Calls(), State()
-        self._bench, self._held = bench, (model, module_of(loss))
-        self.calls.watch(model)
-        watched: Any = WatchedBatch(batch, cut.part, bench.draws, self._begin)
-        sizes = tuple([len(part.rows) for part in cut.parts])
+        self.failure: Exception | None = None
+        self.error = self.loss_error = math.inf
+        self.tables: Mapping[RowPart, Table] = {}
+        self.state, self.bare = State(), frozenset[str]()
         try:
-            plan = Plan(rows=batch.rows, micro_batch=max(sizes), batch_norm=bench.batch_norm)
-            optimizers, _ = check_parts(model, loss, Recorder(bench.subject.named), None)
-            task = gather(model, loss, optimizers, ())
-            super().__init__(task, watched, plan, sizes, bench.draws, is_dry=False)
-        except Exception as error:  # the user's code may raise anything
+            batch = bench.own(cut.batch)  # outside of draws, which note dtypes
+            with bench.fresh():
+                self._run(bench, batch, observe(bench.loss))
+        except Exception as error:  # the user's code may raise anything, and a device have no float64
             self.failure = error
-        finally:
-            bench.draws.is_watching = True
-            del self._held
-        # Draws of the last micro-batch that were not replayed, and terms returned as bare means.
-        self.unreplayed, self.bare = bench.draws.unreplayed, bare_terms(loss)
+        self.unreplayed = bench.draws.unreplayed
 
-    def _begin(self, part: RowPart) -> None:
-        self._bench.draws.begin(part)
-        self.calls.begin(part)
+    def _run(self, bench: Bench, batch: Batch, loss: Any) -> None:
+        calls = Calls(bench.model)
+        self.tables = calls.tables
+
+        def begin(part: RowPart) -> None:
+            bench.draws.begin(part)
+            calls.begin(part)
+
+        watched: Any = WatchedBatch(batch, self.cut.part, bench.draws, begin)
+        sizes = tuple([len(part.rows) for part in self.cut.parts])
+        plan = Plan(rows=batch.rows, micro_batch=max(sizes), batch_norm=bench.batch_norm)
+        optimizers, _ = check_parts(bench.model, loss, Recorder(bench.named), None)
+        task = gather(bench.model, loss, optimizers, ())
+        super().__init__(task, watched, plan, sizes, bench.draws, is_dry=False)
+        self.state = state_of(bench.model, module_of(loss))
+        self.bare = getattr(getattr(loss, "function", None), "bare", self.bare)
 
     def holds(self, limit: float) -> bool:
         """Return True if both errors are at most the limit."""
         return self.error <= limit and self.loss_error <= limit
-
-    def gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Keep the gradient and the state."""
-        super().gradients(gradients)
-        self.state = state_of(*self._held)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Bench:
-    """A place for passes: all on the same model, from the same random state."""
-
-    subject: Subject
-    draws: Draws
-    batch_norm: Any = "micro"  # as for `anybatch.Step`
-
-    @contextmanager
-    def fresh(self) -> Generator[tuple[nn.Module, Any]]:
-        """Yield model and loss for one pass; draws are replayed inside."""
-        default = torch.get_default_dtype()
-        if self.subject.dtype is not None:
-            torch.set_default_dtype(self.subject.dtype)  # of tensors that the model makes: states, masks
-        try:
-            with self.subject.fresh(), torch.enable_grad(), plain_kernels(), self.draws:
-                yield self.subject.model, observe(self.subject.loss)
-        finally:
-            torch.set_default_dtype(default)
-
-    def run(self, cut: RowCut) -> Pass:
-        """Make a pass."""
-        batch = cut.batch(self.subject.dtype)
-        with self.fresh() as (model, loss):
-            return Pass(self, cut, batch, model, loss)

@@ -1,39 +1,29 @@
 """Splits compared with the whole batch: errors, the model's outputs row by row, and its state"""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Sequence
 from functools import cached_property, partial
-from operator import attrgetter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
+from anybatch.check.calls import Call, Table
 from anybatch.check.finding import WAYS_OUT, Finding, listed
-from anybatch.check.passes import Bench, Call, Calls, Key, Pass, State
-from anybatch.check.rows import RowCut, agree, is_close
+from anybatch.check.passes import Pass
+from anybatch.check.prepare import Prepared
+from anybatch.check.rows import Rows, is_close
 from anybatch.compare import distance, limit_of
+from anybatch.core import BatchError
 from anybatch.losses import function_of
-from anybatch.state import RowPart
+from anybatch.state import Axis, RowPart, find_axis, take
 
 # A smaller gradient may be rounding of numbers that cancel inside the model, as in a perfect fit.
 _TINY = 1e-6
+# How a call may differ, the surest first. "pooled" is one value for all rows: a parent may weigh it rightly.
+_FAULTS = ("dropped rows", "outputs", "unknown", "pooled", "")
 
 
-def worst_of(comparison: "Comparison", passes: Sequence[Pass]) -> Pass:
-    """Return the first split that differs, if possible one that did not fail."""
-    differing = [one for one in passes if not one.holds(comparison.limit)] or list(passes)
-    return next((one for one in differing if one.failure is None), differing[0])
-
-
-def name_of(loss: object) -> str:
-    """Return the name of a loss."""
-    held: Any = function_of(loss)
-    held = cast("partial[Any]", held).func if isinstance(held, partial) else held
-    name = getattr(held, "__qualname__", type(held).__qualname__)
-    return name.rpartition("<locals>.")[2]
-
-
-def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
+def cut_sizes_to_try(rows: int, micro_batch: int | None = None) -> list[int]:
     """Return sizes of micro-batches: the caller's, two that leave a smaller last one, and 1."""
     ragged = [size for size in range(2, rows) if rows % size]
     near = [min(ragged, key=lambda size: abs(size - share * rows)) for share in (3 / 8, 5 / 8) if ragged]
@@ -41,29 +31,91 @@ def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
     return list(dict.fromkeys((*own, *near, 1)))
 
 
+class Pieces(NamedTuple):
+    """The calls of modules on parts of the rows, to be compared with those on all rows."""
+
+    tables: Sequence[Table]
+    parts: Sequence[RowPart]
+    tolerance: float  # relative error that counts as rounding
+    from_end: bool = False  # leave out padding in front, else padding at the end
+
+    def fault(self, call: Call, of: str = "outputs") -> str:
+        """Return how the tensors of a call on all rows differ from those on the parts, as in `_FAULTS`."""
+        whole: list[Tensor] = getattr(call, of)
+        pieces: list[list[Tensor]] = [
+            getattr(table[call.key], of) for table in self.tables if call.key in table
+        ]
+        if len(pieces) < len(self.parts) or any(len(piece) < len(whole) for piece in pieces):
+            return "unknown"
+        faults = [self._fault(value, mine) for value, *mine in zip(whole, *pieces, strict=False)]
+        return min(faults, key=_FAULTS.index, default="")
+
+    def _fault(self, whole: Tensor, pieces: Sequence[Tensor]) -> str:
+        expected = [
+            take(whole, piece.shape, part, from_end=self.from_end)
+            for piece, part in zip(pieces, self.parts, strict=True)
+        ]
+        pairs = list(zip(pieces, expected, strict=True))
+        if all(value is not None and is_close(piece, value, self.tolerance) for piece, value in pairs):
+            return ""
+        if all(piece.shape == whole.shape for piece in pieces):
+            return "pooled"
+        if all(value is not None for value in expected):
+            return "outputs"
+        alike = all(piece.dim() == whole.dim() and piece.shape[1:] == whole.shape[1:] for piece in pieces)
+        is_short = alike and whole.dim() > 0 and sum(len(piece) for piece in pieces) < len(whole)
+        return "dropped rows" if is_short else "unknown"
+
+    def first(self, calls: Table) -> tuple[Call, str] | None:
+        """Return the first call with the same inputs and other outputs in the parts, and its fault."""
+        same = [call for call in calls.values() if not self.fault(call, "inputs")]
+        found = [(call, fault) for call in same if (fault := self.fault(call)) not in ("", "unknown")]
+        return min(found, key=lambda one: one[1] == "pooled", default=None)
+
+    def axes(self, call: Call, of: str) -> list[Axis | None]:
+        """Return the axis of the rows in each tensor of a call."""
+        pairs = zip(getattr(call, of), getattr(self.tables[0][call.key], of), strict=False)
+        return [find_axis(whole.shape, piece.shape, self.parts[0]) for whole, piece in pairs]
+
+
 class Comparison:
-    """Passes in several splits, compared with a reference: the pass over all rows uncut."""
+    """Passes in several splits, compared with a reference: the pass over all rows uncut.
 
-    def __init__(self, *, bench: Bench, whole: RowCut, reference: Pass) -> None:
-        self.bench, self.whole, self.reference = bench, whole, reference
+    Attributes:
+        limit: the largest relative error that counts as rounding.
+        passes: the splits.
+        notes: remarks for the report.
+    """
 
-    @property
-    def limit(self) -> float:
-        """The largest relative error that counts as rounding."""
-        return limit_of(self.reference.dtypes, len(self.whole.part.rows))
+    def __init__(self, prepared: Prepared, micro_batch: int | None, middle: float) -> None:
+        self.bench, self.whole, self.samples, self.notes = prepared
+        whole = self.whole
+        self.reference = reference = Pass(self.bench, whole)
+        if reference.failure is not None:
+            raise reference.failure
+        rows = range(whole.batch.rows)
+        if not reference.is_weighed:
+            raise BatchError(
+                f"Expected rows that count, got {len(rows)} whose weight is 0 (all of them are masked). "
+                "Hand over a batch with valid targets."
+            )
+        self.limit = limit_of(reference.dtypes, len(rows))
+        passes = list[Pass]()
+        for size in cut_sizes_to_try(len(rows), micro_batch):
+            # A bare mean is never exact, whatever the others say.
+            if not passes or not (reference.bare or time.perf_counter() > middle):
+                passes.append(self.compare(whole.cut(size), reference))
+        if reference.unreplayed:
+            # Numbers drawn by position may be right by chance while rows come in order.
+            turned = whole.only(rows[::-1]).cut(1)
+            passes.append(self.compare(turned, reference, "1 by 1 from the last"))
+        several = [one for one in passes if one.cut.micro_batch > 1 or one.failure is None]
+        # A model may refuse single rows (BatchNorm does): no fault if other splits run.
+        self.passes = several or passes
 
-    @property
-    def outermost(self) -> list[Call]:
-        """The calls of the model in the reference, without those inside them."""
-        return self.reference.calls.parts.get(self.whole.part, [])
-
-    def cut_by(self, micro_batch: int) -> Pass:
-        """Compare micro-batches of a size with the reference."""
-        return self.compare(replace(self.whole, micro_batch=micro_batch), self.reference)
-
-    def compare(self, cut: RowCut, reference: Pass, words: str = "") -> Pass:
+    def compare(self, cut: Rows, reference: Pass, words: str = "") -> Pass:
         """Compare any split with any reference."""
-        found = self.bench.run(cut)
+        found = Pass(self.bench, cut)
         found.words = words or cut.words
         if found.failure is None and reference.failure is None:
             far = distance(reference, found)
@@ -71,8 +123,15 @@ class Comparison:
                 far = distance(reference, found, *self._halves)
             found.error, found.loss_error = far.gradient, far.loss
             if found.holds(self.limit) and not reference.bare:
-                found.calls = Calls()  # no longer needed, and large
+                found.tables = {}  # no longer needed, and large
         return found
+
+    @property
+    def name(self) -> str:
+        """The name of the loss."""
+        held: Any = function_of(self.bench.loss)
+        held = cast("partial[Any]", held).func if isinstance(held, partial) else held
+        return getattr(held, "__qualname__", type(held).__qualname__).rpartition("<locals>.")[2]
 
     @cached_property
     def doubt(self) -> str:
@@ -84,78 +143,62 @@ class Comparison:
 
     @cached_property
     def _halves(self) -> list[Pass]:
-        rows = range(len(self.whole.part.rows))
+        rows = range(self.whole.batch.rows)
         middle = len(rows) // 2
-        halves = [self.bench.run(self.whole.only(half)) for half in (rows[:middle], rows[middle:])]
+        halves = [Pass(self.bench, self.whole.only(half)) for half in (rows[:middle], rows[middle:])]
         return [half for half in halves if half.failure is None and half.is_weighed]
 
+    @cached_property
+    def worst(self) -> Pass:
+        """The first split that differs, if possible one that did not fail."""
+        differing = [one for one in self.passes if not one.holds(self.limit)] or self.passes
+        return min(differing, key=lambda one: one.failure is not None)
 
-Table = Mapping[Key, Call]  # the calls of some rows
-inputs_of: Callable[[Call], list[Tensor]] = attrgetter("inputs")
-outputs_of: Callable[[Call], list[Tensor]] = attrgetter("outputs")
+    @property
+    def differs(self) -> bool:
+        """True if some split has another gradient or loss than the whole batch."""
+        return not self.worst.holds(self.limit)
 
+    @cached_property
+    def calls(self) -> Table:
+        """The calls of the model on all rows."""
+        return self.reference.tables[self.whole.part]
 
-def fault_of(
-    call: Call,
-    tables: Sequence[Table],
-    parts: Sequence[RowPart],
-    tolerance: float,
-    *,
-    of: Callable[[Call], list[Tensor]] = outputs_of,
-    from_end: bool = False,
-) -> str:
-    """Return how a call differs from the same call on the parts of its rows, "" if it does not.
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The calls of the model in the worst split."""
+        parts = self.worst.cut.parts
+        # Outputs average over fewer numbers than gradients.
+        return Pieces([self.worst.tables.get(part, {}) for part in parts], parts, 10 * self.limit)
 
-    It is "dropped rows", "outputs" (of rows), "unknown" (a call or its shapes do not fit) or "pooled": one
-    value for all rows. With `from_end` padding in front is left out, else padding at the end.
-    """
-    pieces = [of(table[call.key]) for table in tables if call.key in table]
-    if len(pieces) < len(parts) or any(len(piece) < len(of(call)) for piece in pieces):
-        return "unknown"
-    faults: set[str] = set()
-    for value, *mine in zip(of(call), *pieces, strict=False):
-        is_same = agree(value, list(zip(mine, parts, strict=True)), tolerance, from_end=from_end)
-        if not is_same and all(piece.shape == value.shape for piece in mine):
-            faults.add("pooled")
-        elif is_same is None:
-            faults.add("dropped rows" if _is_short(value, mine) else "unknown")
-        elif not is_same:
-            faults.add("outputs")
-    order = ("dropped rows", "outputs", "unknown", "pooled")
-    return next((fault for fault in order if fault in faults), "")
+    @cached_property
+    def rows_differ(self) -> bool:
+        """True if the model gives some row other outputs in the worst split than in the whole batch."""
+        faults = {self.pieces.fault(call) for call in self.calls.values() if call.is_outermost}
+        return not faults <= {"", "pooled"}
 
-
-def _is_short(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
-    """Return True if the first axes of the pieces add up to less than the whole's."""
-    alike = all(piece.dim() == whole.dim() and piece.shape[1:] == whole.shape[1:] for piece in pieces)
-    return alike and whole.dim() > 0 and sum(piece.shape[0] for piece in pieces) < whole.shape[0]
+    @property
+    def may_be_dropout(self) -> bool:
+        """True if rows may differ only because dropout draws for them in another order."""
+        draws = self.bench.draws
+        packs = draws.has_packed or (draws.has_dropout and self.rows_differ)
+        return self.differs and not self.reference.unreplayed and packs
 
 
-def rows_differ(comparison: Comparison, passes: Sequence[Pass]) -> bool:
-    """Return True if the model gives some row other outputs in the worst split than in the whole batch."""
-    worst = worst_of(comparison, passes)
-    tables = [worst.calls.table(part) for part in worst.cut.parts]
-    faults = {fault_of(call, tables, worst.cut.parts, 10 * comparison.limit) for call in comparison.outermost}
-    return not faults <= {"", "pooled"}
-
-
-def find_state(comparison: Comparison, passes: Sequence[Pass]) -> list[Finding]:
+def find_state(compared: Comparison) -> list[Finding]:
     """Return a finding for each module whose saved buffers depend on the split."""
-    whole = comparison.reference.state
-    states = [one.state for one in passes if one.failure is None]
-    saved: dict[str, list[str]] = {}
-    for key in dict.fromkeys(key for one in states for key in _differing(whole, one, comparison.limit)):
-        saved.setdefault(key[0], []).append(f"`{key[1]}`")
+    whole, saved = compared.reference.state, dict[str, list[str]]()
+    others = [one.state for one in compared.passes if one.failure is None]
+    for key in dict.fromkeys(key for state in (whole, *others) for key in state):
+        values = [state.get(key) for state in (whole, *others)]
+        first = values[0]
+        if not all(
+            first is not None and one is not None and is_close(one, first, 10 * compared.limit)
+            for one in values
+        ):
+            saved.setdefault(key[0], []).append(f"`{key[1]}`")
     what = "A split batch leaves other values than the whole, by the number of micro-batches: {}."
     return [
         Finding(kind="buffer", culprit=culprit, what=what.format(listed(names)), ways_out=WAYS_OUT["buffer"])
         for culprit, names in saved.items()
     ]
-
-
-def _differing(whole: State, other: State, limit: float) -> Iterator[tuple[str, str]]:
-    for key in dict.fromkeys((*whole, *other)):
-        values = [state[key] for state in (whole, other) if key in state]
-        one, *rest = [value.double() if value.is_floating_point() else value for value in values]
-        if not rest or not is_close(rest[0], one, 10 * limit):
-            yield key

@@ -1,0 +1,98 @@
+"""The calls of a model's modules: recorded, repeated, and with the outputs of the whole batch"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from anybatch.core import torch_private as private
+from anybatch.state import RowPart, rng, take
+
+Key = tuple[str, int]  # a module's name, and the number of its call in a micro-batch
+Table = Mapping[Key, "Call"]  # the calls of some rows, in the order of their ends: inner ones first
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a module."""
+
+    key: Key
+    values: list[Any]  # the arguments, flattened
+    form: Any  # their tree
+    state: rng.RandomState  # of the random streams
+    outputs: list[Tensor] = field(default_factory=list[Tensor])
+    is_outermost: bool = False  # True if no other module called this one
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return [value for value in self.values if isinstance(value, Tensor)]
+
+    def repeat(self, module: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Call a module in the same way, with copies of these tensors in place of its own."""
+        rest = iter(inputs)
+        values = [next(rest).clone() if isinstance(value, Tensor) else value for value in self.values]
+        args, kwargs = private.pytree.tree_unflatten(values, self.form)
+        return _copies(module(*args, **kwargs))
+
+
+class Calls:
+    """Hooks that record the calls of modules: for each part of a batch those of its last forward.
+
+    Args:
+        model: whose modules are watched.
+        known: calls with the outputs of all rows, which replace those of the same outermost calls.
+    """
+
+    def __init__(self, model: nn.Module, known: Table | None = None) -> None:
+        self._known, self._part = known or {}, RowPart.whole(1)
+        self.tables: dict[RowPart, dict[Key, Call]] = {}
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(self._before(name), with_kwargs=True)
+            module.register_forward_hook(self._after)
+        self.begin(self._part)
+
+    def __deepcopy__(self, memo: object) -> "Calls":
+        """Return itself: a loss may copy the model, hooks included."""
+        return self
+
+    def begin(self, part: RowPart) -> None:
+        """Begin a micro-batch of these rows."""
+        self._part, self._counts, self._open = part, Counter[str](), list[Call]()
+        self._table = self.tables[part] = {}
+
+    def _before(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not private.is_in_backward():  # recomputed calls are known
+                values, form = private.pytree.tree_flatten((args, kwargs))
+                kept = [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
+                self._open.append(Call((name, self._counts[name]), kept, form, rng.capture()))
+                self._counts[name] += 1
+
+        return hook
+
+    def _after(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        if private.is_in_backward():
+            return None
+        call = self._open.pop()
+        call.outputs, call.is_outermost = _copies(outputs), not self._open
+        self._table[call.key] = call
+        known = self._known.get(call.key)
+        return self._replaced(outputs, known.outputs) if known and call.is_outermost else None
+
+    def _replaced(self, output: Any, known: Sequence[Tensor]) -> Any:
+        leaves, form = private.pytree.tree_flatten(output)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        for place, whole in zip(places, known, strict=False) if len(places) == len(known) else ():
+            value = take(whole, leaves[place].shape, self._part)
+            if value is not None:
+                # A loss may ask for a gradient inside, and write in place, which a leaf does not allow.
+                leaves[place] = value.clone().requires_grad_(leaves[place].requires_grad) * 1
+        return private.pytree.tree_unflatten(leaves, form)
+
+
+def _copies(value: Any) -> list[Tensor]:
+    leaves = private.pytree.tree_leaves(value)
+    return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)]
