@@ -48,7 +48,7 @@ class Draws(Replayed):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Bench:
     """The caller's model and loss, the dtype and the random draws of passes."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from anybatch.core import torch_private as private
-from anybatch.state import RowPart, rng, take
+from anybatch.state import Replayed, RowPart, rng, take
 
 Key = tuple[str, int]  # a module's name, and the number of its call in a micro-batch
 Table = Mapping[Key, "Call"]  # the calls of some rows, in the order of their ends: inner ones first
@@ -43,16 +43,16 @@ class Calls:
 
     Args:
         model: whose modules are watched.
+        draws: replayed for each part.
         known: calls with the outputs of all rows, which replace those of the same outermost calls.
     """
 
-    def __init__(self, model: nn.Module, known: Table | None = None) -> None:
-        self._known, self._part = known or {}, RowPart.whole(1)
+    def __init__(self, model: nn.Module, draws: Replayed, known: Table | None = None) -> None:
+        self._draws, self._known = draws, known or {}
         self.tables: dict[RowPart, dict[Key, Call]] = {}
         for name, module in model.named_modules():
             module.register_forward_pre_hook(self._before(name), with_kwargs=True)
             module.register_forward_hook(self._after)
-        self.begin(self._part)
 
     def __deepcopy__(self, memo: object) -> "Calls":
         """Return itself: a loss may copy the model, hooks included."""
@@ -60,6 +60,7 @@ class Calls:
 
     def begin(self, part: RowPart) -> None:
         """Begin a micro-batch of these rows."""
+        self._draws.begin(part)
         self._part, self._counts, self._open = part, Counter[str](), list[Call]()
         self._table = self.tables[part] = {}
 
@@ -83,14 +84,15 @@ class Calls:
         return self._replaced(outputs, known.outputs) if known and call.is_outermost else None
 
     def _replaced(self, output: Any, known: Sequence[Tensor]) -> Any:
-        leaves, form = private.pytree.tree_flatten(output)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        for place, whole in zip(places, known, strict=False) if len(places) == len(known) else ():
-            value = take(whole, leaves[place].shape, self._part)
-            if value is not None:
-                # A loss may ask for a gradient inside, and write in place, which a leaf does not allow.
-                leaves[place] = value.clone().requires_grad_(leaves[place].requires_grad) * 1
-        return private.pytree.tree_unflatten(leaves, form)
+        rest = iter(known)
+
+        def replaced(leaf: Tensor) -> Tensor:
+            value = next(rest, None)
+            value = None if value is None else take(value, leaf.shape, self._part)
+            # A loss may ask for a gradient inside, and write in place, which a leaf does not allow.
+            return leaf if value is None else value.clone().requires_grad_(leaf.requires_grad) * 1
+
+        return private.pytree.tree_map_only(Tensor, replaced, output)
 
 
 def _copies(value: Any) -> list[Tensor]:

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from anybatch.check.bench import Bench, Draws
 from anybatch.check.explain import explain
 from anybatch.check.finding import Finding
-from anybatch.check.prepare import prepare, refuse_without_data
+from anybatch.check.prepare import prepare, refuse
 from anybatch.check.splits import Comparison
 from anybatch.core import Collate, batch_of, html_table
 from anybatch.engine import check_micro_batch
@@ -139,19 +140,19 @@ def check(
     start = time.perf_counter()
     model = unwrapped(model, "auto")  # rank 0 may check while the others wait
     refuse_sharded(model, "a check")
-    refuse_without_data(model, loss)
+    refuse(model, loss)
     if micro_batch is not None:
         check_micro_batch(micro_batch)
-    middle, end = start + CHECK_S / 2, start + CHECK_S
-    given, batch_norm = batch_of(batch, collate), options.batch_norm or "micro"
     with rng.preserved():
-        prepared = prepare(model, loss, given, micro_batch, rows, batch_norm, middle=middle, end=end)
+        bench = Bench(model, loss, Draws(), None, options.batch_norm or "micro", start + CHECK_S)
+        middle = start + CHECK_S / 2
+        prepared = prepare(bench, batch_of(batch, collate), micro_batch, rows, middle)
         compared = Comparison(prepared, micro_batch, middle)
         if compared.may_be_dropout:
             again = Comparison(prepared.without_dropout(), micro_batch, middle)
             compared = compared if again.differs and again.rows_differ else again
         findings = explain(compared)
-    dtype = compared.bench.dtype or next(iter(compared.bench.named.values())).dtype
+    dtype = compared.bench.dtype or next(iter(bench.named.values())).dtype
     return CheckReport(
         exact=not findings,
         error=max(one.error for one in compared.passes),

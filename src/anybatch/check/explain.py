@@ -67,7 +67,8 @@ def _of_padding(compared: Comparison) -> list[Finding]:
         source = f"{padding.source} says that rows are filled up to {padding.length} places"
     else:
         return []
-    short = compared.compare(replace(padded.cut, batch=less), padded, f"{padded.words} {words}")
+    short = compared.compare(replace(padded.cut, batch=less), padded)
+    short.words = f"{padded.words} {words}"
     error = short.failure
     if error is not None and compared.samples is None:
         return []  # a model of fixed length

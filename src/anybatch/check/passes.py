@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,6 @@ from anybatch.engine import Plan, check_parts, gather
 from anybatch.losses import Terms, call_loss, module_of, resolve
 from anybatch.state import RowPart
 
-_NAME = "loss"  # of an unnamed term
-
 
 class Observed(nn.Module):
     """A user's loss function; a bare mean counts as a total of weight 1."""
@@ -34,14 +32,12 @@ class Observed(nn.Module):
     def forward(self, model: nn.Module, micro: Any) -> Any:
         """Return the function's totals."""
         value = call_loss(self.function, model, micro)
-        if _is_scalar(value):
-            value = {_NAME: value}
-        if not isinstance(value, Mapping):
-            return value
-        named = cast("Mapping[str, Any]", value)
-        bare = {name for name, one in named.items() if _is_scalar(one)}
+        named: Mapping[str, Any] = value if isinstance(value, Mapping) else {"loss": value}
+        bare = {name for name, one in named.items() if isinstance(one, Tensor) and one.dim() == 0}
         self.bare |= bare
-        return {name: Total(one, 1) if name in bare else one for name, one in named.items()}
+        return (
+            {name: Total(one, 1) if name in bare else one for name, one in named.items()} if bare else value
+        )
 
 
 def observe(loss: Any) -> Any:
@@ -50,25 +46,20 @@ def observe(loss: Any) -> Any:
     return replace(resolved, function=Observed(resolved.function)) if isinstance(resolved, Terms) else loss
 
 
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
-
-
 # (`module (Class)`, dotted name) -> value of a buffer in the state dict.
 State = dict[tuple[str, str], Tensor]
 
 
 def state_of(model: nn.Module, loss: nn.Module) -> State:
     """Return the saved buffers of a model and its loss, each once; those of the loss under `loss.`."""
-    found, known = State(), set[nn.Module]()
+    found, known = State(), set[int]()
     for root, prefix in ((model, ""), (loss, "loss.")):
         saved = root.state_dict(keep_vars=True)
-        for name, module in root.named_modules():
-            for key, value in () if module in known else module.named_buffers(recurse=False):
-                path = f"{name}.{key}".strip(".")
-                if saved.get(path) is value and value.layout == torch.strided and not value.is_meta:
-                    found[culprit_of(prefix + name, module), prefix + path] = value.detach()
-            known.add(module)
+        for path, value in root.named_buffers():
+            if saved.get(path) is value and value.layout == torch.strided and id(value) not in known:
+                name = path.rpartition(".")[0]
+                found[culprit_of(prefix + name, root.get_submodule(name)), prefix + path] = value.detach()
+                known.add(id(value))
     return found
 
 
@@ -87,9 +78,7 @@ class Recorder(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore
         """Keep the gradients."""
         found = {name: p.grad for name, p in self._named.items()}
-        self.gradients = {
-            name: (g.to_dense() if g.is_sparse else g).clone() for name, g in found.items() if g is not None
-        }
+        self.gradients = {name: g.to_dense().clone() for name, g in found.items() if g is not None}
 
 
 class Pass(Outcome):
@@ -98,9 +87,9 @@ class Pass(Outcome):
     Attributes:
         failure: an error of the model, the loss or the bench; then there is no gradient.
         error, loss_error: relative to a reference, once compared.
-        unreplayed: draws of the last micro-batch that were not replayed.
         tables: the calls of modules, for each part of the rows.
         bare: terms that the loss returned as bare means.
+        unreplayed: draws of the last micro-batch that were not replayed.
     """
 
     def __init__(self, bench: Bench, cut: Rows) -> None:
@@ -118,22 +107,17 @@ class Pass(Outcome):
         self.unreplayed = bench.draws.unreplayed
 
     def _run(self, bench: Bench, batch: Batch, loss: Any) -> None:
-        calls = Calls(bench.model)
+        calls = Calls(bench.model, bench.draws)
         self.tables = calls.tables
-
-        def begin(part: RowPart) -> None:
-            bench.draws.begin(part)
-            calls.begin(part)
-
-        watched: Any = WatchedBatch(batch, self.cut.part, bench.draws, begin)
-        sizes = tuple([len(part.rows) for part in self.cut.parts])
-        plan = Plan(rows=batch.rows, micro_batch=max(sizes), batch_norm=bench.batch_norm)
+        watched: Any = WatchedBatch(batch, self.cut.part, bench.draws, calls.begin)
+        plan = Plan(rows=batch.rows, micro_batch=self.cut.micro_batch, batch_norm=bench.batch_norm)
         optimizers, _ = check_parts(bench.model, loss, Recorder(bench.named), None)
         task = gather(bench.model, loss, optimizers, ())
+        sizes = tuple([len(part.rows) for part in self.cut.parts])
         super().__init__(task, watched, plan, sizes, bench.draws, is_dry=False)
         self.state = state_of(bench.model, module_of(loss))
         self.bare = getattr(getattr(loss, "function", None), "bare", self.bare)
 
     def holds(self, limit: float) -> bool:
         """Return True if both errors are at most the limit."""
-        return self.error <= limit and self.loss_error <= limit
+        return max(self.error, self.loss_error) <= limit

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from anybatch.check.bench import Bench, Draws, named_parameters
 from anybatch.check.passes import Pass
 from anybatch.check.rows import Rows
 from anybatch.compare import choose_rows, numbered_anew
-from anybatch.core import Batch, BatchError, PlanError, SampleBatch, TensorBatch, tree
+from anybatch.core import Batch, BatchError, PlanError, TensorBatch, tree
 from anybatch.losses import WholeBatch, module_of
 from anybatch.memory import room_of
 from anybatch.planner import refuse_lazy
@@ -24,7 +24,6 @@ from anybatch.planner import refuse_lazy
 ALL_ROWS = 64  # the most rows that are tried if a few rows do not run
 PASSES = 4  # over all rows: the whole and three cuts
 LEAST = 3  # the fewest rows with an uneven split
-WARM_S = 0.6  # a longer first pass is not repeated for timing
 WIDE_S = 1.5  # if a pass over two rows takes longer in float64, use the model's own dtype
 _DTYPES = ((torch.float64, True), (torch.float64, False), (None, False))  # and: also where the model casts
 
@@ -44,51 +43,29 @@ class Prepared(NamedTuple):
         return self._replace(bench=replace(self.bench, draws=draws), notes=[*self.notes, note])
 
 
-def prepare(
-    model: nn.Module,
-    loss: Any,
-    given: Batch,
-    micro_batch: int | None,
-    rows: int | None,
-    batch_norm: str,
-    *,
-    middle: float,
-    end: float,
-) -> Prepared:
-    """Choose rows, and find the widest dtype in which the model runs on them.
-
-    Passes over all rows should be over in the `middle`; the check ends at the `end`.
-    """
-    _refuse(model, loss)
-    total = given.rows
-    if total < 2 or (rows is not None and rows < 2):
-        raise BatchError(
-            f"Expected at least 2 rows to cut, got {total if total < 2 else rows}. Hand over a larger batch."
-        )
-    wanted = min(total, rows or total)
-    choose = choose_rows(given, min(total, ALL_ROWS))
+def prepare(bench: Bench, given: Batch, micro_batch: int | None, rows: int | None, middle: float) -> Prepared:
+    """Choose rows, so that passes over them end before the `middle`, and the widest dtype that runs."""
+    total, notes = given.rows, list[str]()
+    wanted = total if rows is None else min(total, rows)
+    if wanted < 2:
+        raise BatchError(f"Expected at least 2 rows to cut, got {wanted}. Hand over a larger batch.")
+    choose = choose_rows(given)
 
     def cut(count: int) -> Rows:
-        chosen = choose(min(count, ALL_ROWS))
-        others = sorted({*range(total)} - {*chosen}) if count > len(chosen) else []
-        few = given.only([*chosen, *others[: count - len(chosen)]])
-        return Rows.uncut(numbered_anew(few, given) if isinstance(loss, WholeBatch) else few)
+        chosen = dict.fromkeys([*choose(min(count, ALL_ROWS)), *range(total)])
+        few = given.only([*chosen][:count])
+        return Rows.uncut(numbered_anew(few, given) if isinstance(bench.loss, WholeBatch) else few)
 
     # Two rows may be too few for a model; a loss that holds a tensor per row needs all rows.
-    cuts = [cut(size) for size in dict.fromkeys([2, min(ALL_ROWS, wanted), min(ALL_ROWS, total)])]
-    bench = Bench(model=model, loss=loss, draws=Draws(), dtype=None, batch_norm=batch_norm, deadline=end)
-    is_wide_already = all(p.dtype == torch.float64 for p in model.parameters())
-    limit = WIDE_S if rows is None and not is_wide_already else math.inf
-    bench, few, seconds, notes = _first_that_runs(bench, cuts, limit)
-    least = few.batch.rows
+    sizes = dict.fromkeys([2, min(ALL_ROWS, wanted), min(ALL_ROWS, total)])
+    found, few = _first_that_runs(bench, [*map(cut, sizes)], WIDE_S if rows is None else math.inf, notes)
     if rows is None:
-        affordable = _affordable(bench, few, seconds, middle) if least == 2 else least
-        wanted = min(wanted, max(affordable, 2 * (micro_batch or 0) + 1))
-    whole = cut(wanted) if wanted > least else few
-    bench = replace(bench, draws=Draws(is_wide=bench.draws.is_wide), deadline=end)
-    if isinstance(given, SampleBatch):
-        return _collated(bench, whole, notes)
-    return Prepared(bench, whole, None, notes)
+        wanted = min(wanted, max(_affordable(found, few, middle), 2 * (micro_batch or 0) + 1))
+    whole = cut(wanted) if wanted > few.batch.rows else few
+    bench = replace(bench, dtype=found.dtype, draws=Draws(is_wide=found.draws.is_wide))
+    return (
+        _collated(bench, whole, notes) if whole.batch.whole is None else Prepared(bench, whole, None, notes)
+    )
 
 
 def refuse_without_data(model: nn.Module, loss: object) -> None:
@@ -103,7 +80,9 @@ def refuse_without_data(model: nn.Module, loss: object) -> None:
         )
 
 
-def _refuse(model: nn.Module, loss: object) -> None:
+def refuse(model: nn.Module, loss: object) -> None:
+    """Raise PlanError if a model cannot be watched, or nothing is trained."""
+    refuse_without_data(model, loss)
     scripted = [name or "the model" for name, one in model.named_modules() if isinstance(one, ScriptModule)]
     if scripted:
         raise PlanError(
@@ -119,39 +98,39 @@ def _refuse(model: nn.Module, loss: object) -> None:
 
 
 def _first_that_runs(
-    bench: Bench, cuts: Sequence[Rows], limit: float
-) -> tuple[Bench, Rows, float, list[str]]:
-    """Return the first bench and rows of a pass that ends, its seconds and notes; `limit` is for float64."""
-    errors, notes = list[Exception](), list[str]()
+    bench: Bench, cuts: Sequence[Rows], limit: float, notes: list[str]
+) -> tuple[Bench, Rows]:
+    """Return a bench and rows of which a pass ends; give float64 up after `limit` seconds."""
+    errors = list[Exception]()
+    if all(p.dtype == torch.float64 for p in bench.model.parameters()):
+        limit = math.inf
     for (dtype, is_wide), few in product(_DTYPES, cuts):
-        if notes and dtype is not None:
+        if dtype is None and not notes:
+            line = str(errors[0]).strip().partition("\n")[0][:120]
+            notes.append(f"it does not run in float64 ({type(errors[0]).__name__}: {line})")
+        elif dtype is not None and notes:
             continue
-        start = time.perf_counter()
-        deadline = math.inf if dtype is None else start + limit
-        bench = replace(bench, draws=Draws(is_wide=is_wide), dtype=dtype, deadline=deadline)
-        found = bench.in_time(partial(Pass, bench, few))
+        deadline = time.perf_counter() + (math.inf if dtype is None else limit)
+        tried = replace(bench, draws=Draws(is_wide=is_wide), dtype=dtype, deadline=deadline)
+        found = tried.in_time(partial(Pass, tried, few))
         if found is None:
-            notes = ["float64 would take too long, so errors are those of the model's own dtype"]
-        elif found.failure is not None:
-            errors.append(found.failure)
+            notes.append("float64 would take too long, so errors are those of the model's own dtype")
+        elif found.failure is None:
+            return tried, few
         else:
-            if dtype is None and not notes:
-                line = str(errors[0]).strip().partition("\n")[0][:120]
-                notes = [f"it does not run in float64 ({type(errors[0]).__name__}: {line})"]
-            return bench, few, time.perf_counter() - start, notes
+            errors.append(found.failure)
     raise errors[-1]
 
 
-def _affordable(bench: Bench, few: Rows, seconds: float, middle: float) -> int:
-    """Return the number of rows for which there is time and memory, by a pass over two."""
-    if seconds < WARM_S:  # the first pass includes one-time costs
-        begun = time.perf_counter()
-        Pass(bench, few)
-        seconds = time.perf_counter() - begun
-    in_time = (middle - time.perf_counter()) * 2 / (seconds or 1e-9)  # rows of one pass
+def _affordable(bench: Bench, few: Rows, middle: float) -> int:
+    """Return the number of rows for which there is time and memory."""
+    start, rows = time.perf_counter(), few.batch.rows
+    Pass(bench, few)  # the first one had one-time costs
+    now = time.perf_counter()
+    in_time = (middle - now) * rows / (now - start)  # rows of one pass
     room = room_of(next(iter(bench.named.values())).device)
-    fit = math.inf if room is None else room / (bench.draws.nbytes / 2 or 1)
-    return max(2, min(LEAST, int(in_time / 2)), int(min(fit, in_time / PASSES)))
+    fit = math.inf if room is None else room * 2 * rows / (bench.draws.nbytes or 1)  # two passes were noted
+    return max(rows, min(LEAST, int(in_time / 2)), int(min(fit, in_time / PASSES)))
 
 
 def _collated(bench: Bench, whole: Rows, notes: list[str]) -> Prepared:

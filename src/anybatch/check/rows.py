@@ -34,9 +34,8 @@ class Rows:
     @property
     def words(self) -> str:
         """The sizes, as in 3+3+2."""
-        if self.micro_batch == 1:
-            return "1 by 1"
-        return "+".join([str(len(part.rows)) for part in self.parts])
+        sizes = "+".join([str(len(part.rows)) for part in self.parts])
+        return ("1 by 1" if self.micro_batch == 1 else sizes) + " from the last" * (not self.part.is_whole)
 
     def cut(self, micro_batch: int) -> "Rows":
         """Return the same rows in micro-batches of a size."""

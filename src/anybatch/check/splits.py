@@ -23,7 +23,7 @@ _TINY = 1e-6
 _FAULTS = ("dropped rows", "outputs", "unknown", "pooled", "")
 
 
-def cut_sizes_to_try(rows: int, micro_batch: int | None = None) -> list[int]:
+def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
     """Return sizes of micro-batches: the caller's, two that leave a smaller last one, and 1."""
     ragged = [size for size in range(2, rows) if rows % size]
     near = [min(ragged, key=lambda size: abs(size - share * rows)) for share in (3 / 8, 5 / 8) if ragged]
@@ -100,24 +100,23 @@ class Comparison:
                 "Hand over a batch with valid targets."
             )
         self.limit = limit_of(reference.dtypes, len(rows))
-        passes = list[Pass]()
-        for size in cut_sizes_to_try(len(rows), micro_batch):
-            # A bare mean is never exact, whatever the others say.
-            if not passes or not (reference.bare or time.perf_counter() > middle):
-                passes.append(self.compare(whole.cut(size), reference))
+        self.splits = [whole.cut(size) for size in cut_sizes_to_try(len(rows), micro_batch)]
         if reference.unreplayed:
             # Numbers drawn by position may be right by chance while rows come in order.
-            turned = whole.only(rows[::-1]).cut(1)
-            passes.append(self.compare(turned, reference, "1 by 1 from the last"))
+            self.splits.append(whole.only(rows[::-1]).cut(1))
+        passes = list[Pass]()
+        for cut in self.splits:
+            # A bare mean is never exact, whatever the others say.
+            if not passes or not (reference.bare or time.perf_counter() > middle):
+                passes.append(self.compare(cut, reference))
         several = [one for one in passes if one.cut.micro_batch > 1 or one.failure is None]
         # A model may refuse single rows (BatchNorm does): no fault if other splits run.
         self.passes = several or passes
 
-    def compare(self, cut: Rows, reference: Pass, words: str = "") -> Pass:
+    def compare(self, cut: Rows, reference: Pass) -> Pass:
         """Compare any split with any reference."""
         found = Pass(self.bench, cut)
-        found.words = words or cut.words
-        if found.failure is None and reference.failure is None:
+        if found.failure is None:
             far = distance(reference, found)
             if max(far.gradient, far.loss) > self.limit:
                 far = distance(reference, found, *self._halves)
@@ -187,15 +186,10 @@ class Comparison:
 
 def find_state(compared: Comparison) -> list[Finding]:
     """Return a finding for each module whose saved buffers depend on the split."""
-    whole, saved = compared.reference.state, dict[str, list[str]]()
-    others = [one.state for one in compared.passes if one.failure is None]
-    for key in dict.fromkeys(key for state in (whole, *others) for key in state):
-        values = [state.get(key) for state in (whole, *others)]
-        first = values[0]
-        if not all(
-            first is not None and one is not None and is_close(one, first, 10 * compared.limit)
-            for one in values
-        ):
+    saved = dict[str, list[str]]()
+    for key, value in compared.reference.state.items():
+        others = [one.state[key] for one in compared.passes if key in one.state]
+        if not all(is_close(one, value, 10 * compared.limit) for one in others):
             saved.setdefault(key[0], []).append(f"`{key[1]}`")
     what = "A split batch leaves other values than the whole, by the number of micro-batches: {}."
     return [

@@ -1,230 +1,263 @@
 """Terms of a loss that do not add up although the outputs of the model are fixed, and why"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
+
 from anybatch.check.calls import Calls
-from anybatch.check.denominators import Candidate, candidates, held_weights, misfit
 from anybatch.check.finding import WAYS_OUT, Finding
 from anybatch.check.passes import observe
 from anybatch.check.rows import Rows
-from anybatch.check.splits import Comparison, cut_sizes_to_try
-from anybatch.losses import Additive, SummedLoss, Terms, function_of, resolve
-from anybatch.state import RowPart
+from anybatch.check.splits import Comparison
+from anybatch.core import tree
+from anybatch.losses import TARGET_KEYS, Additive, SummedLoss, Terms, function_of, resolve
+from anybatch.state import Reachable, RowPart
 
+_FILLS = (-100, 0, -1)  # common fill values of targets: torch's and Hugging Face's, zero, scikit-learn's
 _CLOSER = 1e-6  # relative error of sums in float32 that add up
 _SMALL = 1e-6  # the most that an epsilon in a denominator moves a mean
 _EXACT = 1e-13  # error of float64 on few terms
 _EPSILON = 1e-4  # the share of an error that an epsilon in a denominator may leave
 
 
-class Evaluation(NamedTuple):
-    """The terms of one micro-batch."""
+class Share(NamedTuple):
+    """A term of one micro-batch."""
 
+    sum: float
+    weight: float
     part: RowPart  # its rows
     micro: Any
-    sums: Mapping[str, float]  # by the term's name
-    weights: Mapping[str, float]  # by the term's name
     unreplayed: int  # random draws that were not replayed
 
+    @property
+    def mean(self) -> float:
+        """Sum over weight; NaN without weight."""
+        return self.sum / (self.weight or math.nan)
 
-def evaluate(compared: Comparison, *splits: Rows) -> list[Evaluation]:
+
+Parts = Sequence[Share]  # of all micro-batches of a split
+
+
+def evaluate(compared: Comparison, *splits: Rows) -> list[dict[str, Share]]:
     """Return the terms of each micro-batch of splits, with the model's outputs for the whole batch."""
-    bench, found = compared.bench, list[Evaluation]()
+    bench, found = compared.bench, list[dict[str, Share]]()
     batches = [bench.own(rows.batch) for rows in splits]  # outside of draws, which note dtypes
     with bench.fresh():
-        calls, loss = Calls(bench.model, compared.calls), resolve(observe(bench.loss))
+        calls, loss = Calls(bench.model, bench.draws, compared.calls), resolve(observe(bench.loss))
         for rows, batch in zip(splits, batches, strict=True):
             for part, micro in zip(rows.parts, batch.cut(rows.micro_batch), strict=True):
-                bench.draws.begin(part)
                 calls.begin(part)
-                terms = loss.evaluate(bench.model, micro)
-                sums = {name: value.item() for name, value in terms.sums.items()}
-                weights = {name: float(weight) for name, weight in terms.weigh().items()}
-                found.append(Evaluation(part, micro, sums, weights, bench.draws.unreplayed))
+                sums, weigh = loss.evaluate(bench.model, micro)
+                weights, rest = weigh(), (part, micro, bench.draws.unreplayed)
+                found.append(
+                    {name: Share(value.item(), float(weights[name]), *rest) for name, value in sums.items()}
+                )
     return found
 
 
-def find_terms(compared: Comparison) -> list[Finding]:
-    """Return a finding for each term that does not add up in one of the splits."""
-    if not isinstance(resolve(compared.bench.loss), Terms | SummedLoss | Additive):
-        return []
-    splits = [one.cut for one in compared.passes]
-    tried = {one.micro_batch for one in splits}
-    sizes = cut_sizes_to_try(compared.whole.batch.rows)
-    splits += [compared.whole.cut(size) for size in sizes if size not in tried]
-    whole = _tried(compared, compared.whole)
-    parted = [found for one in splits if whole and (found := _tried(compared, one))]
-    limits = [compared.limit]
-    if compared.limit > _CLOSER and not compared.rows_differ:
-        limits.append(_CLOSER)  # in float32, terms of about the same size seem to add up
-    for limit in limits:
-        terms = [Term(compared, name, whole[0], parted, limit) for name in (whole[0].sums if whole else ())]
-        if found := [finding for term in terms if (finding := term.finding())]:
-            return found
-    return []
-
-
-def _tried(compared: Comparison, rows: Rows) -> list[Evaluation]:
+def _tried(compared: Comparison, rows: Rows) -> list[dict[str, Share]]:
     try:
         return evaluate(compared, rows)
     except Exception:  # rows that a loss refuses to take alone, or outputs that do not fit
         return []
 
 
+def find_terms(compared: Comparison) -> list[Finding]:
+    """Return a finding for each term that does not add up in one of the splits."""
+    if not isinstance(resolve(compared.bench.loss), Terms | SummedLoss | Additive):
+        return []
+    whole = _tried(compared, compared.whole)
+    splits = [found for one in compared.splits if whole and (found := _tried(compared, one))]
+    limits = [compared.limit]
+    if compared.limit > _CLOSER and not compared.rows_differ:
+        limits.append(_CLOSER)  # in float32, terms of about the same size seem to add up
+    for limit in limits:
+        findings = list[Finding]()
+        for name, share in whole[0].items() if whole else ():
+            parted = [[part[name] for part in parts if name in part] for parts in splits]
+            findings += Term(compared, name, share, parted, limit).findings()
+        if findings:
+            return findings
+    return []
+
+
 class Term:
     """A term of a loss in several splits, where the model's outputs are those of the whole batch."""
 
     def __init__(
-        self,
-        compared: Comparison,
-        name: str,
-        whole: Evaluation,
-        parted: Sequence[Sequence[Evaluation]],
-        tolerance: float,
+        self, compared: Comparison, name: str, whole: Share, parted: Sequence[Parts], tolerance: float
     ) -> None:
-        self.compared, self.name, self.whole = compared, name, whole
-        self.parted = [[part for part in parts if name in part.sums] for parts in parted]
+        self.compared, self.name, self.whole, self.parted = compared, name, whole, parted
         self.tolerance = tolerance  # relative error that counts as rounding
         self.is_bare = name in compared.reference.bare
-        self.sums, self.weights = [  # True if they add up
-            all(self._add_up(of, parts, whole) for parts in self.parted) for of in ("sums", "weights")
-        ]
+        self.has_sums = all(self._adds_up(whole.sum, [part.sum for part in parts]) for parts in parted)
+        self.has_weights = all(
+            self._adds_up(whole.weight, [part.weight for part in parts]) for parts in parted
+        )
 
-    def finding(self) -> Finding | None:
-        """Return a finding if the term does not add up, or is a bare mean."""
-        if self.sums and self.weights and not self.is_bare:
-            return None
+    def findings(self) -> Iterator[Finding]:
+        """Yield a finding if the term does not add up, or is a bare mean."""
+        if not (self.has_sums and self.has_weights) or self.is_bare:
+            kind, what, *ways_out = self._classify()
+            culprit = f"term {self.name!r} of {self.compared.name}"
+            yield Finding(kind=kind, culprit=culprit, what=what, ways_out=tuple(ways_out) or WAYS_OUT[kind])
+
+    def _classify(self) -> tuple[str, ...]:
+        """Return the kind of the finding, what the term does, and the ways out if they are its own."""
         rows = self.compared.whole
         if any(part.unreplayed for parts in ([self.whole], *self.parted) for part in parts):
             what = (
                 "It draws random numbers by position: from a generator of its own, or after setting a seed."
             )
-            return self._found("position", what)
-        if not self._are_same(self.whole, evaluate(self.compared, rows, rows)[1]):
-            return self._found(
-                "state", "It returns another value when it is called again with the same rows."
-            )
+            return "position", what
+        if not self._are_same(self.whole, evaluate(self.compared, rows, rows)[1][self.name]):
+            return "state", "It returns another value when it is called again with the same rows."
         if dropped := self._dropped():
-            total = f"{len(dropped)} of {rows.batch.rows} rows"
-            what = f"{total} count in the whole batch, but not in a small micro-batch."
-            return self._found("dropped rows", what)
-        return self._denominator() or self._meeting()
-
-    def _found(self, kind: str, what: str, *ways_out: str) -> Finding:
-        culprit = f"term {self.name!r} of {self.compared.name}"
-        return Finding(kind=kind, culprit=culprit, what=what, ways_out=ways_out or WAYS_OUT[kind])
-
-    def _dropped(self) -> set[int]:
-        """Return the rows that count in the whole, while some micro-batch with them counts nothing."""
-        dropped, name = set[int](), self.name
-        for part in [p.part for parts in self.parted for p in parts if not (p.sums[name] or p.weights[name])]:
-            others = [row for row in range(part.total) if row not in part.rows]
-            rest = _tried(self.compared, self.compared.whole.only(others))
-            if not rest or rest[0].weights[name] != self.whole.weights[name]:
-                dropped |= set(part.rows)
-        return dropped
-
-    def _denominator(self) -> Finding | None:
-        """Return a finding if the weights are wrong, or their share of an epsilon."""
-        bench, rounding = self.compared.bench, self.tolerance / 10  # means of terms lose less than gradients
-        held = held_weights(function_of(bench.loss), bench.model)
-        errors = [(self._error_with(one, held), one) for one in candidates(self.whole.micro, held)]
-        best = min(error for error, _ in errors)
-        error = self._error(lambda part: part.weights[self.name], self._mean)
-        if best <= max(rounding, _EPSILON * min(error, 1.0)):
-            # Take the first that fits as well as the best: in float32, and early in training when all tokens
-            # have about the same loss, wrong ones come close.
-            right = next(one for error, one in errors if error <= max(10 * best, _EXACT))
-            return self._with_right(right, is_near=best > rounding)
-        if self.weights and error <= _SMALL:
-            return self._found(
-                "denominator",
-                f"Its mean and that of its parts differ by {error:.1g}: an epsilon is in the denominator.",
-                "Return the sum as it is before it is divided, instead of mean * n.",
-                "Where the denominator may be 0, n.clamp(min=1) is exact; n + 1e-8 is not.",
-            )
-        if self.sums and not self.weights:
-            parts = [round(part.weights[self.name], 6) for part in self.parted[0]]
-            return self._found(
-                "denominator",
-                f"Its sums add up, but its weights do not: {self.whole.weights[self.name]:g} for the whole "
-                f"batch, {parts} for its parts.",
-                "Return ab.Total(sum, what the sum of the whole batch is divided by).",
-            )
-        return None
-
-    def _with_right(self, right: Candidate, *, is_near: bool) -> Finding:
-        if self.is_bare:
-            wrong = "It returns a bare mean, which has lost its denominator"
-        elif self.weights:
-            wrong = "Its weights add up, but its sums do not: they are means already"
-        elif self.sums:
-            wrong = "Its sums add up, but its weights do not"
-        else:
-            wrong = "Its denominator does not add up"
-        total = f"ab.Total({'sum' if is_near else 'mean * n'}, n)"
-        total = total if self.name == "loss" else f'{{"{self.name}": {total}}}'
-        ways_out = [f"Return the sum and what it is divided by:\n    n = {right.code}\n    return {total}"]
-        if is_near:
-            ways_out.append("Where it may be 0, n.clamp(min=1) is exact; n + 1e-8 is not.")
-        elif self.is_bare and hasattr(self.compared.bench.model, "config"):
-            ways_out.append("For a transformers model that computes its own loss, use ab.ModelLoss().")
-        more = ", apart from an epsilon" * is_near
-        what = f"{wrong}; the right denominator is {right.words}{more}."
-        return self._found("denominator", what, *ways_out)
-
-    def _meeting(self) -> Finding:
+            what = f"{len(dropped)} of {rows.batch.rows} rows count in the whole batch, but not in a small "
+            return "dropped rows", what + "micro-batch."
+        if ours := self._denominator():
+            return "denominator", *ours
         # All rows but the last, in order and reversed: the shape of all would look like the whole's.
-        rows = range(max(1, self.compared.whole.batch.rows - 1))
-        one, other = [
-            evaluate(self.compared, self.compared.whole.only(order))[0] for order in (rows, rows[::-1])
-        ]
-        if not self._are_same(one, other):
-            return self._found("position", "The same rows in another order give another value.")
-        parts = [float(f"{self._mean(part):.6g}") for part in self.parted[0]]
-        return self._found(
+        order = range(max(1, rows.batch.rows - 1))
+        if not self._are_same(
+            *[evaluate(self.compared, rows.only(one))[0][self.name] for one in (order, order[::-1])]
+        ):
+            return "position", "The same rows in another order give another value."
+        means = [float(f"{part.mean:.6g}") for part in self.parted[0]]
+        return (
             "meeting",
-            f"Rows meet in it, or its denominator is unknown: {self._mean(self.whole):.6g} on the whole "
-            f"is not a mean of {parts} on its parts, weighted by rows, elements, valid entries, masks or "
-            "class weights.",
+            f"Rows meet in it, or its denominator is unknown: {self.whole.mean:.6g} on the whole is not "
+            f"a mean of {means} on its parts, weighted by rows, elements, valid entries, masks or class "
+            "weights.",
             "Write it as ab.WholeBatch(fn), a function of the outputs of all rows.",
             "If it is a mean, return the sum and what it is divided by: ab.Total(sum, n).",
             "If it is several means, return each as a term of its own: {'name': ab.Total(sum, weight), ...}.",
             "Leave the batch uncut (micro_batch=None).",
         )
 
-    def _mean(self, part: Evaluation) -> float:
-        """Return sum over weight; NaN without weight."""
-        return part.sums[self.name] / (part.weights[self.name] or math.nan)
+    def _dropped(self) -> set[int]:
+        """Return the rows that count in the whole, while some micro-batch with them counts nothing."""
+        dropped = set[int]()
+        for part in [one.part for parts in self.parted for one in parts if not (one.sum or one.weight)]:
+            others = [row for row in range(part.total) if row not in part.rows]
+            rest = _tried(self.compared, self.compared.whole.only(others))
+            if not rest or rest[0][self.name].weight != self.whole.weight:
+                dropped |= set(part.rows)
+        return dropped
 
-    def _sum(self, part: Evaluation) -> float:
-        return part.sums[self.name]
+    def _denominator(self) -> tuple[str, ...]:
+        """Return what is wrong with the weights, and ways out; nothing if they are not at fault."""
+        bench, rounding = self.compared.bench, self.tolerance / 10  # means of terms lose less than gradients
+        held = held_weights(function_of(bench.loss), bench.model)
+        errors = [
+            (self._error_of(code, held), words, code) for words, code in candidates(self.whole.micro, held)
+        ]
+        best, error = min(errors)[0], self._error(lambda part: part.weight, lambda part: part.mean)
+        if best <= max(rounding, _EPSILON * min(error, 1.0)):
+            # Take the first that fits as well as the best: in float32, and early in training when all tokens
+            # have about the same loss, wrong ones come close.
+            right = next(one for one in errors if one[0] <= max(10 * best, _EXACT))
+            return self._with_right(*right[1:], is_near=best > rounding)
+        if self.has_weights and error <= _SMALL:
+            return (
+                f"Its mean and that of its parts differ by {error:.1g}: an epsilon is in the denominator.",
+                "Return the sum as it is before it is divided, instead of mean * n.",
+                "Where the denominator may be 0, n.clamp(min=1) is exact; n + 1e-8 is not.",
+            )
+        if self.has_sums and not self.has_weights:
+            return (
+                f"Its sums add up, but its weights do not: {self.whole.weight:g} for the whole batch, "
+                f"{[round(part.weight, 6) for part in self.parted[0]]} for its parts.",
+                "Return ab.Total(sum, what the sum of the whole batch is divided by).",
+            )
+        return ()
 
-    def _error_with(self, candidate: Candidate, held: Mapping[str, Any]) -> float:
+    def _with_right(self, words: str, code: str, *, is_near: bool) -> tuple[str, ...]:
+        if self.is_bare:
+            wrong = "It returns a bare mean, which has lost its denominator"
+        elif self.has_weights:
+            wrong = "Its weights add up, but its sums do not: they are means already"
+        elif self.has_sums:
+            wrong = "Its sums add up, but its weights do not"
+        else:
+            wrong = "Its denominator does not add up"
+        total = f"ab.Total({'sum' if is_near else 'mean * n'}, n)"
+        total = total if self.name == "loss" else f'{{"{self.name}": {total}}}'
+        what = f"{wrong}; the right denominator is {words}{', apart from an epsilon' * is_near}."
+        lines = f"Return the sum and what it is divided by:\n    n = {code}\n    return {total}"
+        if is_near:
+            return what, lines, "Where it may be 0, n.clamp(min=1) is exact; n + 1e-8 is not."
+        if self.is_bare and hasattr(self.compared.bench.model, "config"):
+            return what, lines, "For a transformers model that computes its own loss, use ab.ModelLoss()."
+        return what, lines
+
+    def _error_of(self, code: str, held: Mapping[str, Tensor]) -> float:
         """Return the smaller error of two readings: sum over weight, or a sum that is a mean already."""
 
-        def count(part: Evaluation) -> float:
-            return float(eval(candidate.code, {**held, "micro": part.micro}))  # the code is made by us
+        def count(part: Share) -> float:
+            return float(eval(code, {**held, "micro": part.micro}))  # the code is made below
 
         try:
-            return min(self._error(count, mean) for mean in (self._mean, self._sum))
+            return min(self._error(count, lambda part: part.mean), self._error(count, lambda part: part.sum))
         except (RuntimeError, IndexError):  # classes without a weight
             return math.inf
 
-    def _error(self, weigh: Callable[[Evaluation], float], mean: Callable[[Evaluation], float]) -> float:
-        """Return the largest error in a split of the mean of its parts by these weights."""
-        errors = [
-            misfit([weigh(part) for part in parts], [mean(part) for part in parts], mean(self.whole))
-            for parts in self.parted
-        ]
-        return max(errors, default=math.inf)
+    def _error(self, weigh: Callable[[Share], float], read: Callable[[Share], float]) -> float:
+        """Return the largest error in a split of a weighted mean of its parts, relative to its addends."""
+        worst, wanted = 0.0, read(self.whole)
+        for parts in self.parted:
+            used = [(weight, read(part)) for part in parts if (weight := weigh(part))]
+            size = math.fsum(abs(weight * value) for weight, value in used)
+            if not 0 < size < math.inf:
+                return math.inf
+            worst = max(worst, abs(math.fsum(weight * (value - wanted) for weight, value in used)) / size)
+        return worst
 
-    def _add_up(self, of: str, parts: Sequence[Evaluation], whole: Evaluation) -> bool:
-        *addends, wanted = [getattr(one, of)[self.name] for one in (*parts, whole)]
-        size = math.fsum(map(abs, (*addends, wanted)))
-        return math.isfinite(size) and abs(math.fsum(addends) - wanted) <= self.tolerance * size
+    def _adds_up(self, whole: float, parts: Sequence[float]) -> bool:
+        size = math.fsum(map(abs, (whole, *parts)))
+        return math.isfinite(size) and abs(math.fsum(parts) - whole) <= self.tolerance * size
 
-    def _are_same(self, one: Evaluation, other: Evaluation) -> bool:
-        return all(self._add_up(of, [other], one) for of in ("sums", "weights"))
+    def _are_same(self, one: Share, other: Share) -> bool:
+        return self._adds_up(one.sum, [other.sum]) and self._adds_up(one.weight, [other.weight])
+
+
+def candidates(batch: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Yield what a loss of this batch may have to be divided by, the plainest first.
+
+    Each has words, and Python code that counts it in `micro`, with class weights by their names.
+    """
+    nest = tree.flatten(batch)
+    names = ["micro" + path if path != "the batch itself" else "micro" for path in nest.paths]
+    yield "the rows", f"len({names[0]})"
+    yield from [(f"the elements of {name}", f"{name}.numel()") for name in names]
+    # Targets are counted most often: by their name, or because they come last.
+    is_target = [any(path in (f"[{key!r}]", f".{key}") for key in TARGET_KEYS) for path in nest.paths]
+    order = sorted(range(len(names)), key=lambda index: (not is_target[index], -index))
+    of_classes = list[tuple[str, str]]()
+    for name, leaf in [(names[index], nest.leaves[index]) for index in order]:
+        is_class = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
+        is_long = leaf.dim() > 1 and leaf.shape[1] > 1
+        for words, code in [(name, name), (f"{name} (shifted by one)", f"{name}[:, 1:]")][: 1 + is_long]:
+            for fill in dict.fromkeys((*_FILLS, *leaf.reshape(-1)[-1:].tolist())) if is_class else ():
+                yield f"the entries of {words} that are not {fill}", f"({code} != {fill}).sum()"
+            if not leaf.is_complex() and bool((leaf >= 0).all()):
+                yield f"the sum of {words}", f"{code}.sum()"
+            yield f"the elements of {words}", f"{code}.numel()"
+            for key in weights if is_class else ():
+                valid = code if int(leaf.min()) >= 0 else f"{code}[{code} >= 0]"
+                of_classes.append((f"the sum of the class weights {key}[{words}]", f"{key}[{valid}].sum()"))
+    yield from of_classes
+
+
+def held_weights(*holders: Any) -> dict[str, Tensor]:
+    """Return real tensors of one axis that functions, modules and objects hold, by name: class weights."""
+    found = Reachable(holders)
+    scopes: list[Any] = [*[scope for scope, _ in found.scopes], *found.containers]
+    tables: list[dict[Any, Any]] = [one for one in scopes if isinstance(one, dict)]
+    names = {id(value): key for table in tables for key, value in table.items() if str(key).isidentifier()}
+    tensors = [one for one in found.values if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)]
+    weights = {id(one): one for one in reversed(tensors) if one.dim() == 1 and one.is_floating_point()}
+    return {names.get(at, "weight"): one.detach().double() for at, one in weights.items()}
