@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,8 +20,7 @@ class Call:
     """One call of a module."""
 
     key: Key
-    values: list[Any]  # the arguments, flattened
-    form: Any  # their tree
+    arguments: Any  # positional ones and keywords, with copies of tensors
     state: rng.RandomState  # of the random streams
     outputs: list[Tensor] = field(default_factory=list[Tensor])
     is_outermost: bool = False  # True if no other module called this one
@@ -28,14 +28,13 @@ class Call:
     @property
     def inputs(self) -> list[Tensor]:
         """The tensors among the arguments."""
-        return [value for value in self.values if isinstance(value, Tensor)]
+        return _tensors(self.arguments)
 
     def repeat(self, module: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Call a module in the same way, with copies of these tensors in place of its own."""
         rest = iter(inputs)
-        values = [next(rest).clone() if isinstance(value, Tensor) else value for value in self.values]
-        args, kwargs = private.pytree.tree_unflatten(values, self.form)
-        return _copies(module(*args, **kwargs))
+        args, kwargs = _mapped(lambda _: next(rest).clone(), self.arguments)
+        return _tensors(_mapped(_copy, module(*args, **kwargs)))
 
 
 class Calls:
@@ -51,7 +50,7 @@ class Calls:
         self._draws, self._known = draws, known or {}
         self.tables: dict[RowPart, dict[Key, Call]] = {}
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(self._before(name), with_kwargs=True)
+            module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
             module.register_forward_hook(self._after)
 
     def __deepcopy__(self, memo: object) -> "Calls":
@@ -64,21 +63,17 @@ class Calls:
         self._part, self._counts, self._open = part, Counter[str](), list[Call]()
         self._table = self.tables[part] = {}
 
-    def _before(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not private.is_in_backward():  # recomputed calls are known
-                values, form = private.pytree.tree_flatten((args, kwargs))
-                kept = [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
-                self._open.append(Call((name, self._counts[name]), kept, form, rng.capture()))
-                self._counts[name] += 1
-
-        return hook
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not private.is_in_backward():  # recomputed calls are known
+            key = name, self._counts[name]
+            self._counts[name] += 1
+            self._open.append(Call(key, _mapped(_copy, (args, kwargs)), rng.capture()))
 
     def _after(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         if private.is_in_backward():
             return None
         call = self._open.pop()
-        call.outputs, call.is_outermost = _copies(outputs), not self._open
+        call.outputs, call.is_outermost = _tensors(_mapped(_copy, outputs)), not self._open
         self._table[call.key] = call
         known = self._known.get(call.key)
         return self._replaced(outputs, known.outputs) if known and call.is_outermost else None
@@ -92,9 +87,16 @@ class Calls:
             # A loss may ask for a gradient inside, and write in place, which a leaf does not allow.
             return leaf if value is None else value.clone().requires_grad_(leaf.requires_grad) * 1
 
-        return private.pytree.tree_map_only(Tensor, replaced, output)
+        return _mapped(replaced, output)
 
 
-def _copies(value: Any) -> list[Tensor]:
-    leaves = private.pytree.tree_leaves(value)
-    return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)]
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    return private.pytree.tree_map_only(Tensor, function, value)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in private.pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -36,8 +36,7 @@ class ModuleTest:
     """A module that runs by itself, with the inputs and the random numbers of a call on all rows."""
 
     def __init__(self, bench: Bench, pieces: Pieces, call: Call, module: nn.Module) -> None:
-        self.draws, self.call, self.module = bench.draws, call, module
-        self.fresh, self.tolerance = bench.fresh, pieces.tolerance
+        self.bench, self.call, self.module, self.tolerance = bench, call, module, pieces.tolerance
         self.inputs, self.outputs = pieces.axes(call, "inputs"), pieces.axes(call, "outputs")
         self.whole = RowPart.whole(pieces.parts[0].total)
 
@@ -45,40 +44,38 @@ class ModuleTest:
         """Return the kind of a finding, and what the module does."""
         if fault == "dropped rows":
             return fault, "returns fewer rows for micro-batches than for the whole batch"
-        with self.fresh(), torch.no_grad():
-            return self._classify(fault)
-
-    def _classify(self, fault: str) -> tuple[str, str]:
-        inputs, total = self.call.inputs, self.whole.total
-        self.draws.begin(self.whole, self.call.state)  # as `_run` does
-        streams = rng.capture(rng.of_process())
-        outputs = self._run(inputs, self.whole)
-        now = rng.capture(rng.of_process())
-        if self.draws.unreplayed:
-            return "position", (
-                "draws random numbers by position, from a generator of its own or after setting a seed: "
-                "a row gets other numbers in another micro-batch"
-            )
-        if not self._are_same(outputs, self._run(inputs, self.whole)):
-            return "state", "returns another output when it is called again with the same rows"
-        if fault == "pooled":
-            return "meeting", "returns one value for all rows, and each micro-batch gets another"
-        if changed := self._count_changed(inputs, outputs):
-            return "meeting", f"mixes rows: when one is changed, {changed} other rows of {total} change"
-        if moved := [one for one in rng.of_process() if not rng.is_same(streams, now, of=(one,))]:
-            sources = " and ".join(["Python's random" if one is random else "NumPy" for one in moved])
-            return "position", (
-                f"draws random numbers from {sources}, by position: a row gets other numbers in another "
-                "micro-batch"
-            )
-        turned = RowPart(self.whole.rows[::-1], total)
-        after = self._run(_select(inputs, self.inputs, turned), turned)
-        if not self._are_same(_select(outputs, self.outputs, turned), after):
-            return "position", "returns another output for a row at another place in the batch"
-        return "meeting", "returns another output for a row when other rows are missing"
+        with self.bench.fresh(), torch.no_grad():
+            inputs, draws = self.call.inputs, self.bench.draws
+            draws.begin(self.whole, self.call.state)  # as `_run` does
+            streams = rng.capture(rng.of_process())
+            outputs = self._run(inputs, self.whole)
+            now = rng.capture(rng.of_process())
+            if draws.unreplayed:
+                return "position", (
+                    "draws random numbers by position, from a generator of its own or after setting a seed: "
+                    "a row gets other numbers in another micro-batch"
+                )
+            if not self._are_same(outputs, self._run(inputs, self.whole)):
+                return "state", "returns another output when it is called again with the same rows"
+            if fault == "pooled":
+                return "meeting", "returns one value for all rows, and each micro-batch gets another"
+            if changed := self._count_changed(inputs, outputs):
+                total = self.whole.total
+                return "meeting", f"mixes rows: when one is changed, {changed} other rows of {total} change"
+            if moved := [one for one in rng.of_process() if not rng.is_same(streams, now, of=(one,))]:
+                sources = " and ".join(["Python's random" if one is random else "NumPy" for one in moved])
+                return "position", (
+                    f"draws random numbers from {sources}, by position: a row gets other numbers in another "
+                    "micro-batch"
+                )
+            turned = RowPart(self.whole.rows[::-1], self.whole.total)
+            after = self._run(_select(inputs, self.inputs, turned), turned)
+            if not self._are_same(_select(outputs, self.outputs, turned), after):
+                return "position", "returns another output for a row at another place in the batch"
+            return "meeting", "returns another output for a row when other rows are missing"
 
     def _run(self, inputs: Sequence[Tensor], part: RowPart) -> list[Tensor]:
-        self.draws.begin(part, self.call.state)
+        self.bench.draws.begin(part, self.call.state)
         return self.call.repeat(self.module, inputs)
 
     def _are_same(self, one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
@@ -86,43 +83,39 @@ class ModuleTest:
 
     def _count_changed(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
         """Replace each row by other numbers, then by each other row; count rows that change with it."""
-        total = self.whole.total
-        pairs = list(zip(inputs, self.inputs, strict=True))
+        total, axes = self.whole.total, self.inputs
         both = [
-            value if axis is None else torch.cat([value, _other(value, axis)], axis.place)
-            for value, axis in pairs
+            value if axis is None else _doubled(value, axis) for value, axis in zip(inputs, axes, strict=True)
         ]
-        for shift in range(total):
-            most = 0
-            for row in range(total):
-                order = [*self.whole.rows]
-                order[row] = (row + shift) % total if shift else total + row
-                changed = _select(both, self.inputs, RowPart(tuple(order), 2 * total))
-                after = self._run(changed, self.whole)
-                most = max(
-                    most, sum(self._differs(outputs, after, one) for one in range(total) if one != row)
-                )
-            if most:
-                return most
-        return 0
 
-    def _differs(self, before: Sequence[Tensor], after: Sequence[Tensor], row: int) -> bool:
-        part = RowPart((row,), self.whole.total)
-        rows = [_select(values, self.outputs, part) for values in (before, after)]
-        return not all(
-            is_close(b, a, self.tolerance)
-            for a, b, axis in zip(*rows, self.outputs, strict=True)
-            if axis is not None
+        def count(row: int, shift: int) -> int:
+            order = [*self.whole.rows]
+            order[row] = (row + shift) % total if shift else total + row
+            after = self._run(_select(both, axes, RowPart(tuple(order), 2 * total)), self.whole)
+            return len(self._moved(outputs, after) - {row})
+
+        return next(
+            filter(None, (max(count(row, shift) for row in range(total)) for shift in range(total))), 0
         )
+
+    def _moved(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> set[int]:
+        """Return the rows whose outputs differ."""
+        parts = [RowPart((row,), self.whole.total) for row in self.whole.rows]
+        return {
+            part.rows[0]
+            for a, b, axis in zip(before, after, self.outputs, strict=True)
+            for part in (parts if axis else ())
+            if not is_close(select(b, axis, part), select(a, axis, part), self.tolerance)
+        }
 
 
 def _select(values: Sequence[Tensor], axes: Sequence[Axis | None], part: RowPart) -> list[Tensor]:
     return [select(value, axis, part) for value, axis in zip(values, axes, strict=True)]
 
 
-def _other(value: Tensor, axis: Axis) -> Tensor:
-    """Return other numbers for each row: a pattern is added to real ones."""
+def _doubled(value: Tensor, axis: Axis) -> Tensor:
+    """Return all rows, and after them as many with other numbers: a pattern is added to real ones."""
     if not value.is_floating_point():
-        return value.roll(axis.per_row, axis.place)
+        return torch.cat([value, value.roll(axis.per_row, axis.place)], axis.place)
     pattern = torch.cos(torch.arange(value.numel(), device=value.device)).view(value.shape)
-    return value + pattern.to(value.dtype) * (1 + value.abs().mean())
+    return torch.cat([value, value + pattern.to(value.dtype) * (1 + value.abs().mean())], axis.place)

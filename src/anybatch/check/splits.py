@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from functools import cached_property, partial
-from typing import Any, NamedTuple, cast
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from anybatch.check.calls import Call, Table
-from anybatch.check.finding import WAYS_OUT, Finding, listed
+from anybatch.check.finding import Finding, finding, listed
 from anybatch.check.passes import Pass
 from anybatch.check.prepare import Prepared
 from anybatch.check.rows import Rows, is_close
@@ -51,20 +51,17 @@ class Pieces(NamedTuple):
         return min(faults, key=_FAULTS.index, default="")
 
     def _fault(self, whole: Tensor, pieces: Sequence[Tensor]) -> str:
-        expected = [
-            take(whole, piece.shape, part, from_end=self.from_end)
-            for piece, part in zip(pieces, self.parts, strict=True)
-        ]
-        pairs = list(zip(pieces, expected, strict=True))
-        if all(value is not None and is_close(piece, value, self.tolerance) for piece, value in pairs):
-            return ""
-        if all(piece.shape == whole.shape for piece in pieces):
+        faults = set[str]()
+        for piece, part in zip(pieces, self.parts, strict=True):
+            value = take(whole, piece.shape, part, from_end=self.from_end)
+            faults.add(
+                "unknown" if value is None else "" if is_close(piece, value, self.tolerance) else "outputs"
+            )
+        if faults != {""} and all(piece.shape == whole.shape for piece in pieces):
             return "pooled"
-        if all(value is not None for value in expected):
-            return "outputs"
-        alike = all(piece.dim() == whole.dim() and piece.shape[1:] == whole.shape[1:] for piece in pieces)
-        is_short = alike and whole.dim() > 0 and sum(len(piece) for piece in pieces) < len(whole)
-        return "dropped rows" if is_short else "unknown"
+        if "unknown" in faults and {piece.shape[1:] for piece in pieces} == {whole.shape[1:]}:
+            return "dropped rows" if sum(map(len, pieces)) < len(whole) else "unknown"
+        return max(faults)
 
     def first(self, calls: Table) -> tuple[Call, str] | None:
         """Return the first call with the same inputs and other outputs in the parts, and its fault."""
@@ -129,7 +126,7 @@ class Comparison:
     def name(self) -> str:
         """The name of the loss."""
         held: Any = function_of(self.bench.loss)
-        held = cast("partial[Any]", held).func if isinstance(held, partial) else held
+        held = getattr(held, "func", held)  # of a partial
         return getattr(held, "__qualname__", type(held).__qualname__).rpartition("<locals>.")[2]
 
     @cached_property
@@ -192,7 +189,4 @@ def find_state(compared: Comparison) -> list[Finding]:
         if not all(is_close(one, value, 10 * compared.limit) for one in others):
             saved.setdefault(key[0], []).append(f"`{key[1]}`")
     what = "A split batch leaves other values than the whole, by the number of micro-batches: {}."
-    return [
-        Finding(kind="buffer", culprit=culprit, what=what.format(listed(names)), ways_out=WAYS_OUT["buffer"])
-        for culprit, names in saved.items()
-    ]
+    return [finding("buffer", culprit, what.format(listed(names))) for culprit, names in saved.items()]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.check.calls import Calls
-from anybatch.check.finding import WAYS_OUT, Finding
+from anybatch.check.finding import Finding, finding
 from anybatch.check.passes import observe
 from anybatch.check.rows import Rows
 from anybatch.check.splits import Comparison
@@ -102,8 +102,7 @@ class Term:
         """Yield a finding if the term does not add up, or is a bare mean."""
         if not (self.has_sums and self.has_weights) or self.is_bare:
             kind, what, *ways_out = self._classify()
-            culprit = f"term {self.name!r} of {self.compared.name}"
-            yield Finding(kind=kind, culprit=culprit, what=what, ways_out=tuple(ways_out) or WAYS_OUT[kind])
+            yield finding(kind, f"term {self.name!r} of {self.compared.name}", what, *ways_out)
 
     def _classify(self) -> tuple[str, ...]:
         """Return the kind of the finding, what the term does, and the ways out if they are its own."""
