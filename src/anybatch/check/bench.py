@@ -70,7 +70,6 @@ class Bench:
         inside = module_of(self.loss)
         noted = ObjectState([self.model, self.loss, *self.model.modules(), *inside.modules()])
         reached = [t for t in noted.found.values if isinstance(t, Tensor)]
-        reached += [*self.model.parameters(), *self.model.buffers(), *inside.parameters()]
         held = [(t, t.data) for t in {id(t): t for t in reached if _is_copied(t)}.values()]
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype or default)  # of tensors that the model makes: states, masks

@@ -14,7 +14,7 @@ from torch.jit import ScriptModule
 
 from anybatch.check.bench import Bench, Draws, named_parameters
 from anybatch.check.passes import Pass
-from anybatch.check.rows import Rows
+from anybatch.check.rows import Rows, is_close
 from anybatch.compare import choose_rows, numbered_anew
 from anybatch.core import Batch, BatchError, PlanError, TensorBatch, tree
 from anybatch.losses import WholeBatch, module_of
@@ -70,7 +70,7 @@ def prepare(bench: Bench, given: Batch, micro_batch: int | None, rows: int | Non
 
 def refuse_without_data(model: nn.Module, loss: object) -> None:
     """Raise PlanError if model or loss have tensors on the meta device, without values to compare."""
-    held = [one for one in (model, loss) if isinstance(one, nn.Module)]
+    held = model, module_of(loss)
     named = [pair for one in held for pair in (*one.named_parameters(), *one.named_buffers())]
     empty = [name for name, tensor in named if tensor.is_meta]
     if empty:
@@ -142,7 +142,7 @@ def _collated(bench: Bench, whole: Rows, notes: list[str]) -> Prepared:
     except BatchError:
         return Prepared(bench, whole, None, notes)
     pairs = zip(collated.leaves, tree.flatten(other).leaves, strict=True)
-    is_same = all(a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+    is_same = all(is_close(a, b, 0.0) for a, b in pairs)
     if not is_same:
         notes.append("`collate` draws random numbers; it ran once")
     return Prepared(bench, Rows.uncut(collated), whole.batch if is_same else None, notes)

@@ -48,20 +48,15 @@ class Rows:
 
 def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     """Return True if two tensors are equal up to rounding, with infinities and NaN at the same places."""
-    if one.shape != other.shape:
-        return False
-    if not (one.is_floating_point() or one.is_complex()):
+    if one.shape != other.shape or not (one.is_floating_point() or one.is_complex()):
         return torch.equal(one, other)
     finite = torch.isfinite(one)
     if not torch.equal(finite, torch.isfinite(other)):
         return False
     one, other = one[finite], other[finite]
-    if not one.numel():
-        return True
-    size = other.abs().max().item() or one.abs().max().item()
     # Divide by the largest entry: the square of a mask's fill value may overflow.
-    difference = torch.linalg.vector_norm((one - other) / (size or 1.0)).item()
-    return difference <= tolerance * math.sqrt(one.numel())
+    size = max([value.abs().max().item() for value in (one, other) if len(value)], default=0.0) or 1.0
+    return torch.linalg.vector_norm((one - other) / size).item() <= tolerance * math.sqrt(len(one))
 
 
 def find_padding(batch: Any, model: nn.Module) -> Padding | None:

@@ -27,8 +27,7 @@ def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
     """Return sizes of micro-batches: the caller's, two that leave a smaller last one, and 1."""
     ragged = [size for size in range(2, rows) if rows % size]
     near = [min(ragged, key=lambda size: abs(size - share * rows)) for share in (3 / 8, 5 / 8) if ragged]
-    own = [micro_batch] if micro_batch is not None and micro_batch < rows else []
-    return list(dict.fromkeys((*own, *near, 1)))
+    return [size for size in dict.fromkeys((micro_batch or rows, *near, 1)) if size < rows]
 
 
 class Pieces(NamedTuple):
@@ -41,27 +40,23 @@ class Pieces(NamedTuple):
 
     def fault(self, call: Call, of: str = "outputs") -> str:
         """Return how the tensors of a call on all rows differ from those on the parts, as in `_FAULTS`."""
-        whole: list[Tensor] = getattr(call, of)
-        pieces: list[list[Tensor]] = [
-            getattr(table[call.key], of) for table in self.tables if call.key in table
-        ]
-        if len(pieces) < len(self.parts) or any(len(piece) < len(whole) for piece in pieces):
+        if not all(call.key in table for table in self.tables):
             return "unknown"
-        faults = [self._fault(value, mine) for value, *mine in zip(whole, *pieces, strict=False)]
+        calls = [call, *[table[call.key] for table in self.tables]]
+        faults = [self._fault(*values) for values in zip(*[getattr(one, of) for one in calls], strict=False)]
         return min(faults, key=_FAULTS.index, default="")
 
-    def _fault(self, whole: Tensor, pieces: Sequence[Tensor]) -> str:
-        faults = set[str]()
-        for piece, part in zip(pieces, self.parts, strict=True):
-            value = take(whole, piece.shape, part, from_end=self.from_end)
-            faults.add(
-                "unknown" if value is None else "" if is_close(piece, value, self.tolerance) else "outputs"
-            )
-        if faults != {""} and all(piece.shape == whole.shape for piece in pieces):
+    def _fault(self, whole: Tensor, *pieces: Tensor) -> str:
+        pairs = list(zip(pieces, self.parts, strict=True))
+        values = [take(whole, piece.shape, part, from_end=self.from_end) for piece, part in pairs]
+        if all(b is not None and is_close(a, b, self.tolerance) for a, b in zip(pieces, values, strict=True)):
+            return ""
+        if all(piece.shape == whole.shape for piece in pieces):
             return "pooled"
-        if "unknown" in faults and {piece.shape[1:] for piece in pieces} == {whole.shape[1:]}:
-            return "dropped rows" if sum(map(len, pieces)) < len(whole) else "unknown"
-        return max(faults)
+        if all(value is not None for value in values):
+            return "outputs"
+        is_alike = {(one.dim(), one.shape[1:]) for one in pieces} == {(whole.dim(), whole.shape[1:])}
+        return "dropped rows" if is_alike and sum(map(len, pieces)) < len(whole) else "unknown"
 
     def first(self, calls: Table) -> tuple[Call, str] | None:
         """Return the first call with the same inputs and other outputs in the parts, and its fault."""
