@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from anybatch.batchnorm import find_batch_norms
 from anybatch.check.bench import Bench
-from anybatch.check.calls import Call
 from anybatch.check.finding import Finding, module_finding
+from anybatch.check.passes import Call
 from anybatch.check.rows import is_close
 from anybatch.check.splits import Pieces
 from anybatch.state import Axis, RowPart, rng, select

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from anybatch.check.calls import Call, Table
 from anybatch.check.finding import Finding, finding, listed
-from anybatch.check.passes import Pass
+from anybatch.check.passes import Call, Pass, Table
 from anybatch.check.prepare import Prepared
 from anybatch.check.rows import Rows, is_close
 from anybatch.compare import distance, limit_of

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anybatch.check.calls import Calls
 from anybatch.check.finding import Finding, finding
-from anybatch.check.passes import observe
+from anybatch.check.passes import Calls, observe
 from anybatch.check.rows import Rows
 from anybatch.check.splits import Comparison
 from anybatch.core import tree
@@ -38,12 +37,12 @@ class Share(NamedTuple):
         return self.sum / (self.weight or math.nan)
 
 
-Parts = Sequence[Share]  # of all micro-batches of a split
+Shares = list[dict[str, Share]]  # of all micro-batches, by name
 
 
-def evaluate(compared: Comparison, *splits: Rows) -> list[dict[str, Share]]:
+def evaluate(compared: Comparison, *splits: Rows) -> Shares:
     """Return the terms of each micro-batch of splits, with the model's outputs for the whole batch."""
-    bench, found = compared.bench, list[dict[str, Share]]()
+    bench, found = compared.bench, Shares()
     batches = [bench.own(rows.batch) for rows in splits]  # outside of draws, which note dtypes
     with bench.fresh():
         calls, loss = Calls(bench.model, bench.draws, compared.calls), resolve(observe(bench.loss))
@@ -58,7 +57,7 @@ def evaluate(compared: Comparison, *splits: Rows) -> list[dict[str, Share]]:
     return found
 
 
-def _tried(compared: Comparison, rows: Rows) -> list[dict[str, Share]]:
+def _tried(compared: Comparison, rows: Rows) -> Shares:
     try:
         return evaluate(compared, rows)
     except Exception:  # rows that a loss refuses to take alone, or outputs that do not fit
@@ -69,18 +68,15 @@ def find_terms(compared: Comparison) -> list[Finding]:
     """Return a finding for each term that does not add up in one of the splits."""
     if not isinstance(resolve(compared.bench.loss), Terms | SummedLoss | Additive):
         return []
-    whole = _tried(compared, compared.whole)
+    whole = _tried(compared, compared.whole)  # nothing, or one micro-batch
     splits = [found for one in compared.splits if whole and (found := _tried(compared, one))]
     limits = [compared.limit]
     if compared.limit > _CLOSER and not compared.rows_differ:
         limits.append(_CLOSER)  # in float32, terms of about the same size seem to add up
     for limit in limits:
-        findings = list[Finding]()
-        for name, share in whole[0].items() if whole else ():
-            parted = [[part[name] for part in parts if name in part] for parts in splits]
-            findings += Term(compared, name, share, parted, limit).findings()
-        if findings:
-            return findings
+        terms = [Term(compared, name, one, splits, limit) for shares in whole for name, one in shares.items()]
+        if found := [finding for term in terms for finding in term.findings()]:
+            return found
     return []
 
 
@@ -88,9 +84,10 @@ class Term:
     """A term of a loss in several splits, where the model's outputs are those of the whole batch."""
 
     def __init__(
-        self, compared: Comparison, name: str, whole: Share, parted: Sequence[Parts], tolerance: float
+        self, compared: Comparison, name: str, whole: Share, splits: Sequence[Shares], tolerance: float
     ) -> None:
-        self.compared, self.name, self.whole, self.parted = compared, name, whole, parted
+        self.compared, self.name, self.whole = compared, name, whole
+        self.parted = parted = [[part[name] for part in parts if name in part] for parts in splits]
         self.tolerance = tolerance  # relative error that counts as rounding
         self.is_bare = name in compared.reference.bare
         self.has_sums = all(self._adds_up(whole.sum, [part.sum for part in parts]) for parts in parted)
