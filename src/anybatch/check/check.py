@@ -24,7 +24,7 @@ from anybatch.parallel import refuse_sharded, unwrapped
 from anybatch.state import RowPart, rng
 from anybatch.step import DEFAULT, Options, known_keywords
 
-CHECK_S = 60.0  # the search for causes is given up after this time; passes should take half of it
+CHECK_S = 60.0  # all but the first passes are given up after this time
 _NOT_PROVEN = "This does not say that the weight (what the loss is divided by) is the one you meant."
 
 
@@ -149,11 +149,10 @@ def check(
         check_micro_batch(micro_batch)
     with rng.preserved():
         bench = Bench(model, loss, Draws(), None, options.batch_norm or "micro", start + CHECK_S)
-        middle = start + CHECK_S / 2
-        prepared = prepare(bench, batch_of(batch, collate), micro_batch, rows, middle)
-        compared = Comparison(prepared, micro_batch, middle)
+        prepared = prepare(bench, batch_of(batch, collate), micro_batch, rows)
+        compared = Comparison(prepared, micro_batch)
         if compared.may_be_dropout:
-            again = Comparison(prepared.without_dropout(), micro_batch, middle)
+            again = Comparison(prepared.without_dropout(), micro_batch)
             compared = compared if again.differs and again.rows_differ else again
         findings = _explain(compared)
     dtype = compared.bench.dtype or next(iter(bench.named.values())).dtype

@@ -43,8 +43,8 @@ class Prepared(NamedTuple):
         return self._replace(bench=replace(self.bench, draws=draws), notes=[*self.notes, note])
 
 
-def prepare(bench: Bench, given: Batch, micro_batch: int | None, rows: int | None, middle: float) -> Prepared:
-    """Choose rows, so that passes over them end before the `middle`, and the widest dtype that runs."""
+def prepare(bench: Bench, given: Batch, micro_batch: int | None, rows: int | None) -> Prepared:
+    """Choose rows, so that passes over them take half of the time, and the widest dtype that runs."""
     total, notes = given.rows, list[str]()
     wanted = total if rows is None else min(total, rows)
     if wanted < 2:
@@ -60,12 +60,12 @@ def prepare(bench: Bench, given: Batch, micro_batch: int | None, rows: int | Non
     sizes = dict.fromkeys([2, min(ALL_ROWS, wanted), min(ALL_ROWS, total)])
     found, few = _first_that_runs(bench, [*map(cut, sizes)], WIDE_S if rows is None else math.inf, notes)
     if rows is None:
-        wanted = min(wanted, max(_affordable(found, few, middle), 2 * (micro_batch or 0) + 1))
+        wanted = min(wanted, max(_affordable(found, few, bench.deadline), 2 * (micro_batch or 0) + 1))
     whole = cut(wanted) if wanted > few.batch.rows else few
     bench = replace(bench, dtype=found.dtype, draws=Draws(is_wide=found.draws.is_wide))
-    return (
-        _collated(bench, whole, notes) if whole.batch.whole is None else Prepared(bench, whole, None, notes)
-    )
+    if whole.batch.whole is None:
+        return _collated(bench, whole, notes)
+    return Prepared(bench, whole, None, notes)
 
 
 def refuse_without_data(model: nn.Module, loss: object) -> None:
@@ -122,12 +122,12 @@ def _first_that_runs(
     raise errors[-1]
 
 
-def _affordable(bench: Bench, few: Rows, middle: float) -> int:
+def _affordable(bench: Bench, few: Rows, deadline: float) -> int:
     """Return the number of rows for which there is time and memory."""
     start, rows = time.perf_counter(), few.batch.rows
     Pass(bench, few)  # the first one had one-time costs
     now = time.perf_counter()
-    in_time = (middle - now) * rows / (now - start)  # rows of one pass
+    in_time = (deadline - now) / 2 * rows / (now - start)  # rows of one pass
     room = room_of(next(iter(bench.named.values())).device)
     fit = math.inf if room is None else room * 2 * rows / (bench.draws.nbytes or 1)  # two passes were noted
     return max(rows, min(LEAST, int(in_time / 2)), int(min(fit, in_time / PASSES)))
