@@ -143,14 +143,15 @@ State = dict[tuple[str, str], Tensor]
 
 def state_of(model: nn.Module, loss: nn.Module) -> State:
     """Return the saved buffers of a model and its loss, each once; those of the loss under `loss.`."""
-    found, known = State(), set[int]()
-    for root, prefix in ((model, ""), (loss, "loss.")):
-        saved = root.state_dict(keep_vars=True)
-        for path, value in root.named_buffers():
-            if saved.get(path) is value and value.layout == torch.strided and id(value) not in known:
-                name = path.rpartition(".")[0]
-                found[culprit_of(prefix + name, root.get_submodule(name)), prefix + path] = value.detach()
-                known.add(id(value))
+    both = nn.ModuleDict({"model": model, "loss": loss})
+    saved, found = both.state_dict(keep_vars=True), State()
+    for path, value in both.named_buffers():
+        if saved.get(path) is value and value.layout == torch.strided:
+            at, module = (
+                path.removeprefix("model.").rpartition("."),
+                both.get_submodule(path.rpartition(".")[0]),
+            )
+            found[culprit_of(at[0], module), "".join(at)] = value.detach()
     return found
 
 

@@ -226,26 +226,25 @@ def candidates(batch: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str,
     Each has words, and Python code that counts it in `micro`, with class weights by their names.
     """
     nest = tree.flatten(batch)
-    names = ["micro" + path if path != "the batch itself" else "micro" for path in nest.paths]
+    names = ["micro" + path.replace("the batch itself", "") for path in nest.paths]
     yield "the rows", f"len({names[0]})"
     yield from [(f"the elements of {name}", f"{name}.numel()") for name in names]
     # Targets are counted most often: by their name, or because they come last.
-    is_target = [any(path in (f"[{key!r}]", f".{key}") for key in TARGET_KEYS) for path in nest.paths]
-    order = sorted(range(len(names)), key=lambda index: (not is_target[index], -index))
-    of_classes = list[tuple[str, str]]()
-    for name, leaf in [(names[index], nest.leaves[index]) for index in order]:
+    leaves = list(zip(names, nest.leaves, strict=True))[::-1]
+    targets = {form % key for key in TARGET_KEYS for form in ("micro[%r]", "micro.%s")}
+    for name, leaf in sorted(leaves, key=lambda one: one[0] not in targets):
         is_class = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
         is_long = leaf.dim() > 1 and leaf.shape[1] > 1
         for words, code in [(name, name), (f"{name} (shifted by one)", f"{name}[:, 1:]")][: 1 + is_long]:
-            for fill in dict.fromkeys((*_FILLS, *leaf.reshape(-1)[-1:].tolist())) if is_class else ():
-                yield f"the entries of {words} that are not {fill}", f"({code} != {fill}).sum()"
+            if is_class:
+                for fill in dict.fromkeys((*_FILLS, *leaf.reshape(-1)[-1:].tolist())):
+                    yield f"the entries of {words} that are not {fill}", f"({code} != {fill}).sum()"
+                for key in weights:
+                    valid = code if int(leaf.min()) >= 0 else f"{code}[{code} >= 0]"
+                    yield f"the sum of the class weights {key}[{words}]", f"{key}[{valid}].sum()"
             if not leaf.is_complex() and bool((leaf >= 0).all()):
                 yield f"the sum of {words}", f"{code}.sum()"
             yield f"the elements of {words}", f"{code}.numel()"
-            for key in weights if is_class else ():
-                valid = code if int(leaf.min()) >= 0 else f"{code}[{code} >= 0]"
-                of_classes.append((f"the sum of the class weights {key}[{words}]", f"{key}[{valid}].sum()"))
-    yield from of_classes
 
 
 def held_weights(*holders: Any) -> dict[str, Tensor]:
