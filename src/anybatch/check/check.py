@@ -229,7 +229,7 @@ def _of_padding(compared: Comparison) -> list[Finding]:
     if error is not None and padding is not None:
         return []  # a model of fixed length
     compared.passes.append(short)
-    if short.holds(compared.limit):
+    if short.is_same:
         return []
     apart = f"the gradient changes by {short.error:.2g}, the loss by {short.loss_error:.2g}"
     apart = apart if error is None else f"it fails with {type(error).__name__}: {error}"

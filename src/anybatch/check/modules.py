@@ -46,8 +46,6 @@ class ModuleTest:
             return fault, "returns fewer rows for micro-batches than for the whole batch"
         with self.bench.fresh(), torch.no_grad():
             inputs, draws = self.call.inputs, self.bench.draws
-            draws.begin(self.whole, self.call.state)  # as `_run` does
-            streams = rng.capture(rng.of_process())
             outputs = self._run(inputs, self.whole)
             now = rng.capture(rng.of_process())
             if draws.unreplayed:
@@ -62,7 +60,9 @@ class ModuleTest:
             if changed := self._count_changed(inputs, outputs):
                 total = self.whole.total
                 return "meeting", f"mixes rows: when one is changed, {changed} other rows of {total} change"
-            if moved := [one for one in rng.of_process() if not rng.is_same(streams, now, of=(one,))]:
+            if moved := [
+                one for one in rng.of_process() if not rng.is_same(draws.recorded.start, now, of=(one,))
+            ]:
                 sources = " and ".join(["Python's random" if one is random else "NumPy" for one in moved])
                 return "position", (
                     f"draws random numbers from {sources}, by position: a row gets other numbers in another "

@@ -179,6 +179,7 @@ class Pass(Outcome):
     Attributes:
         failure: an error of the model, the loss or the bench; then there is no gradient.
         error, loss_error: relative to a reference, once compared.
+        is_same: True if both are rounding.
         tables: the calls of modules, for each part of the rows.
         bare: terms that the loss returned as bare means.
         unreplayed: draws of the last micro-batch that were not replayed.
@@ -188,6 +189,7 @@ class Pass(Outcome):
         self.cut, self.words = cut, cut.words
         self.failure: Exception | None = None
         self.error = self.loss_error = math.inf
+        self.is_same = False
         self.tables: Mapping[RowPart, Table] = {}
         self.state, self.bare = State(), frozenset[str]()
         try:
@@ -209,7 +211,3 @@ class Pass(Outcome):
         super().__init__(task, watched, plan, sizes, bench.draws, is_dry=False)
         self.state = state_of(bench.model, module_of(loss))
         self.bare = getattr(getattr(loss, "function", None), "bare", self.bare)
-
-    def holds(self, limit: float) -> bool:
-        """Return True if both errors are at most the limit."""
-        return max(self.error, self.loss_error) <= limit

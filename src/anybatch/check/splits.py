@@ -110,7 +110,8 @@ class Comparison:
             if max(far.gradient, far.loss) > self.limit:
                 far = distance(reference, found, *self._halves)
             found.error, found.loss_error = far.gradient, far.loss
-            if found.holds(self.limit) and not reference.bare:
+            found.is_same = max(far.gradient, far.loss) <= self.limit
+            if found.is_same and not reference.bare:
                 found.tables = {}  # no longer needed, and large
         return found
 
@@ -125,9 +126,8 @@ class Comparison:
     def doubt(self) -> str:
         """A remark if the gradients of all rows and of both halves are next to nothing; else empty."""
         tiny, size = min(self.limit, _TINY), self.reference.size
-        if size >= tiny or any(half.size >= tiny for half in self._halves):
-            return ""
-        return f"the gradient of these rows is so small (norm {size:.1g}) that it may be rounding"
+        is_tiny = size < tiny and all(half.size < tiny for half in self._halves)
+        return f"the gradient of these rows is so small (norm {size:.1g}) that it may be rounding" * is_tiny
 
     @cached_property
     def _halves(self) -> list[Pass]:
@@ -139,13 +139,12 @@ class Comparison:
     @cached_property
     def worst(self) -> Pass:
         """The first split that differs, if possible one that did not fail."""
-        differing = [one for one in self.passes if not one.holds(self.limit)] or self.passes
-        return min(differing, key=lambda one: one.failure is not None)
+        return min(self.passes, key=lambda one: (one.is_same, one.failure is not None))
 
     @property
     def differs(self) -> bool:
         """True if some split has another gradient or loss than the whole batch."""
-        return not self.worst.holds(self.limit)
+        return not self.worst.is_same
 
     @cached_property
     def calls(self) -> Table:
@@ -169,8 +168,8 @@ class Comparison:
     def may_be_dropout(self) -> bool:
         """True if rows may differ only because dropout draws for them in another order."""
         draws = self.bench.draws
-        packs = draws.has_packed or (draws.has_dropout and self.rows_differ)
-        return self.differs and not self.reference.unreplayed and packs
+        is_open = draws.has_packed or (draws.has_dropout and self.rows_differ)
+        return self.differs and is_open and not self.reference.unreplayed
 
 
 def find_state(compared: Comparison) -> list[Finding]:
