@@ -25,6 +25,7 @@ from anybatch.state import RowPart, rng
 from anybatch.step import DEFAULT, Options, known_keywords
 
 CHECK_S = 60.0  # all but the first passes are given up after this time
+_DROPOUT = "dropout was switched off: it is unknown which of its numbers belong to which row"
 _NOT_PROVEN = "This does not say that the weight (what the loss is divided by) is the one you meant."
 
 
@@ -150,10 +151,12 @@ def check(
     with rng.preserved():
         bench = Bench(model, loss, Draws(), None, options.batch_norm or "micro", start + CHECK_S)
         prepared = prepare(bench, batch_of(batch, collate), micro_batch, rows)
-        compared = Comparison(prepared, micro_batch)
+        compared = Comparison(*prepared, micro_batch)
         if compared.may_be_dropout:
-            again = Comparison(prepared.without_dropout(), micro_batch)
-            compared = compared if again.differs and again.rows_differ else again
+            again = Comparison(prepared[0].without_dropout(), *prepared[1:], micro_batch)
+            if not (again.differs and again.rows_differ):
+                compared = again
+                compared.notes.append(_DROPOUT)
         findings = _explain(compared)
     dtype = compared.bench.dtype or next(iter(bench.named.values())).dtype
     return CheckReport(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -28,23 +27,14 @@ WIDE_S = 1.5  # if a pass over two rows takes longer in float64, use the model's
 _DTYPES = ((torch.float64, True), (torch.float64, False), (None, False))  # and: also where the model casts
 
 
-class Prepared(NamedTuple):
-    """The rows and the bench of a check."""
+def prepare(
+    bench: Bench, given: Batch, micro_batch: int | None, rows: int | None
+) -> tuple[Bench, Rows, Batch | None, list[str]]:
+    """Choose the widest dtype that runs, and rows, so that passes over them take half of the time.
 
-    bench: Bench
-    whole: Rows  # the chosen rows, uncut; collated if possible
-    samples: Batch | None  # the same rows before `collate`, if they were collated
-    notes: list[str]  # for the report
-
-    def without_dropout(self) -> "Prepared":
-        """Return a copy with dropout switched off."""
-        note = "dropout was switched off: it is unknown which of its numbers belong to which row"
-        draws = Draws(without_dropout=True, is_wide=self.bench.draws.is_wide)
-        return self._replace(bench=replace(self.bench, draws=draws), notes=[*self.notes, note])
-
-
-def prepare(bench: Bench, given: Batch, micro_batch: int | None, rows: int | None) -> Prepared:
-    """Choose rows, so that passes over them take half of the time, and the widest dtype that runs."""
+    Return the bench, the rows as one micro-batch, collated if possible, the same rows before `collate` if it
+    draws no numbers, and notes for the report.
+    """
     total, notes = given.rows, list[str]()
     wanted = total if rows is None else min(total, rows)
     if wanted < 2:
@@ -63,9 +53,8 @@ def prepare(bench: Bench, given: Batch, micro_batch: int | None, rows: int | Non
         wanted = min(wanted, max(_affordable(found, few, bench.deadline), 2 * (micro_batch or 0) + 1))
     whole = cut(wanted) if wanted > few.batch.rows else few
     bench = replace(bench, dtype=found.dtype, draws=Draws(is_wide=found.draws.is_wide))
-    if whole.batch.whole is None:
-        return _collated(bench, whole, notes)
-    return Prepared(bench, whole, None, notes)
+    whole, samples = _collated(bench, whole, notes) if whole.batch.whole is None else (whole, None)
+    return bench, whole, samples, notes
 
 
 def refuse_without_data(model: nn.Module, loss: object) -> None:
@@ -133,16 +122,16 @@ def _affordable(bench: Bench, few: Rows, deadline: float) -> int:
     return max(rows, min(LEAST, int(in_time / 2)), int(min(fit, in_time / PASSES)))
 
 
-def _collated(bench: Bench, whole: Rows, notes: list[str]) -> Prepared:
+def _collated(bench: Bench, whole: Rows, notes: list[str]) -> tuple[Rows, Batch | None]:
     """Collate all rows once, if that gives a nest of tensors, so that all splits have the same padding."""
     bench.draws.begin(whole.part)
     one, other = [next(whole.batch.cut(whole.micro_batch)) for _ in range(2)]
     try:
         collated = TensorBatch(one)
     except BatchError:
-        return Prepared(bench, whole, None, notes)
+        return whole, None
     pairs = zip(collated.leaves, tree.flatten(other).leaves, strict=True)
     is_same = all(is_close(a, b, 0.0) for a, b in pairs)
     if not is_same:
         notes.append("`collate` draws random numbers; it ran once")
-    return Prepared(bench, Rows.uncut(collated), whole.batch if is_same else None, notes)
+    return Rows.uncut(collated), whole.batch if is_same else None

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from anybatch.check.bench import Bench
 from anybatch.check.finding import Finding, finding, listed
 from anybatch.check.passes import Call, Pass, Table
-from anybatch.check.prepare import Prepared
 from anybatch.check.rows import Rows, is_close
 from anybatch.compare import distance, limit_of
-from anybatch.core import BatchError
+from anybatch.core import Batch, BatchError
 from anybatch.losses import function_of
 from anybatch.state import Axis, RowPart, find_axis, take
 
@@ -73,14 +73,16 @@ class Comparison:
 
     Attributes:
         limit: the largest relative error that counts as rounding.
+        samples: the rows before `collate`; None without one, or if they are not collated once.
         passes: the splits.
         notes: remarks for the report.
     """
 
-    def __init__(self, prepared: Prepared, micro_batch: int | None) -> None:
-        self.bench, self.whole, self.samples, self.notes = prepared
-        whole = self.whole
-        self.reference = reference = Pass(self.bench, whole)
+    def __init__(
+        self, bench: Bench, whole: Rows, samples: Batch | None, notes: list[str], micro_batch: int | None
+    ) -> None:
+        self.bench, self.whole, self.samples, self.notes = bench, whole, samples, notes
+        self.reference = reference = Pass(bench, whole)
         if reference.failure is not None:
             raise reference.failure
         rows = range(whole.batch.rows)
@@ -96,7 +98,7 @@ class Comparison:
             self.splits.append(whole.only(rows[::-1]).cut(1))
         passes = [self.compare(self.splits[0], reference)]
         for cut in () if reference.bare else self.splits[1:]:  # a bare mean is never exact
-            found = self.bench.in_time(partial(self.compare, cut, reference))
+            found = bench.in_time(partial(self.compare, cut, reference))
             passes += [found] if found else []
         several = [one for one in passes if one.cut.micro_batch > 1 or one.failure is None]
         # A model may refuse single rows (BatchNorm does): no fault if other splits run.
