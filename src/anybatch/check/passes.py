@@ -61,6 +61,7 @@ class Calls:
         for name, module in model.named_modules():
             module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
             module.register_forward_hook(self._after)
+        self.begin(RowPart.whole(1))
 
     def __deepcopy__(self, memo: object) -> "Calls":
         """Return itself: a loss may copy the model, hooks included."""
@@ -126,9 +127,8 @@ class Observed(nn.Module):
         named: Mapping[str, Any] = value if isinstance(value, Mapping) else {"loss": value}
         bare = {name for name, one in named.items() if isinstance(one, Tensor) and one.dim() == 0}
         self.bare |= bare
-        return (
-            {name: Total(one, 1) if name in bare else one for name, one in named.items()} if bare else value
-        )
+        totals = {name: Total(one, 1) if name in bare else one for name, one in named.items()}
+        return totals if bare else value
 
 
 def observe(loss: Any) -> Any:
@@ -147,11 +147,8 @@ def state_of(model: nn.Module, loss: nn.Module) -> State:
     saved, found = both.state_dict(keep_vars=True), State()
     for path, value in both.named_buffers():
         if saved.get(path) is value and value.layout == torch.strided:
-            at, module = (
-                path.removeprefix("model.").rpartition("."),
-                both.get_submodule(path.rpartition(".")[0]),
-            )
-            found[culprit_of(at[0], module), "".join(at)] = value.detach()
+            module, name = both.get_submodule(path.rpartition(".")[0]), path.removeprefix("model.")
+            found[culprit_of(name.rpartition(".")[0], module), name] = value.detach()
     return found
 
 
