@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import ModelLoss, Total, check
-from anybatch.check import subject
+from anybatch.check import bench
 from anybatch.core import BatchError, LossError, PlanError
 from tests.corpus.case import layer
 from tests.options import flat
@@ -51,7 +51,7 @@ def test_own_dtype_where_a_tensor_has_no_float64(monkeypatch: pytest.MonkeyPatch
             raise TypeError("Cannot convert a MPS Tensor to float64")
         return value if dtype is None else value.to(dtype)
 
-    monkeypatch.setattr(subject, "widen", refused)
+    monkeypatch.setattr(bench, "widen", refused)
     model = Perceptron(5, 2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     report = check(model, nn.MSELoss(), rows())

@@ -38,6 +38,7 @@ WAYS_OUT = {
         "Let every row count, however few there are in a micro-batch.",
         "Let a row that is to be left out weigh 0 by its own data, not by its place.",
     ),
+    "refused": (),
     "unexplained": (
         "Look for .detach(), torch.no_grad(), hooks or a backward of your own that depend on the rows.",
         "Leave the batch uncut (micro_batch=None), or look at the cut that is named above.",
@@ -61,10 +62,8 @@ class Finding:
     ways_out: tuple[str, ...]  # ways to fix it, the usual one first
 
     def __str__(self) -> str:
-        lines = [self.what, *[f"- {way}" for way in self.ways_out]]
-        return "\n".join(
-            [f"{self.kind}: {self.culprit}", *[f"  {line}" for line in "\n".join(lines).split("\n")]]
-        )
+        lines = [f"{self.kind}: {self.culprit}", self.what, *[f"- {way}" for way in self.ways_out]]
+        return "\n".join(lines).replace("\n", "\n  ")
 
 
 def listed(names: Sequence[str]) -> str:
@@ -72,11 +71,16 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-def module_finding(kind: str, name: str, module: nn.Module, what: str) -> Finding:
-    """Return a finding about a module."""
-    is_batch_norm = isinstance(module, BatchNorm) and kind == "meeting"
-    ways_out = BATCH_NORM_WAYS_OUT if is_batch_norm else WAYS_OUT[kind]
-    return Finding(kind=kind, culprit=culprit_of(name, module), what=what, ways_out=ways_out)
+def finding(kind: str, culprit: str, what: str, *ways_out: str) -> Finding:
+    """Return a finding, with the usual ways out unless others are given."""
+    return Finding(kind=kind, culprit=culprit, what=what, ways_out=ways_out or WAYS_OUT[kind])
+
+
+def module_finding(kind: str, name: str, module: nn.Module, what: str, alike: Sequence[str] = ()) -> Finding:
+    """Return a finding about a module, whose name begins the sentence, and about others that are alike."""
+    ways_out = BATCH_NORM_WAYS_OUT if alike and isinstance(module, BatchNorm) else ()
+    culprit = culprit_of(listed(alike or [name]), module)
+    return finding(kind, culprit, f"`{name or type(module).__name__}` {what}", *ways_out)
 
 
 def culprit_of(name: str, module: nn.Module) -> str:

@@ -3,97 +3,75 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import torch
 from torch import nn
 from torch.jit import ScriptModule
 
-from anybatch.check.draws import Draws, OutOfTime
-from anybatch.check.passes import Bench
-from anybatch.check.rows import RowCut, rows_of, subset
-from anybatch.check.subject import Subject, named_parameters
-from anybatch.core import BatchError, Collate, PlanError, SampleBatch, TensorBatch, tree
+from anybatch.check.bench import Bench, Draws, named_parameters
+from anybatch.check.passes import Pass
+from anybatch.check.rows import Rows, is_close
+from anybatch.core import Batch, BatchError, PlanError, TensorBatch, tree
 from anybatch.losses import WholeBatch, module_of
 from anybatch.memory import room_of
 from anybatch.planner import refuse_lazy
-from anybatch.trial import RowPart, choose_rows, numbered_anew
+from anybatch.trial import choose_rows, numbered_anew
 
 ALL_ROWS = 64  # the most rows that are tried if a few rows do not run
-PASSES = 3  # over all rows: the whole and two cuts
+PASSES = 4  # over all rows: the whole and three cuts
 LEAST = 3  # the fewest rows with an uneven split
-BUDGET_S = 30.0  # for these passes and everything before them
-WARM_S = 0.6  # a longer first pass is not repeated for timing
 WIDE_S = 1.5  # if a pass over two rows takes longer in float64, use the model's own dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prepared:
-    """The rows and the bench of a check."""
-
-    bench: Bench
-    whole: RowCut  # the chosen rows, uncut; collated if possible
-    # the same rows before `collate`; None without `collate`
-    samples: RowCut | None
-    notes: tuple[str, ...]  # for the report
-
-    def without_dropout(self) -> "Prepared":
-        """Return a copy with dropout switched off."""
-        note = "dropout was switched off: it is unknown which of its numbers belong to which row"
-        bench = replace(self.bench, draws=self.bench.draws.restarted(without_dropout=True))
-        return replace(self, bench=bench, notes=(*self.notes, note))
+_DTYPES = ((torch.float64, True), (torch.float64, False), (None, False))  # and: also where the model casts
 
 
 def prepare(
-    model: nn.Module,
-    loss: object,
-    batch: Any,
-    collate: Collate | None,
-    micro_batch: int | None,
-    rows: int | None,
-    batch_norm: str | None,
-    start: float,
-) -> Prepared:
-    """Choose rows, and find the widest dtype in which the model runs on them."""
-    _refuse(model, loss)
-    total = rows_of(batch, collate)
-    if total < 2 or (rows is not None and rows < 2):
-        raise BatchError(
-            f"Expected at least 2 rows to cut, got {total if total < 2 else rows}. Hand over a larger batch."
-        )
-    wanted = min(total, rows or total)
-    given = TensorBatch(batch) if collate is None else SampleBatch(batch, collate)
-    choose = choose_rows(given, min(total, ALL_ROWS))
+    bench: Bench, given: Batch, micro_batch: int | None, rows: int | None
+) -> tuple[Bench, Rows, Batch | None, list[str]]:
+    """Choose the widest dtype that runs, and rows, so that passes over them take half of the time.
 
-    def cut(count: int) -> RowCut:
-        chosen = choose(min(count, ALL_ROWS))
-        others = sorted({*range(total)} - {*chosen}) if count > len(chosen) else []
-        chosen += others[: count - len(chosen)]
-        data = subset(batch, collate, chosen)
-        if isinstance(loss, WholeBatch) and collate is None:
-            data = numbered_anew(TensorBatch(data), given).whole
-        return RowCut(data=data, micro_batch=len(chosen), part=RowPart.whole(len(chosen)), collate=collate)
+    Return the bench, the rows as one micro-batch, collated if possible, the same rows before `collate` if it
+    draws no numbers, and notes for the report.
+    """
+    total, notes = given.rows, list[str]()
+    wanted = total if rows is None else min(total, rows)
+    if wanted < 2:
+        raise BatchError(f"Expected at least 2 rows to cut, got {wanted}. Hand over a larger batch.")
+    choose = choose_rows(given)
+
+    def cut(count: int) -> Rows:
+        chosen = dict.fromkeys([*choose(min(count, ALL_ROWS)), *range(total)])
+        few = given.only([*chosen][:count])
+        return Rows.uncut(numbered_anew(few, given) if isinstance(bench.loss, WholeBatch) else few)
 
     # Two rows may be too few for a model; a loss that holds a tensor per row needs all rows.
-    cuts = [cut(size) for size in dict.fromkeys([2, min(ALL_ROWS, wanted), min(ALL_ROWS, total)])]
-    found = _first_that_runs(model, loss, cuts, batch_norm=batch_norm or "micro", is_short=rows is None)
-    least = len(found.cut.part.rows)
-    wanted = max(wanted, least)
+    sizes = dict.fromkeys([2, min(ALL_ROWS, wanted), min(ALL_ROWS, total)])
+    found, few = _first_that_runs(bench, [*map(cut, sizes)], WIDE_S if rows is None else math.inf, notes)
     if rows is None:
-        affordable = _affordable(found, start) if least == 2 else least
-        wanted = min(wanted, max(affordable, 2 * (micro_batch or 0) + 1))
-    whole = found.cut if wanted == least else cut(wanted)
-    bench = replace(found.bench, draws=found.bench.draws.restarted())
-    if collate is None:
-        return Prepared(bench=bench, whole=whole, samples=None, notes=found.notes)
-    collated, note = _collated(whole, collate, bench.draws)
-    return Prepared(
-        bench=bench, whole=collated or whole, samples=None if note else whole, notes=(*found.notes, *note)
-    )
+        wanted = min(wanted, max(_affordable(found, few, bench.deadline), 2 * (micro_batch or 0) + 1))
+    whole = cut(wanted) if wanted > few.batch.rows else few
+    bench = replace(bench, dtype=found.dtype, draws=Draws(is_wide=found.draws.is_wide))
+    whole, samples = _collated(bench, whole, notes) if whole.batch.whole is None else (whole, None)
+    return bench, whole, samples, notes
 
 
-def _refuse(model: nn.Module, loss: object) -> None:
+def refuse_without_data(model: nn.Module, loss: object) -> None:
+    """Raise PlanError if model or loss have tensors on the meta device, without values to compare."""
+    held = model, module_of(loss)
+    named = [pair for one in held for pair in (*one.named_parameters(), *one.named_buffers())]
+    empty = [name for name, tensor in named if tensor.is_meta]
+    if empty:
+        raise PlanError(
+            f"Expected a model with values to check, got {len(empty)} of its tensors on the meta device, the "
+            f"first of them {empty[0]}. Make it on a real device; anybatch.plan takes it as it is."
+        )
+
+
+def refuse(model: nn.Module, loss: object) -> None:
+    """Raise PlanError if a model cannot be watched, or nothing is trained."""
+    refuse_without_data(model, loss)
     scripted = [name or "the model" for name, one in model.named_modules() if isinstance(one, ScriptModule)]
     if scripted:
         raise PlanError(
@@ -108,84 +86,52 @@ def _refuse(model: nn.Module, loss: object) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Found:
-    bench: Bench
-    cut: RowCut  # the rows
-    seconds: float  # duration of the pass
-    notes: tuple[str, ...]  # for the report
-
-
 def _first_that_runs(
-    model: nn.Module, loss: object, cuts: Sequence[RowCut], *, batch_norm: str, is_short: bool
-) -> _Found:
-    """Return the first pass that comes to its end: in float64, else in the own dtype."""
-    errors: list[Exception] = []
-
-    def run(dtype: torch.dtype | None, is_wide: bool, seconds: float) -> _Found | None:
-        subject = Subject(model, loss, dtype)
-        for cut in cuts:
-            start = time.perf_counter()
-            bench = Bench(subject=subject, draws=Draws(is_wide=is_wide), batch_norm=batch_norm)
-            try:
-                with bench.draws.until(start + seconds):
-                    failure = bench.run(cut).failure
-            except Exception as error:  # a device may have no float64
-                failure = error
-            if failure is None:
-                taken = time.perf_counter() - start
-                return _Found(bench=bench, cut=cut, seconds=taken, notes=())
-            errors.append(failure)
-        return None
-
-    is_wide_already = all(p.dtype == torch.float64 for p in model.parameters())
-    limit = WIDE_S if is_short and not is_wide_already else math.inf
-    note = ""
-    for is_wide in (True, False):
-        try:
-            found = run(torch.float64, is_wide, limit)
-        except OutOfTime:
-            note = "float64 would take too long, so errors are those of the model's own dtype"
-            break
-        if found is not None:
-            return found
-    found = run(None, False, math.inf)
-    if found is None:
-        raise errors[-1]
-    return replace(found, notes=(note or f"it does not run in float64 ({_line(errors[0])})",))
+    bench: Bench, cuts: Sequence[Rows], limit: float, notes: list[str]
+) -> tuple[Bench, Rows]:
+    """Return a bench and rows of which a pass ends; give float64 up after `limit` seconds."""
+    errors = list[Exception]()
+    if all(p.dtype == torch.float64 for p in bench.model.parameters()):
+        limit = math.inf
+    for (dtype, is_wide), few in product(_DTYPES, cuts):
+        if dtype is None and not notes:
+            line = str(errors[0]).strip().partition("\n")[0][:120]
+            notes.append(f"it does not run in float64 ({type(errors[0]).__name__}: {line})")
+        elif dtype is not None and notes:
+            continue
+        deadline = time.perf_counter() + (math.inf if dtype is None else limit)
+        tried = replace(bench, draws=Draws(is_wide=is_wide), dtype=dtype, deadline=deadline)
+        found = tried.in_time(partial(Pass, tried, few))
+        if found is None:
+            notes.append("float64 would take too long, so errors are those of the model's own dtype")
+        elif found.failure is None:
+            return tried, few
+        else:
+            errors.append(found.failure)
+    raise errors[-1]
 
 
-def _affordable(found: _Found, start: float) -> int:
-    seconds = found.seconds
-    if seconds < WARM_S:  # the first pass includes one-time costs
-        begun = time.perf_counter()
-        found.bench.run(found.cut)
-        seconds = time.perf_counter() - begun
-    left = BUDGET_S - (time.perf_counter() - start)
-    per_row = seconds / 2 or 1e-9
-    ragged = LEAST if 2 * LEAST * per_row <= left else 2
-    room = room_of(next(iter(found.bench.subject.named.values())).device)
-    fit = math.inf if room is None else room / (found.bench.draws.nbytes / 2 or 1)
-    return max(ragged, int(min(fit, left / (PASSES * per_row))))
+def _affordable(bench: Bench, few: Rows, deadline: float) -> int:
+    """Return the number of rows for which there is time and memory."""
+    start, rows = time.perf_counter(), few.batch.rows
+    Pass(bench, few)  # the first one had one-time costs
+    now = time.perf_counter()
+    in_time = (deadline - now) / 2 * rows / (now - start)  # rows of one pass
+    room = room_of(next(iter(bench.named.values())).device)
+    fit = math.inf if room is None else room * 2 * rows / (bench.draws.nbytes or 1)  # two passes were noted
+    return max(rows, min(LEAST, int(in_time / 2)), int(min(fit, in_time / PASSES)))
 
 
-def _collated(whole: RowCut, collate: Collate, draws: Draws) -> tuple[RowCut | None, tuple[str, ...]]:
-    """Return all rows as one nest of tensors, so that all splits have the same padding."""
-    draws.begin(whole.part)
-    value = collate(list(whole.data))
+def _collated(bench: Bench, whole: Rows, notes: list[str]) -> tuple[Rows, Batch | None]:
+    """Collate all rows once, if that gives a nest of tensors, so that all splits have the same padding."""
+    bench.draws.begin(whole.part)
+    one, other = [next(whole.batch.cut(whole.micro_batch)) for _ in range(2)]
     try:
-        TensorBatch(value)
+        collated = TensorBatch(one)
     except BatchError:
-        return None, ()
-    note = () if _same(value, collate(list(whole.data))) else ("`collate` draws random numbers; it ran once",)
-    return RowCut(data=value, micro_batch=whole.micro_batch, part=whole.part), note
-
-
-def _same(one: Any, other: Any) -> bool:
-    pairs = zip(tree.flatten(one).leaves, tree.flatten(other).leaves, strict=True)
-    return all(a.shape == b.shape and bool(torch.equal(a.nan_to_num(), b.nan_to_num())) for a, b in pairs)
-
-
-def _line(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text[:120]}"
+        return whole, None
+    pairs = zip(collated.leaves, tree.flatten(other).leaves, strict=True)
+    is_same = all(is_close(a, b, 0.0) for a, b in pairs)
+    if not is_same:
+        notes.append("`collate` draws random numbers; it ran once")
+    return Rows.uncut(collated), whole.batch if is_same else None

@@ -1,160 +1,184 @@
 """Splits compared with the whole batch: errors, the model's outputs row by row, and its state"""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import cached_property, partial
-from operator import attrgetter
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from anybatch.check.finding import WAYS_OUT, Finding, listed
-from anybatch.check.passes import Bench, Call, Calls, Key, Pass, State
-from anybatch.check.rows import RowCut, agree, is_close
+from anybatch.check.bench import Bench
+from anybatch.check.finding import Finding, finding, listed
+from anybatch.check.passes import Call, Pass, Table
+from anybatch.check.rows import Rows, is_close
+from anybatch.core import Batch, BatchError
 from anybatch.losses import function_of
-from anybatch.trial import RowPart, distance, limit_of
+from anybatch.trial import Axis, RowPart, distance, find_axis, limit_of, take
 
 # A smaller gradient may be rounding of numbers that cancel inside the model, as in a perfect fit.
 _TINY = 1e-6
-
-
-def worst_of(comparison: "Comparison", passes: Sequence[Pass]) -> Pass:
-    """Return the first split that differs, if possible one that did not fail."""
-    differing = [one for one in passes if not one.holds(comparison.limit)] or list(passes)
-    return next((one for one in differing if one.failure is None), differing[0])
-
-
-def name_of(loss: object) -> str:
-    """Return the name of a loss."""
-    held: Any = function_of(loss)
-    held = cast("partial[Any]", held).func if isinstance(held, partial) else held
-    name = getattr(held, "__qualname__", type(held).__qualname__)
-    return name.rpartition("<locals>.")[2]
+# How a call may differ, the surest first. "pooled" is one value for all rows: a parent may weigh it rightly.
+_FAULTS = ("dropped rows", "outputs", "unknown", "pooled", "")
 
 
 def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
     """Return sizes of micro-batches: the caller's, two that leave a smaller last one, and 1."""
     ragged = [size for size in range(2, rows) if rows % size]
     near = [min(ragged, key=lambda size: abs(size - share * rows)) for share in (3 / 8, 5 / 8) if ragged]
-    own = [micro_batch] if micro_batch is not None and micro_batch < rows else []
-    return list(dict.fromkeys((*own, *near, 1)))
+    return [size for size in dict.fromkeys((micro_batch or rows, *near, 1)) if size < rows]
+
+
+class Pieces(NamedTuple):
+    """The calls of modules on parts of the rows, to be compared with those on all rows."""
+
+    tables: Sequence[Table]
+    parts: Sequence[RowPart]
+    tolerance: float  # relative error that counts as rounding
+    from_end: bool = False  # leave out padding in front, else padding at the end
+
+    def fault(self, call: Call, of: str = "outputs") -> str:
+        """Return how the tensors of a call on all rows differ from those on the parts, as in `_FAULTS`."""
+        if not all(call.key in table for table in self.tables):
+            return "unknown"
+        calls = [call, *[table[call.key] for table in self.tables]]
+        faults = [self._fault(*values) for values in zip(*[getattr(one, of) for one in calls], strict=False)]
+        return min(faults, key=_FAULTS.index, default="")
+
+    def _fault(self, whole: Tensor, *pieces: Tensor) -> str:
+        pairs = list(zip(pieces, self.parts, strict=True))
+        values = [take(whole, piece.shape, part, from_end=self.from_end) for piece, part in pairs]
+        if all(b is not None and is_close(a, b, self.tolerance) for a, b in zip(pieces, values, strict=True)):
+            return ""
+        if all(piece.shape == whole.shape for piece in pieces):
+            return "pooled"
+        if all(value is not None for value in values):
+            return "outputs"
+        is_alike = {(one.dim(), one.shape[1:]) for one in pieces} == {(whole.dim(), whole.shape[1:])}
+        return "dropped rows" if is_alike and sum(map(len, pieces)) < len(whole) else "unknown"
+
+    def first(self, calls: Table) -> tuple[Call, str] | None:
+        """Return the first call with the same inputs and other outputs in the parts, and its fault."""
+        same = [call for call in calls.values() if not self.fault(call, "inputs")]
+        found = [(call, fault) for call in same if (fault := self.fault(call)) not in ("", "unknown")]
+        return min(found, key=lambda one: one[1] == "pooled", default=None)
+
+    def axes(self, call: Call, of: str) -> list[Axis | None]:
+        """Return the axis of the rows in each tensor of a call."""
+        pairs = zip(getattr(call, of), getattr(self.tables[0][call.key], of), strict=False)
+        return [find_axis(whole.shape, piece.shape, self.parts[0]) for whole, piece in pairs]
 
 
 class Comparison:
-    """Passes in several splits, compared with a reference: the pass over all rows uncut."""
+    """Passes in several splits, compared with a reference: the pass over all rows uncut.
 
-    def __init__(self, *, bench: Bench, whole: RowCut, reference: Pass) -> None:
-        self.bench, self.whole, self.reference = bench, whole, reference
+    Attributes:
+        limit: the largest relative error that counts as rounding.
+        samples: the rows before `collate`; None without one, or if they are not collated once.
+        passes: the splits.
+        notes: remarks for the report.
+    """
 
-    @property
-    def limit(self) -> float:
-        """The largest relative error that counts as rounding."""
-        return limit_of(self.reference.dtypes, len(self.whole.part.rows))
+    def __init__(
+        self, bench: Bench, whole: Rows, samples: Batch | None, notes: list[str], micro_batch: int | None
+    ) -> None:
+        self.bench, self.whole, self.samples, self.notes = bench, whole, samples, notes
+        self.reference = reference = Pass(bench, whole)
+        if reference.failure is not None:
+            raise reference.failure
+        rows = range(whole.batch.rows)
+        if not reference.is_weighed:
+            raise BatchError(
+                f"Expected rows that count, got {len(rows)} whose weight is 0 (all of them are masked). "
+                "Hand over a batch with valid targets."
+            )
+        self.limit = limit_of(reference.dtypes, len(rows))
+        self.splits = [whole.cut(size) for size in cut_sizes_to_try(len(rows), micro_batch)]
+        if reference.unreplayed:
+            # Numbers drawn by position may be right by chance while rows come in order.
+            self.splits.append(whole.only(rows[::-1]).cut(1))
+        passes = [self.compare(self.splits[0], reference)]
+        for cut in () if reference.bare else self.splits[1:]:  # a bare mean is never exact
+            found = bench.in_time(partial(self.compare, cut, reference))
+            passes += [found] if found else []
+        several = [one for one in passes if one.cut.micro_batch > 1 or one.failure is None]
+        # A model may refuse single rows (BatchNorm does): no fault if other splits run.
+        self.passes = several or passes
 
-    @property
-    def outermost(self) -> list[Call]:
-        """The calls of the model in the reference, without those inside them."""
-        return self.reference.calls.parts.get(self.whole.part, [])
-
-    def cut_by(self, micro_batch: int) -> Pass:
-        """Compare micro-batches of a size with the reference."""
-        return self.compare(replace(self.whole, micro_batch=micro_batch), self.reference)
-
-    def compare(self, cut: RowCut, reference: Pass, words: str = "") -> Pass:
+    def compare(self, cut: Rows, reference: Pass) -> Pass:
         """Compare any split with any reference."""
-        found = self.bench.run(cut)
-        found.words = words or cut.words
-        if found.failure is None and reference.failure is None:
+        found = Pass(self.bench, cut)
+        if found.failure is None:
             far = distance(reference, found)
             if max(far.gradient, far.loss) > self.limit:
                 far = distance(reference, found, *self._halves)
             found.error, found.loss_error = far.gradient, far.loss
-            if found.holds(self.limit) and not reference.bare:
-                found.calls = Calls()  # no longer needed, and large
+            found.is_same = max(far.gradient, far.loss) <= self.limit
+            if found.is_same and not reference.bare:
+                found.tables = {}  # no longer needed, and large
         return found
+
+    @property
+    def name(self) -> str:
+        """The name of the loss."""
+        held: Any = function_of(self.bench.loss)
+        held = getattr(held, "func", held)  # of a partial
+        return getattr(held, "__qualname__", type(held).__qualname__).rpartition("<locals>.")[2]
 
     @cached_property
     def doubt(self) -> str:
         """A remark if the gradients of all rows and of both halves are next to nothing; else empty."""
         tiny, size = min(self.limit, _TINY), self.reference.size
-        if size >= tiny or any(half.size >= tiny for half in self._halves):
-            return ""
-        return f"the gradient of these rows is so small (norm {size:.1g}) that it may be rounding"
+        is_tiny = size < tiny and all(half.size < tiny for half in self._halves)
+        return f"the gradient of these rows is so small (norm {size:.1g}) that it may be rounding" * is_tiny
 
     @cached_property
     def _halves(self) -> list[Pass]:
-        rows = range(len(self.whole.part.rows))
+        rows = range(self.whole.batch.rows)
         middle = len(rows) // 2
-        halves = [self.bench.run(self.whole.only(half)) for half in (rows[:middle], rows[middle:])]
+        halves = [Pass(self.bench, self.whole.only(half)) for half in (rows[:middle], rows[middle:])]
         return [half for half in halves if half.failure is None and half.is_weighed]
 
+    @cached_property
+    def worst(self) -> Pass:
+        """The first split that differs, if possible one that did not fail."""
+        return min(self.passes, key=lambda one: (one.is_same, one.failure is not None))
 
-Table = Mapping[Key, Call]  # the calls of some rows
-inputs_of: Callable[[Call], list[Tensor]] = attrgetter("inputs")
-outputs_of: Callable[[Call], list[Tensor]] = attrgetter("outputs")
+    @property
+    def differs(self) -> bool:
+        """True if some split has another gradient or loss than the whole batch."""
+        return not self.worst.is_same
 
+    @cached_property
+    def calls(self) -> Table:
+        """The calls of the model on all rows."""
+        return self.reference.tables[self.whole.part]
 
-def fault_of(
-    call: Call,
-    tables: Sequence[Table],
-    parts: Sequence[RowPart],
-    tolerance: float,
-    *,
-    of: Callable[[Call], list[Tensor]] = outputs_of,
-    from_end: bool = False,
-) -> str:
-    """Return how a call differs from the same call on the parts of its rows, "" if it does not.
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The calls of the model in the worst split."""
+        parts = self.worst.cut.parts
+        # Outputs average over fewer numbers than gradients.
+        return Pieces([self.worst.tables.get(part, {}) for part in parts], parts, 10 * self.limit)
 
-    It is "dropped rows", "outputs" (of rows), "unknown" (a call or its shapes do not fit) or "pooled": one
-    value for all rows. With `from_end` padding in front is left out, else padding at the end.
-    """
-    pieces = [of(table[call.key]) for table in tables if call.key in table]
-    if len(pieces) < len(parts) or any(len(piece) < len(of(call)) for piece in pieces):
-        return "unknown"
-    faults: set[str] = set()
-    for value, *mine in zip(of(call), *pieces, strict=False):
-        is_same = agree(value, list(zip(mine, parts, strict=True)), tolerance, from_end=from_end)
-        if not is_same and all(piece.shape == value.shape for piece in mine):
-            faults.add("pooled")
-        elif is_same is None:
-            faults.add("dropped rows" if _is_short(value, mine) else "unknown")
-        elif not is_same:
-            faults.add("outputs")
-    order = ("dropped rows", "outputs", "unknown", "pooled")
-    return next((fault for fault in order if fault in faults), "")
+    @cached_property
+    def rows_differ(self) -> bool:
+        """True if the model gives some row other outputs in the worst split than in the whole batch."""
+        faults = {self.pieces.fault(call) for call in self.calls.values() if call.is_outermost}
+        return not faults <= {"", "pooled"}
 
-
-def _is_short(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
-    """Return True if the first axes of the pieces add up to less than the whole's."""
-    alike = all(piece.dim() == whole.dim() and piece.shape[1:] == whole.shape[1:] for piece in pieces)
-    return alike and whole.dim() > 0 and sum(piece.shape[0] for piece in pieces) < whole.shape[0]
+    @property
+    def may_be_dropout(self) -> bool:
+        """True if rows may differ only because dropout draws for them in another order."""
+        draws = self.bench.draws
+        is_open = draws.has_packed or (draws.has_dropout and self.rows_differ)
+        return self.differs and is_open and not self.reference.unreplayed
 
 
-def rows_differ(comparison: Comparison, passes: Sequence[Pass]) -> bool:
-    """Return True if the model gives some row other outputs in the worst split than in the whole batch."""
-    worst = worst_of(comparison, passes)
-    tables = [worst.calls.table(part) for part in worst.cut.parts]
-    faults = {fault_of(call, tables, worst.cut.parts, 10 * comparison.limit) for call in comparison.outermost}
-    return not faults <= {"", "pooled"}
-
-
-def find_state(comparison: Comparison, passes: Sequence[Pass]) -> list[Finding]:
+def find_state(compared: Comparison) -> list[Finding]:
     """Return a finding for each module whose saved buffers depend on the split."""
-    whole = comparison.reference.state
-    states = [one.state for one in passes if one.failure is None]
-    saved: dict[str, list[str]] = {}
-    for key in dict.fromkeys(key for one in states for key in _differing(whole, one, comparison.limit)):
-        saved.setdefault(key[0], []).append(f"`{key[1]}`")
+    saved = dict[str, list[str]]()
+    for key, value in compared.reference.state.items():
+        others = [one.state[key] for one in compared.passes if key in one.state]
+        if not all(is_close(one, value, 10 * compared.limit) for one in others):
+            saved.setdefault(key[0], []).append(f"`{key[1]}`")
     what = "A split batch leaves other values than the whole, by the number of micro-batches: {}."
-    return [
-        Finding(kind="buffer", culprit=culprit, what=what.format(listed(names)), ways_out=WAYS_OUT["buffer"])
-        for culprit, names in saved.items()
-    ]
-
-
-def _differing(whole: State, other: State, limit: float) -> Iterator[tuple[str, str]]:
-    for key in dict.fromkeys((*whole, *other)):
-        values = [state[key] for state in (whole, other) if key in state]
-        one, *rest = [value.double() if value.is_floating_point() else value for value in values]
-        if not rest or not is_close(rest[0], one, 10 * limit):
-            yield key
+    return [finding("buffer", culprit, what.format(listed(names))) for culprit, names in saved.items()]
