@@ -29,8 +29,8 @@ class ParameterServer(Strategy):
     parameters, in micro-batches, and takes the next. Servers add the sums in the order of the units, divide
     once by the weight of the whole batch, and make the update. So the bits do not depend on the number or
     speed of workers, or on lost ones: a unit of a worker that ended is given to another, with the same random
-    numbers, and is counted once. A server that ended is restored from its state after the last update and the
-    sums since.
+    numbers, and is counted once. Servers keep nothing between calls: parameters, state and sums lie in Ray's
+    object store, and a call of a server that ended is repeated by a new one.
 
     The driver, which is this process, has the model and the optimizer as usual: parameters are new after each
     step, and `optimizer.state_dict()` fetches its state. So schedulers, checkpoints and resuming work as
@@ -51,9 +51,8 @@ class ParameterServer(Strategy):
             each worker has one GPU.
 
     Attributes:
-        counts: totals so far: pushes to each server, bytes pushed, pushes refused, units given to a second
-            worker (back-ups) and done twice (units repeated), workers and servers replaced. The report of a
-            step has its own counts.
+        counts: totals so far: pushes to each server, bytes pushed, units given to a second worker (back-ups) and
+            done twice (units repeated), workers and servers replaced. The report of a step has its own counts.
 
     Raises:
         PlanError: a number out of range, too few GPUs, or Ray is not installed.
@@ -94,7 +93,6 @@ class ParameterServer(Strategy):
         self._made_of: list[Any] = []
         self._is_loaded = False  # the servers have the optimizer's state
         self._hooks: list[Any] = []
-        self._is_counting = False  # optimizers in this process count an update of the servers
 
     def __repr__(self) -> str:
         return f"ParameterServer(servers={self.servers}, workers={self.workers})"
@@ -197,7 +195,7 @@ class ParameterServer(Strategy):
             return weights, math.nan, []
         coefficients = folded[0].coefficients
         factors = [c / weights[name] if weights[name] else 0.0 for name, c in coefficients.items()] or [1.0]
-        norm = math.sqrt(scheduler.seal(factors))
+        norm = math.sqrt(scheduler.merge(factors))
         if not math.isfinite(norm):
             raise core.NonFiniteLossError(
                 f"Expected a gradient of finite norm, got {norm}. No update was made. Make the loss smaller, "
@@ -205,7 +203,7 @@ class ParameterServer(Strategy):
             )
         scale = min(1.0, settings.clip_norm / (norm + 1e-6))
         used = frozenset[int]().union(*[one.used for one in folded])
-        return weights, norm, scheduler.commit(factors, scale, used, options)
+        return weights, norm, scheduler.update(scale, used, options)
 
     # ---- driver and servers
 
@@ -216,47 +214,28 @@ class ParameterServer(Strategy):
         made_of.append({**task.loss.coefficients})
         now = modes, contents(fixed)
         if self._scheduler is None or made_of != self._made_of:
-            self._scheduler = self._started(task, settings, remote)
-            self._made_of, self._is_loaded, self._known = made_of, False, []
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = [
-                hook
-                for one in task.optimizers
-                for hook in (
-                    one.register_state_dict_pre_hook(self.bring_state),
-                    one.register_load_state_dict_post_hook(self.forget_state),
-                    one.register_step_pre_hook(self.hand_back),
-                )
-            ]
-            self._optimizers, self._parameters = task.optimizers, task.network.parameters
-            self._outside = OutsideValues(task)
+            self._scheduler, self._made_of = self._started(task, settings, remote), made_of
         elif now != self._fixed:
             self._scheduler.fix(modes, fixed)
         self._outside.refuse_changes()
         self._fixed = now
-        if not self._is_loaded or self._known != contents(task.network.parameters):
-            scheduler, layout = self._scheduler, self._scheduler.layout
-            shards = range(self.servers)
-            for one in task.optimizers if not self._is_loaded else ():
-                one.state_dict()  # fetches state from the servers of another step
-            state: dict[Any, Any] = {p: s for one in task.optimizers for p, s in one.state.items()}
-            values = [layout.flat(task.network.parameters, shard, layout.dtype) for shard in shards]
-            states = [layout.split(state, task.network.parameters, shard) for shard in shards]
-            here = [one for _, one in scheduler.snapshots]  # if only the parameters changed
-            scheduler.load(values, here if self._is_loaded else states)
-            self._is_loaded = True
-            self._known = contents(task.network.parameters)
-        return self._scheduler
+        scheduler, layout, parameters = self._scheduler, self._scheduler.layout, task.network.parameters
+        if not self._is_loaded or self._known != contents(parameters):
+            states: list[Any] = [state for _, state in scheduler.snapshots]  # stays if parameters changed
+            if not self._is_loaded:
+                for one in task.optimizers:
+                    one.state_dict()  # fetches state from the servers of another step
+                held: dict[Any, Any] = {p: s for one in task.optimizers for p, s in one.state.items()}
+                states = [layout.split(held, parameters, shard) for shard in range(self.servers)]
+            values = [layout.flat(parameters, shard, layout.dtype) for shard in range(self.servers)]
+            scheduler.load(values, states)
+            self._is_loaded, self._known = True, contents(parameters)
+        return scheduler
 
     def _started(self, task: Task, settings: Plan, remote: Callable[[str], Any]) -> Scheduler:
-        layout = Layout.of(
-            task.network.parameters,
-            task.optimizers,
-            self.servers,
-            settings.accumulation_dtype,
-        )
-        device = self._device or task.network.parameters[0].device.type
+        parameters, optimizers = task.network.parameters, task.optimizers
+        layout = Layout.of(parameters, optimizers, self.servers, settings.accumulation_dtype)
+        device = self._device or parameters[0].device.type
         if self._scheduler is not None:
             warnings.warn(
                 "Expected the trained parameters and optimizers of the last step, got others: servers and "
@@ -271,24 +250,31 @@ class ParameterServer(Strategy):
             self._cluster = _cluster(self._where, int(device != "cpu"))
         try:
             scheduler = Scheduler(
-                self._cluster,
-                remote(device),
-                layout,
-                identity(task),
-                workers=self.workers,
+                self._cluster, remote(device), layout, identity(task), workers=self.workers
             )
         except BaseException:
             self.stop()
             raise
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for one in optimizers:
+            self._hooks += [
+                one.register_state_dict_pre_hook(self.bring_state),
+                one.register_load_state_dict_post_hook(self.forget_state),
+                one.register_step_pre_hook(self.hand_back),
+            ]
+        self._optimizers, self._parameters, self._outside = optimizers, parameters, OutsideValues(task)
+        self._is_loaded = False
         return scheduler
 
     def _updated(self, task: Task) -> None:
-        self._is_counting = True
+        self._is_loaded = False  # so that `hand_back` leaves the state there
         try:
             for optimizer in task.optimizers:
                 optimizer.step()  # without gradients, for schedulers that count steps
         finally:
-            self._is_counting = False
+            self._is_loaded = True
         task.progress.updates += 1
         for one in task.schedulers:
             one.step()
@@ -312,9 +298,8 @@ class ParameterServer(Strategy):
 
     def hand_back(self, *_: object) -> None:
         """Copy the state here before this process's optimizers make an update themselves."""
-        if not self._is_counting:
-            self.bring_state()
-            self.forget_state()
+        self.bring_state()
+        self.forget_state()
 
     # ---- workers
 
