@@ -51,8 +51,8 @@ class ParameterServer(Strategy):
             each worker has one GPU.
 
     Attributes:
-        counts: totals so far: pushes to each server, bytes pushed, units given to a second worker (back-ups) and
-            done twice (units repeated), workers and servers replaced. The report of a step has its own counts.
+        counts: totals so far: pushes to each server, bytes pushed, units given to a second worker (back-ups)
+            and done twice (units repeated), workers and servers replaced. The report of a step has its own.
 
     Raises:
         PlanError: a number out of range, too few GPUs, or Ray is not installed.
@@ -249,9 +249,7 @@ class ParameterServer(Strategy):
         if self._cluster is None:
             self._cluster = _cluster(self._where, int(device != "cpu"))
         try:
-            scheduler = Scheduler(
-                self._cluster, remote(device), layout, identity(task), workers=self.workers
-            )
+            scheduler = Scheduler(self._cluster, remote(device), layout, identity(task), workers=self.workers)
         except BaseException:
             self.stop()
             raise

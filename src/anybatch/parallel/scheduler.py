@@ -273,6 +273,6 @@ class Scheduler:
 
 def _ended(what: str, error: Exception) -> RankError:
     return RankError(
-        f"Expected {what} to finish, got {_TRIES + 1} that ended with one call ({error}). No update was made. "
-        "Look for too little memory on the host, and read their log."
+        f"Expected {what} to finish, got {_TRIES + 1} that ended with one call ({error}). No update was "
+        "made. Look for too little memory on the host, and read their log."
     )

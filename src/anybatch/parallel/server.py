@@ -158,6 +158,7 @@ class ServerShard:
     def __init__(self, layout: Layout, index: int) -> None:
         self._layout, self._pieces = layout, layout.pieces[index]
         self._size = layout.bounds[index + 1] - layout.bounds[index]
+        self._room: Array = np.empty(0)  # of the sums, reused: allocation takes longer than the copy
 
     def merge(self, factors: Sequence[float], *parts: Array) -> tuple[float, Array]:
         """Add up the sums of all units, `(terms, elements)` each, in their order, and divide once.
@@ -165,7 +166,9 @@ class ServerShard:
         Return the sum of squares of the shard's gradient, and the gradient.
         """
         shape, dtype = (len(factors), self._size), np.dtype(self._layout.sum_dtype)
-        total = np.zeros(shape, dtype)
+        if self._room.shape != shape:
+            self._room = np.empty(shape, dtype)
+        total = self._room
         for unit, part in enumerate(parts):
             if part.shape != shape or part.dtype != dtype:
                 raise RankError(
@@ -179,7 +182,7 @@ class ServerShard:
                         f"Expected finite gradients, got NaN or infinity from unit {unit}. No update was "
                         "made. Look for bad data in its rows, or too high a learning rate."
                     )
-            total += part
+            np.add(total, part, total) if unit else np.copyto(total, part)
         total *= np.array(factors, dtype)[:, None]
         gradient = total[0]
         for one in total[1:]:
