@@ -224,18 +224,16 @@ class Scheduler:
         else:
             self.counts["units repeated"] += 1
 
-    def merge(self, factors: Sequence[float]) -> float:
+    def merge(self, factors: Sequence[float], tries: int = _TRIES) -> float:
         """Add up the sums of all units, and divide; return the sum of squares of the whole gradient."""
-        for left in reversed(range(_TRIES)):
-            sums = zip(*[parts for _, (_, parts) in sorted(self._done.items())], strict=True)
-            try:
-                squares, found = self._of_all("merge", [([*factors], *parts) for parts in sums])
-            except Lost:  # sums of a worker are gone with its machine
-                if not left:
-                    raise
-                self.fold(self._units, self._seed)
-            else:
-                break
+        sums = zip(*[parts for _, (_, parts) in sorted(self._done.items())], strict=True)
+        try:
+            squares, found = self._of_all("merge", [([*factors], *parts) for parts in sums])
+        except Lost:  # sums of a worker are gone with its machine
+            if not tries:
+                raise
+            self.fold(self._units, self._seed)
+            return self.merge(factors, tries - 1)
         self._gradients = [gradient for _, gradient in found]
         return sum(squares)
 
