@@ -14,6 +14,7 @@ from anybatch.engine import Gradient, Part, Plan, Restart, Sums, Task, accompany
 from anybatch.integrations import wants_router_loss
 from anybatch.losses import ModelTerms, WholeBatch
 from anybatch.parallel.group import Group, answered, gather_values, leave_error, rank
+from anybatch.parallel.messages import NO_UPDATE
 from anybatch.parallel.replicate import Replicate
 from anybatch.state import rng
 
@@ -263,7 +264,9 @@ class Shard(Replicate):
         while any("open" not in one for one in said):  # they learn that this rank begins, or begins again
             said = self._agree(message)
         if len({one["shown"] for one in said}) > 1:
-            self._fail(PlanError, "Expected callbacks with `gradients` on all ranks or on none, got some.")
+            raise PlanError(
+                f"Expected callbacks with `gradients` on all ranks or on none, got some. {NO_UPDATE}"
+            )
         self._count, self._at = max(one["open"] for one in said), 0
         self.is_held = all(one["hold"] for one in said)
         if self.is_held:
@@ -371,7 +374,7 @@ class Shard(Replicate):
         with answered(self.group):
             dist.all_reduce(total, group=self._shards)
         self._norm = total.sqrt().to(mine.dtype)
-        self._is_reducing = False
+        self._is_apart = False
         return gradients
 
     def norm(self, gradients: Iterable[Tensor]) -> Tensor:
@@ -383,7 +386,7 @@ class Shard(Replicate):
     def undo(self, said: str, kind: type[Exception]) -> None:
         """Take part in the collectives that are left, before all begin again; raise if they are unknown."""
         self._leave(kind(said))
-        if self._is_broken:
+        if self.is_broken:
             raise kind(
                 f"Expected the first micro-batch of a run to succeed at once with a sharded model, got "
                 f"{said!r}. Other ranks wait in its collectives, so it was not run again. Start all ranks "
@@ -404,7 +407,7 @@ class Shard(Replicate):
         self._synced = None
         order = self._orders.get(self._is_first)
         if order is None or isinstance(error, RankError):
-            self._is_broken = True
+            self.is_broken = True
             if not isinstance(error, RankError):  # this rank waits for another, which is at fault
                 leave_error(f"{type(error).__name__}: {error}", self.group)
             return
@@ -417,7 +420,7 @@ class Shard(Replicate):
                 for one in calls[done if at == self._at else 0 :]:
                     one.replay(self._replicas if sums_replicas else None)
         except RankError:
-            self._is_broken = True
+            self.is_broken = True
 
 
 def _copied(one: Tensor) -> Tensor:
