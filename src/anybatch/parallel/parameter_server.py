@@ -16,9 +16,11 @@ from anybatch import core
 from anybatch.engine import Plan, Strategy, Task, learning_rate_of
 from anybatch.losses import WholeBatch
 from anybatch.parallel.fingerprint import contents
-from anybatch.parallel.scheduler import Cluster, Scheduler
+from anybatch.parallel.messages import weights_of
+from anybatch.parallel.on_ray import RayCluster
+from anybatch.parallel.scheduler import Scheduler
 from anybatch.parallel.server import Layout, options_of
-from anybatch.parallel.worker import Folded, OutsideValues, added, fixed_of, identity, settings_of
+from anybatch.parallel.worker import Folded, OutsideValues, fixed_of, identity, settings_of
 from anybatch.state import rng
 
 
@@ -70,7 +72,7 @@ class ParameterServer(Strategy):
         servers: int = 1,
         workers: int = 2,
         *,
-        cluster: str | Cluster | None = None,
+        cluster: str | RayCluster | None = None,
         units: int = 8,
         device: str | torch.device | None = None,
     ) -> None:
@@ -87,7 +89,7 @@ class ParameterServer(Strategy):
         self._where, self._units = cluster, units
         self.counts: Counter[str] = Counter()
         self._scheduler: Scheduler | None = None
-        self._cluster: Cluster | None = None
+        self._cluster: RayCluster | None = None
         self._known: list[Any] = []  # contents of the driver's parameters after the last update
         self._fixed: Any = None  # untrained state of the workers
         self._made_of: list[Any] = []
@@ -188,9 +190,7 @@ class ParameterServer(Strategy):
     def _commit(
         self, scheduler: Scheduler, folded: Sequence[Folded], settings: Plan, options: Any
     ) -> tuple[dict[str, float], float, list[Any]]:
-        add = max if folded[0].is_shared else fsum
-        names = {name: None for one in folded for name in one.weights}
-        weights = {name: float(add(one.weights.get(name, 0.0) for one in folded)) for name in names}
+        weights = weights_of([{"weights": one.weights, "shared": one.is_shared} for one in folded])
         if not any(weights.values()):
             return weights, math.nan, []
         coefficients = folded[0].coefficients
@@ -226,7 +226,8 @@ class ParameterServer(Strategy):
                 for one in task.optimizers:
                     one.state_dict()  # fetches state from the servers of another step
                 held: dict[Any, Any] = {p: s for one in task.optimizers for p, s in one.state.items()}
-                states = [layout.split(held, parameters, shard) for shard in range(self.servers)]
+                split = [layout.split(held, parameters, shard) for shard in range(self.servers)]
+                states = [scheduler.cluster.put(one) for one in split]
             values = [layout.flat(parameters, shard, layout.dtype) for shard in range(self.servers)]
             scheduler.load(values, states)
             self._is_loaded, self._known = True, contents(parameters)
@@ -247,7 +248,8 @@ class ParameterServer(Strategy):
             self._scheduler.end()
             self._scheduler = None
         if self._cluster is None:
-            self._cluster = _cluster(self._where, int(device != "cpu"))
+            where, gpus = self._where, int(device != "cpu")
+            self._cluster = RayCluster(where, gpus) if where is None or isinstance(where, str) else where
         try:
             scheduler = Scheduler(self._cluster, remote(device), layout, identity(task), workers=self.workers)
         except BaseException:
@@ -331,14 +333,6 @@ class ParameterServer(Strategy):
                 cluster.close()
 
 
-def _cluster(where: str | Cluster | None, gpus: int) -> Cluster:
-    if where is not None and not isinstance(where, str):
-        return where
-    from anybatch.parallel.on_ray import RayCluster
-
-    return RayCluster(where, gpus)
-
-
 def _ranges(rows: int, parts: int) -> list[range]:
     parts = min(parts, rows)
     stops = [rows * index // parts for index in range(parts + 1)]
@@ -363,9 +357,11 @@ def _report(
     *,
     updated: bool,
 ) -> core.StepReport:
-    totals, loss = added([one.totals for one in folded]), task.loss
+    loss = task.loss
     terms = {
-        name: totals[name] / (1 if loss.divided else weight) if weight else math.nan
+        name: fsum(one.totals.get(name, 0.0) for one in folded) / (1 if loss.divided else weight)
+        if weight
+        else math.nan
         for name, weight in weights.items()
     }
     used = [loss.coefficients.get(name, 1.0) * value for name, value in terms.items() if weights[name]]

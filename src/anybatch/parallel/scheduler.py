@@ -6,9 +6,10 @@ The result of each call depends on its arguments alone, so a call whose process 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from anybatch.core import RankError
+from anybatch.parallel.on_ray import Ended, Lost, RayCluster
 from anybatch.parallel.server import Array, Layout, ServerShard
 from anybatch.parallel.worker import Folded, Worker
 from anybatch.state import rng
@@ -17,56 +18,6 @@ _TRIES = 3  # processes that may end with one call
 _SLOW = 3  # a unit that takes this many times the usual time is given to a second worker
 _LEAST = 0.5  # seconds before a unit counts as slow: short times vary more
 _QUEUED = 2  # units per worker: the rows of the second arrive while it computes the first
-
-
-class Ended(Exception):  # noqa: N818
-    """The called process has ended."""
-
-
-class Lost(RankError):  # noqa: N818
-    """A value is lost with the machine that held it."""
-
-    def __init__(self, said: str) -> None:
-        super().__init__(
-            f"Expected a cluster that keeps what it is given, got a value that is gone ({said}). No update "
-            "was made. Go on from the last checkpoint."
-        )
-
-
-class Cluster(Protocol):
-    """Processes that the driver calls. Values stay on their processes; references are passed on."""
-
-    def put(self, value: Any) -> Any:
-        """Store a value; return a reference."""
-        ...
-
-    def start(self, kind: type, *args: Any) -> Any:
-        """Start a process with an object of this class; arguments may be references."""
-        ...
-
-    def call(self, process: Any, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """Call a method without waiting, in the order of calls; return references to its results."""
-        ...
-
-    def wait(self, references: Sequence[Any], seconds: float | None = None) -> Any:
-        """Return the first reference that is finished or failed; None after so many seconds."""
-        ...
-
-    def clock(self) -> float:
-        """Return seconds."""
-        ...
-
-    def get(self, reference: Any) -> Any:
-        """Return the value. Raise the call's error, `Ended` or `Lost`."""
-        ...
-
-    def kill(self, process: Any) -> None:
-        """End a process."""
-        ...
-
-    def close(self) -> None:
-        """End all processes."""
-        ...
 
 
 class Lease(NamedTuple):
@@ -84,7 +35,7 @@ class Scheduler:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: RayCluster,
         make: Callable[[Any], Any],
         layout: Layout,
         expected: Mapping[str, str],
@@ -131,12 +82,8 @@ class Scheduler:
             self.cluster.call(worker, "fix", *self._fixed)
 
     def load(self, values: Sequence[Any], states: Sequence[Any]) -> None:
-        """Set parameters and optimizer state (or a reference to it) of each shard."""
-        put = self.cluster.put
-        self.snapshots = [
-            (put(value), put(state) if isinstance(state, list) else state)
-            for value, state in zip(values, states, strict=True)
-        ]
+        """Set the parameters of each shard, and references to its optimizer state."""
+        self.snapshots = [(self.cluster.put(one), state) for one, state in zip(values, states, strict=True)]
         self.version += 1  # workers take the parameters anew
 
     def end(self) -> None:

@@ -5,7 +5,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from math import fsum
 from types import CellType
 from typing import Any, cast
 
@@ -172,12 +171,6 @@ def identity(task: Task) -> dict[str, str]:
     """Return short hashes that must be equal on workers and driver."""
     found = fingerprint(task, Plan(rows=0, micro_batch=0), None)
     return {part: found[part] for part in ("torch", "model", "loss")}
-
-
-def added(several: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Add up numbers of the same name."""
-    names = {name: None for one in several for name in one}
-    return {name: fsum(one.get(name, 0.0) for one in several) for name in names}
 
 
 def fixed_of(task: Task) -> list[Tensor]:
