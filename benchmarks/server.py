@@ -41,7 +41,7 @@ class Moving:
 
     def __init__(self, layout: Layout, parameters: list[torch.Tensor]) -> None:
         self.layout, self.parameters = layout, [p.clone() for p in parameters]
-        self.sums = np.empty((1, layout.bounds[-1]), layout.sum_dtype)
+        self.sums = np.empty((1, layout.sizes[0]), layout.sum_dtype)
 
     def pull(self, values: Any) -> None:
         self.layout.write([values], self.parameters)

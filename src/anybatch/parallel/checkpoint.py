@@ -175,7 +175,15 @@ def save(
                 index = {
                     "format": FORMAT,
                     "files": {_file(member): one for member, one in zip(members, digests, strict=True)},
-                    "tensors": {key: _entry(value, *cuts[key]) for key, value in packer.tensors.items()},
+                    "tensors": {
+                        key: {
+                            "dtype": str(packer.tensors[key].dtype).removeprefix("torch."),
+                            "shape": [*packer.tensors[key].shape],
+                            "dim": dim,
+                            "slices": [(_file(member), *place) for member, place in slices.items()],
+                        }
+                        for key, (dim, slices, _) in cuts.items()
+                    },
                     "document": document,
                 }
                 names.append(_finish(writing, index, step, keep))
@@ -343,15 +351,6 @@ def _regular(path: Path) -> Path:
 
 def _file(member: int) -> str:
     return f"rank-{member}.safetensors"
-
-
-def _entry(value: Tensor, dim: int, slices: Mapping[int, tuple[int, int]], own: object) -> dict[str, Any]:
-    return {
-        "dtype": str(value.dtype).removeprefix("torch."),
-        "shape": [*value.shape],
-        "dim": dim,
-        "slices": [(_file(member), *place) for member, place in slices.items()],
-    }
 
 
 def _digest(index: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from math import fsum
 from typing import Any
 
@@ -21,18 +22,14 @@ _SAME = "layout", "order", "drift"  # of a message: the same on every rank
 Messages = Sequence[Mapping[str, Any]]  # of all ranks
 
 
+@dataclass(slots=True)
 class Early:
-    """A message sent before the sum of gradients is over, and the buckets sent since.
+    """A message sent before the sum of gradients is over, and the buckets sent since."""
 
-    Attributes:
-        sent: None if the message has to be sent in full, and no bucket before it.
-        weights: of all ranks; empty if no bucket may be sent, None before they were asked for.
-    """
-
-    def __init__(self, message: Mapping[str, Any], buckets: Buckets) -> None:
-        self.message, self.buckets = message, buckets
-        self.sent: Message | None = None
-        self.weights: dict[str, float] | None = None
+    message: Mapping[str, Any]
+    buckets: Buckets
+    sent: Message | None = None  # None if the message has to be sent in full, and no bucket before it
+    weights: dict[str, float] | None = None  # of all ranks; empty if no bucket may be sent, None until asked
 
 
 def weights_of(said: Messages) -> dict[str, float]:
@@ -150,13 +147,18 @@ class Speaker(Strategy):
         is_same = len({one.get("hash") for one in heard}) == 1
         return [{**message, **one} if "hash" in one else one for one in heard] if is_same else ()
 
-    def _weights(self, early: Early) -> dict[str, float]:
-        """Return the weights of all ranks, of which an early message tells; none if ranks differ."""
+    def _factor(self, early: Early) -> float | None:
+        """Return the factor of the gradients here; None if nothing may be sent, as ranks differ.
+
+        It waits for the other ranks' last forward. So all send at the same place of their backward, among
+        collectives of the caller's own, too.
+        """
         if early.weights is None and early.sent is not None:
             early.weights = {}
             with suppress(AnybatchError):  # `close` raises it again
                 early.weights = weights_of(self._understood(early.message, early.sent.heard()))
-        return early.weights if early.weights and any(early.weights.values()) else {}
+        weights = early.weights or {}
+        return factor_of(early.message, weights) if any(weights.values()) else None
 
     def _compare(self, said: Messages) -> None:
         """Compare everything if a rank loaded something; warn of equal rows."""

@@ -6,7 +6,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import fsum
 from typing import Any
 
@@ -18,6 +17,7 @@ from anybatch.losses import WholeBatch
 from anybatch.parallel.fingerprint import contents
 from anybatch.parallel.messages import weights_of
 from anybatch.parallel.on_ray import RayCluster
+from anybatch.parallel.ranges import even
 from anybatch.parallel.scheduler import Scheduler
 from anybatch.parallel.server import Layout, options_of
 from anybatch.parallel.worker import Folded, OutsideValues, fixed_of, identity, settings_of
@@ -145,18 +145,14 @@ class ParameterServer(Strategy):
             raise core.PlanError(
                 f"Expected at least one row, got {batch.rows}. Skip empty batches before the step."
             )
+        before = self.counts
         try:
             report = self._carry_out(task, batch, settings, remote)
         finally:
-            counts = self._counted()
-        return replace(report, counts=counts)
-
-    def _counted(self) -> Counter[str]:
-        found: Counter[str] = Counter()
-        if self._scheduler is not None:
-            found, self._scheduler.counts = self._scheduler.counts, found
-        self.counts = self.counts + found  # a new object: callers may keep the old one
-        return found
+            if self._scheduler is not None:
+                self.counts = before + self._scheduler.counts  # a new object: callers may keep the old one
+                self._scheduler.counts.clear()
+        return replace(report, counts=self.counts - before)
 
     def _carry_out(
         self, task: Task, batch: core.Batch, settings: Plan, remote: Callable[[str], Any]
@@ -166,7 +162,7 @@ class ParameterServer(Strategy):
         # Drawn from the driver's stream, which is restored. The parameters make it differ per update.
         with rng.preserved():
             seed = rng.derive_seed(int(torch.randint(2**62, ())), sum(one for _, one in self._known))
-        sizes = _ranges(batch.rows, self._units)
+        sizes = even(batch.rows, min(self._units, batch.rows))
         options, learning_rate = options_of(task.optimizers), learning_rate_of(task.optimizers)
         try:
             folded = scheduler.fold([_rows(batch, one) for one in sizes], seed)
@@ -210,8 +206,8 @@ class ParameterServer(Strategy):
     def _prepared(self, task: Task, settings: Plan, remote: Callable[[str], Any]) -> Scheduler:
         fixed, modes = fixed_of(task), settings_of(task)
         shapes = [(one.shape, one.dtype) for one in fixed]
-        made_of: list[Any] = [*map(id, (*task.network.parameters, *task.optimizers)), shapes, len(modes)]
-        made_of.append({**task.loss.coefficients})
+        held = *task.network.parameters, *task.optimizers
+        made_of: list[Any] = [*map(id, held), shapes, len(modes), {**task.loss.coefficients}]
         now = modes, contents(fixed)
         if self._scheduler is None or made_of != self._made_of:
             self._scheduler, self._made_of = self._started(task, settings, remote), made_of
@@ -225,8 +221,8 @@ class ParameterServer(Strategy):
             if not self._is_loaded:
                 for one in task.optimizers:
                     one.state_dict()  # fetches state from the servers of another step
-                held: dict[Any, Any] = {p: s for one in task.optimizers for p, s in one.state.items()}
-                split = [layout.split(held, parameters, shard) for shard in range(self.servers)]
+                known: dict[Any, Any] = {p: s for one in task.optimizers for p, s in one.state.items()}
+                split = [layout.split(known, parameters, shard) for shard in range(self.servers)]
                 states = [scheduler.cluster.put(one) for one in split]
             values = [layout.flat(parameters, shard, layout.dtype) for shard in range(self.servers)]
             scheduler.load(values, states)
@@ -331,12 +327,6 @@ class ParameterServer(Strategy):
             cluster, self._cluster, self._scheduler = self._cluster, None, None
             if cluster is not None:
                 cluster.close()
-
-
-def _ranges(rows: int, parts: int) -> list[range]:
-    parts = min(parts, rows)
-    stops = [rows * index // parts for index in range(parts + 1)]
-    return [range(*pair) for pair in pairwise(stops)]
 
 
 def _rows(batch: core.Batch, indices: range) -> Any:

@@ -89,21 +89,29 @@ class Replicate(Speaker):
                 "gradients or statistics of a SyncBatchNorm were summed, or shards gathered. Start all ranks "
                 "again from the last checkpoint."
             )
-        if task.optimizers and any(p.grad is not None for p in task.network.parameters):
-            found = [task.names()[p] for p in task.network.parameters if not _is_zero(p.grad)]
-            if found:
-                raise PlanError(
-                    f"Expected no gradients before a step on several ranks, got some of {found[:3]}: they "
-                    "would be added once per rank. Call optimizer.zero_grad() before the step."
-                )
+        found = [p for p in task.network.parameters if not _is_zero(p.grad)] if task.optimizers else []
+        if found:
+            raise PlanError(
+                f"Expected no gradients before a step on several ranks, got some of "
+                f"{[task.names()[p] for p in found[:3]]}: they would be added once per rank. Call "
+                "optimizer.zero_grad() before the step."
+            )
         if not self._is_known:
             if lazy := [name for name, p in task.model.named_parameters() if is_lazy(p)]:
                 raise PlanError(
                     f"Expected parameters with values on several ranks, got lazy ones {lazy[:3]}, which each "
                     "rank would draw for itself. Call the model on a few rows before the step is made."
                 )
-            if settings.batch_norm == "micro":
-                _refuse_sync_batch_norm(task.model)
+            norms = [
+                one for one in task.model.modules() if isinstance(one, nn.SyncBatchNorm) and one.training
+            ]
+            if norms and settings.batch_norm == "micro":
+                raise PlanError(
+                    'Expected no SyncBatchNorm with batch_norm="micro" on several ranks, got '
+                    f"{names_of_batch_norms(task.model, norms)}: it waits for the other ranks in every "
+                    "micro-batch, and they may have fewer. Leave batch_norm out for one micro-batch per "
+                    'rank, or use BatchNorm, batch_norm="frozen", or ab.batch_norm_to_group_norm(model).'
+                )
             if self.compression is not None:
                 self.compression.check(task.optimizers)
             self._device = task.network.parameters[0].device
@@ -245,15 +253,6 @@ class Replicate(Speaker):
     def _settle(self, message: Mapping[str, Any], sums: Sums, sent: Message | None) -> Messages:
         return self._agree(message, sent)
 
-    def _factor(self, early: Early) -> float | None:
-        """Return the factor of the gradients here; None if nothing may be sent.
-
-        It waits for the other ranks' last forward. So all send at the same place of their backward, among
-        collectives of the caller's own, too.
-        """
-        weights = self._weights(early)
-        return factor_of(early.message, weights) if weights else None
-
     def _stopped(self) -> Early | None:
         """Return what was sent before the last backward was over; nothing more is."""
         early, self._early = self._early, None
@@ -302,24 +301,11 @@ class Replicate(Speaker):
         elif not (self._is_told or self.is_broken or isinstance(error, RankError)):
             self._is_told = True
             with suppress(Exception):  # the caller raises `error`
-                if early and self._weights(early):  # others may have begun the sum
+                if early and self._factor(early) is not None:  # others may have begun the sum
                     early.buckets.finish({}, failed=True)
                 said = " ".join([str(error), *getattr(error, "__notes__", ())])[:_SAID]
                 made = self._progress.updates if self._progress.updates > self._updates else 0
                 exchange({"failed": type(error).__name__, "said": said, "made": made}, self.group)
-
-
-def _refuse_sync_batch_norm(model: nn.Module) -> None:
-    found = [
-        name for name, one in model.named_modules() if isinstance(one, nn.SyncBatchNorm) and one.training
-    ]
-    if found:
-        raise PlanError(
-            f'Expected no SyncBatchNorm with batch_norm="micro" on several ranks, got {found[:3]}: it waits '
-            "for the other ranks in every micro-batch, and they may have fewer. Leave batch_norm out for one "
-            'micro-batch per rank, or use BatchNorm, batch_norm="frozen", or '
-            "ab.batch_norm_to_group_norm(model)."
-        )
 
 
 def _is_zero(gradient: Tensor | None) -> bool:

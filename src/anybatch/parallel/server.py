@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch.core import NonFiniteLossError, OptimizerError, PlanError, RankError
+from anybatch.parallel.ranges import even, within
 
 Array = np.ndarray[Any, np.dtype[Any]]
 State = list[dict[str, Any]]  # optimizer state of each piece
@@ -21,6 +22,7 @@ State = list[dict[str, Any]]  # optimizer state of each piece
 _ELEMENTWISE = (
     "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split()  # noqa: SIM905 - one line
 )
+_WIDE = "float32", "float64"
 _SCALARS = ("step", "eta", "mu", "mu_product")  # optimizer state with one number per parameter
 
 
@@ -45,7 +47,7 @@ class Piece:
 class Layout:
     """The position of each trained element: one flat vector, cut into shards of equal size."""
 
-    bounds: tuple[int, ...]  # the first element of each shard, and the end
+    sizes: tuple[int, ...]  # elements of each shard
     pieces: tuple[tuple[Piece, ...], ...]  # pieces of each shard
     dtype: str  # dtype of the parameters; a name of NumPy
     sum_dtype: str  # dtype of the gradient sums
@@ -69,17 +71,16 @@ class Layout:
                     f"{type(one).__name__}: a server holds only part of a parameter. Use one of "
                     f"{', '.join(_ELEMENTWISE)}."
                 )
-        kinds = {str(p.dtype).removeprefix("torch.") for p in parameters}
-        if kinds not in ({"float32"}, {"float64"}):
+        kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+        if len(kinds) > 1 or kinds[0] not in _WIDE:
             raise PlanError(
-                f"Expected trained parameters all of float32 or all of float64, got {sorted(kinds)}. Convert "
+                f"Expected trained parameters all of float32 or all of float64, got {kinds}. Convert "
                 'the model, as in model.float(), and choose precision="bf16-mixed" instead of "bf16-true".'
             )
-        dtype = getattr(torch, kinds.pop())
-        wide = torch.promote_types(dtype, torch.float32) if accumulate is None else accumulate
-        if wide not in (torch.float32, torch.float64):
+        sums = str(accumulate or kinds[0]).removeprefix("torch.")
+        if sums not in _WIDE:
             raise PlanError(
-                f"Expected gradient sums in float32 or float64, got {wide}. Leave accumulate= out."
+                f"Expected gradient sums in float32 or float64, got {accumulate}. Leave accumulate= out."
             )
         place = {
             p: (i, j)
@@ -87,13 +88,20 @@ class Layout:
             for j, group in enumerate(one.param_groups)
             for p in group["params"]
         }
-        total = sum(p.numel() for p in parameters)
-        bounds = tuple(total * index // servers for index in range(servers + 1))
+        elements = [p.numel() for p in parameters]
+        shards = even(sum(elements), servers)
+        pieces: list[tuple[Piece, ...]] = []
+        for shard in shards:
+            at, found = 0, list[Piece]()
+            for index, start, stop in within(elements, shard):
+                found.append(Piece(index, start, stop, at, *place[parameters[index]]))
+                at += stop - start
+            pieces.append(tuple(found))
         return Layout(
-            bounds=bounds,
-            pieces=tuple(_pieces(parameters, place, *pair) for pair in pairwise(bounds)),
-            dtype=str(dtype).removeprefix("torch."),
-            sum_dtype=str(wide).removeprefix("torch."),
+            sizes=tuple(map(len, shards)),
+            pieces=tuple(pieces),
+            dtype=kinds[0],
+            sum_dtype=sums,
             optimizers=tuple(type(one) for one in optimizers),
         )
 
@@ -102,7 +110,7 @@ class Layout:
     ) -> Array:
         """Return the elements of a shard from tensors like the parameters; zeros for None."""
         if out is None:
-            out = np.empty(self.bounds[shard + 1] - self.bounds[shard], dtype)
+            out = np.empty(self.sizes[shard], dtype)
         whole = torch.from_numpy(out)
         for piece in self.pieces[shard]:
             value = values[piece.parameter]
@@ -157,7 +165,7 @@ class ServerShard:
 
     def __init__(self, layout: Layout, index: int) -> None:
         self._layout, self._pieces = layout, layout.pieces[index]
-        self._size = layout.bounds[index + 1] - layout.bounds[index]
+        self._size = layout.sizes[index]
         self._room: Array = np.empty(0)  # of the sums, reused: allocation takes longer than the copy
 
     def merge(self, factors: Sequence[float], *parts: Array) -> tuple[float, Array]:
@@ -235,21 +243,6 @@ def options_of(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:
         [{name: value for name, value in group.items() if name != "params"} for group in one.param_groups]
         for one in optimizers
     ]
-
-
-def _pieces(
-    parameters: Sequence[nn.Parameter], place: Mapping[nn.Parameter, tuple[int, int]], start: int, stop: int
-) -> tuple[Piece, ...]:
-    pieces: list[Piece] = []
-    first = 0
-    for index, parameter in enumerate(parameters):
-        last = first + parameter.numel()
-        begin, end = max(first, start), min(last, stop)
-        if begin < end:
-            there = index, begin - first, end - first, begin - start
-            pieces.append(Piece(*there, *place[parameter]))
-        first = last
-    return tuple(pieces)
 
 
 def _arrays(state: Mapping[str, Any], like: Tensor, part: slice = slice(None)) -> dict[str, Any]:

@@ -128,10 +128,11 @@ class Worker:
         return replace(folded, sent=tuple(part.nbytes for part in parts)), *parts
 
     def _sums(self, terms: Sequence[Sequence[Tensor | None]], shard: int) -> Array:
-        first, end = self._layout.bounds[shard : shard + 2]
         out = self._room.get(shard)
         if out is None or len(out) != len(terms):
-            out = self._room[shard] = np.empty((len(terms), end - first), self._layout.sum_dtype)
+            out = self._room[shard] = np.empty(
+                (len(terms), self._layout.sizes[shard]), self._layout.sum_dtype
+            )
         for bank, row in zip(terms, out, strict=True):
             self._layout.flat(bank, shard, self._layout.sum_dtype, row)
         return out
