@@ -8,7 +8,7 @@ import re
 import shutil
 import stat
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
@@ -272,8 +272,11 @@ def restore(
         found["optimizers"] = checkpoint.read("optimizers", likes) if optimizers else []
         found["schedulers"] = checkpoint.read("schedulers") if schedulers else []
     # load_state_dict may still refuse a state; then everything is put back.
-    before = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
-    earlier = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+    undo: list[Callable[[], object]] = [
+        partial(one.__setstate__, {"state": one.state, "param_groups": one.param_groups})
+        for one in optimizers
+    ]
+    undo += [partial(one.load_state_dict, copy.deepcopy(one.state_dict())) for one in schedulers]
     try:
         for (_, state, _), scheduler in zip(found["schedulers"], schedulers, strict=True):
             scheduler.load_state_dict(state)
@@ -289,10 +292,8 @@ def restore(
                     weights[name] = saved
             masters.load_state_dict(module, weights)
     except Exception as error:
-        for optimizer, (state, groups) in zip(optimizers, before, strict=True):
-            optimizer.__setstate__({"state": state, "param_groups": groups})
-        for scheduler, state in zip(schedulers, earlier, strict=True):
-            scheduler.load_state_dict(state)
+        for put_back in undo:
+            put_back()
         raise CheckpointError(
             f"{checkpoint.path}: expected a state that the model, optimizers and schedulers take, got "
             f"{type(error).__name__}: {error}. Make them as they were when the checkpoint was written."

@@ -143,12 +143,12 @@ class RayCluster:
         except errors.RayTaskError as error:  # first: it may be an ActorError as well, if its cause is one
             cause = error.cause
             if isinstance(cause, errors.RayError):
-                raise Lost(_first(cause)) from None
+                raise Lost(_last_line(cause)) from None
             raise cause from None
         except errors.RayActorError as error:
-            raise Ended(_first(error)) from None
+            raise Ended(_last_line(error)) from None
         except errors.RayError as error:
-            raise Lost(_first(error)) from None
+            raise Lost(_last_line(error)) from None
 
     def kill(self, process: Any) -> None:
         """End an actor."""
@@ -215,9 +215,9 @@ def _from_bytes(sent: tuple[Any, ...]) -> Tensor:
     return value
 
 
-def _first(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[:300]
+def _last_line(error: BaseException) -> str:
+    """Return the last line of an error: the first ones tell where it came from."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()[:300]
 
 
 def _reach(address: str) -> None:

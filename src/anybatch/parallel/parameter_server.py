@@ -90,9 +90,6 @@ class ParameterServer(Strategy):
         self.counts: Counter[str] = Counter()
         self._scheduler: Scheduler | None = None
         self._cluster: RayCluster | None = None
-        self._known: list[Any] = []  # contents of the driver's parameters after the last update
-        self._fixed: Any = None  # untrained state of the workers
-        self._made_of: list[Any] = []
         self._is_loaded = False  # the servers have the optimizer's state
         self._hooks: list[Any] = []
 
@@ -221,12 +218,10 @@ class ParameterServer(Strategy):
             if not self._is_loaded:
                 for one in task.optimizers:
                     one.state_dict()  # fetches state from the servers of another step
-                known: dict[Any, Any] = {p: s for one in task.optimizers for p, s in one.state.items()}
-                split = [layout.split(known, parameters, shard) for shard in range(self.servers)]
-                states = [scheduler.cluster.put(one) for one in split]
+                states = [scheduler.cluster.put(one) for one in layout.split(task.optimizers, parameters)]
             values = [layout.flat(parameters, shard, layout.dtype) for shard in range(self.servers)]
             scheduler.load(values, states)
-            self._is_loaded, self._known = True, contents(parameters)
+            self._is_loaded, self._known = True, contents(parameters)  # as after an update
         return scheduler
 
     def _started(self, task: Task, settings: Plan, remote: Callable[[str], Any]) -> Scheduler:
@@ -281,12 +276,7 @@ class ParameterServer(Strategy):
         scheduler = self._scheduler
         if scheduler is not None and self._is_loaded:
             states = [scheduler.cluster.get(state) for _, state in scheduler.snapshots]
-            joined = scheduler.layout.join(states, self._parameters)
-            for optimizer in self._optimizers:
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        if parameter in joined:
-                            optimizer.state[parameter] = joined[parameter]
+            scheduler.layout.join(states, self._optimizers, self._parameters)
 
     def forget_state(self, *_: object) -> None:
         """Send the state of this process's optimizers to the servers at the next step."""

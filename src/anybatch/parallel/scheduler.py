@@ -106,7 +106,9 @@ class Scheduler:
             reference = self.cluster.wait([*self._leases], self._patience() if is_idle else None)
             if reference is not None:  # otherwise it is time for a back-up
                 self._returned(reference)
-        return [self._done[unit][0] for unit in range(len(units))]
+        done = [self._done[unit] for unit in range(len(units))]
+        self._sums = [parts for _, parts in done]
+        return [folded for folded, _ in done]
 
     def _hand_out(self) -> None:
         """Give units to workers."""
@@ -173,9 +175,9 @@ class Scheduler:
 
     def merge(self, factors: Sequence[float], tries: int = _TRIES) -> float:
         """Add up the sums of all units, and divide; return the sum of squares of the whole gradient."""
-        sums = zip(*[parts for _, (_, parts) in sorted(self._done.items())], strict=True)
+        calls = [([*factors], *parts) for parts in zip(*self._sums, strict=True)]
         try:
-            squares, found = self._of_all("merge", [([*factors], *parts) for parts in sums])
+            squares, found = self._of_all("merge", calls)
         except Lost:  # sums of a worker are gone with its machine
             if not tries:
                 raise

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from anybatch.core import NonFiniteLossError, OptimizerError, PlanError, RankError
@@ -19,9 +19,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 State = list[dict[str, Any]]  # optimizer state of each piece
 
 # Optimizers that update an element from its own gradient and state only.
-_ELEMENTWISE = (
-    "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split()  # noqa: SIM905 - one line
-)
+_NAMES = "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD"
+_ELEMENTWISE = [getattr(optim, name) for name in _NAMES.split(", ")]
 _WIDE = "float32", "float64"
 _SCALARS = ("step", "eta", "mu", "mu_product")  # optimizer state with one number per parameter
 
@@ -62,14 +61,10 @@ class Layout:
     ) -> "Layout":
         """Cut the parameters into shards; raise if dtypes differ or an optimizer is not elementwise."""
         for one in optimizers:
-            if (
-                type(one).__module__.split(".")[:2] != ["torch", "optim"]
-                or type(one).__name__ not in _ELEMENTWISE
-            ):
+            if type(one) not in _ELEMENTWISE:
                 raise OptimizerError(
                     f"Expected an optimizer of torch that updates each element by itself, got "
-                    f"{type(one).__name__}: a server holds only part of a parameter. Use one of "
-                    f"{', '.join(_ELEMENTWISE)}."
+                    f"{type(one).__name__}: a server holds only part of a parameter. Use one of {_NAMES}."
                 )
         kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
         if len(kinds) > 1 or kinds[0] not in _WIDE:
@@ -123,41 +118,45 @@ class Layout:
 
     def write(self, parts: Sequence[Array], parameters: Sequence[Tensor]) -> None:
         """Write the elements of all shards into the parameters."""
-        for pieces, part in zip(self.pieces, parts, strict=True):
-            for piece in pieces:
-                with torch.no_grad(), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # arrays from another process are read-only
-                    values = torch.from_numpy(part[piece.there])
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # arrays from another process are read-only
+            for pieces, part in zip(self.pieces, parts, strict=True):
+                for piece in pieces:
                     target = parameters[piece.parameter]
                     flat = target.reshape(-1)  # a view if contiguous
-                    flat[piece.start : piece.stop].copy_(values)
+                    flat[piece.start : piece.stop].copy_(torch.from_numpy(part[piece.there]))
                     if not target.is_contiguous():
                         target.copy_(flat.view(target.shape))
 
-    def split(
-        self, state: Mapping[nn.Parameter, Any], parameters: Sequence[nn.Parameter], shard: int
-    ) -> State:
-        """Return a shard's part of the optimizer state."""
-        pairs = [(parameters[piece.parameter], piece) for piece in self.pieces[shard]]
-        return [_arrays(state.get(p, {}), p, slice(piece.start, piece.stop)) for p, piece in pairs]
+    def split(self, optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> list[State]:
+        """Return each shard's part of the optimizer state."""
 
-    def join(self, states: Sequence[State], parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Any]:
-        """Invert `split`."""
-        found: dict[nn.Parameter, dict[str, Any]] = {}
+        def state(piece: Piece) -> dict[str, Any]:
+            p = parameters[piece.parameter]
+            return _arrays(optimizers[piece.optimizer].state.get(p, {}), p, slice(piece.start, piece.stop))
+
+        return [[*map(state, pieces)] for pieces in self.pieces]
+
+    def join(
+        self, states: Sequence[State], optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]
+    ) -> None:
+        """Invert `split`: set the state of the optimizers."""
+        found: dict[
+            tuple[int, int], dict[str, Any]
+        ] = {}  # tensors of their own: others may hold the old ones
         for pieces, state in zip(self.pieces, states, strict=True):
             for piece, values in zip(pieces, state, strict=True):
-                parameter = parameters[piece.parameter]
+                like = parameters[piece.parameter]
                 for name, value in values.items():
-                    slots = found.setdefault(parameter, {})
+                    slots = found.setdefault((piece.optimizer, piece.parameter), {})
                     if isinstance(value, np.ndarray):
                         part = tensor_of(value)
-                        whole = slots.setdefault(
-                            name, part.new_empty(parameter.shape, device=parameter.device)
-                        )
+                        whole = slots.setdefault(name, part.new_empty(like.shape, device=like.device))
                         whole.view(-1)[piece.start : piece.stop].copy_(part)
                     else:
                         slots[name] = value
-        return found
+        for (number, place), slots in found.items():
+            optimizers[number].state[parameters[place]] = slots
 
 
 class ServerShard:

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -47,17 +48,13 @@ class Collective(NamedTuple):
                 dist.all_reduce(output, group=replicas)
 
 
+@dataclass(slots=True)
 class Collectives:
-    """The collectives of a sharded module, which FSDP calls (`set_custom_all_gather`, ...).
+    """The collectives of a sharded module, which FSDP calls (`set_custom_all_gather`, ...)."""
 
-    Args:
-        part: the module.
-        calls: collects those of the current micro-batch.
-        everyone: the group of the step, whose ranks an error names.
-    """
-
-    def __init__(self, part: Any, calls: list[Collective], everyone: Group) -> None:
-        self.part, self.calls, self.everyone = part, calls, everyone
+    part: Any  # the module
+    calls: list[Collective]  # collects those of the current micro-batch
+    everyone: Group  # of the step, whose ranks an error names
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the memory of a buffer."""
@@ -323,13 +320,17 @@ class Shard(Replicate):
             self._note()
         self._at += 1
         self._calls.clear()
-        is_last = self._at == self._count
-        synced = is_last or not self.is_held, is_last or not self._can_wait
+        synced = self._syncs(self._at)
         if synced != self._synced:
             for one in self._parts:
                 one.set_requires_gradient_sync(synced[0], recurse=False)
                 one.set_requires_all_reduce(all(synced), recurse=False)
             self._synced = synced
+
+    def _syncs(self, at: int) -> tuple[bool, bool]:
+        """Return True if a micro-batch adds up gradients over shards, and over replicas."""
+        is_last = at == self._count
+        return is_last or not self.is_held, is_last or not self._can_wait
 
     def missing(self, part: Part) -> Iterator[Any]:
         """Yield rows for micro-batches of weight 0, as many as this rank has fewer than others.
@@ -414,8 +415,7 @@ class Shard(Replicate):
         try:
             done = len(self._calls)
             for at in range(max(self._at, 1), self._count + 1):
-                is_last = at == self._count
-                is_synced, sums_replicas = is_last or not self.is_held, is_last or not self._can_wait
+                is_synced, sums_replicas = self._syncs(at)
                 calls = [one for one in order if is_synced or one.op is None]
                 for one in calls[done if at == self._at else 0 :]:
                     one.replay(self._replicas if sums_replicas else None)
