@@ -3,6 +3,8 @@
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,8 @@ from anybatch.parallel.on_ray import RayCluster
 from anybatch.parallel.server import Layout, ServerShard, options_of
 
 ROUNDS = 9
-NEEDED = 0.6  # of the bandwidth of the engine
+UNITS = 8  # whose sums are pushed in an update
+NEEDED = 0.25  # of the bandwidth of the engine, merging and dividing included
 
 
 class Engine:
@@ -28,8 +31,9 @@ class Engine:
     def push(self) -> Any:
         return self.held
 
-    def take(self, values: Any) -> None:
-        self.held += values
+    def take(self, *several: Any) -> None:
+        for values in several:
+            self.held += values
 
 
 class Moving:
@@ -37,7 +41,7 @@ class Moving:
 
     def __init__(self, layout: Layout, parameters: list[torch.Tensor]) -> None:
         self.layout, self.parameters = layout, [p.clone() for p in parameters]
-        self.sums = np.empty((1, layout.bounds[-1]), layout.sum_dtype)
+        self.sums = np.empty((1, layout.sizes[0]), layout.sum_dtype)
 
     def pull(self, values: Any) -> None:
         self.layout.write([values], self.parameters)
@@ -58,29 +62,34 @@ def main(megabytes: int) -> int:
         shard = cluster.start(ServerShard, layout, 0)
         ours = cluster.start(Moving, layout, [p.detach() for p in parameters])
         engine, other = cluster.start(Engine, size), cluster.start(Engine, size)
-        values, state = layout.flat(parameters, 0, "float32"), layout.split({}, parameters, 0)
-        cluster.get(cluster.call(shard, "load", 0, values, state)[0])
+        snapshot = [cluster.put(layout.flat(parameters, 0, "float32")), [{}] * 20]
         seconds: dict[str, list[float]] = {
             name: [] for name in ("engine pull", "engine push", "pull", "push")
         }
-        for version in range(ROUNDS):
-            whole, _ = cluster.call(shard, "snapshot", returns=2)
-            cluster.get(whole)
 
-            def timed(name: str, *calls: Any) -> None:
-                began = time.perf_counter()
-                cluster.get(calls[-1]()[0])
-                seconds[name].append(time.perf_counter() - began)
+        def timed(name: str, call: Callable[[], list[Any]]) -> Any:
+            began = time.perf_counter()
+            found = call()
+            cluster.get(found[0])
+            seconds[name].append(time.perf_counter() - began)
+            return found[-1]
 
-            timed("engine pull", lambda whole=whole: cluster.call(engine, "pull", whole))
-            timed("pull", lambda whole=whole: cluster.call(ours, "pull", whole))
-            timed("engine push", lambda: cluster.call(other, "take", cluster.call(engine, "push")[0]))
-            timed("push", lambda v=version: cluster.call(shard, "push", v, 0, cluster.call(ours, "push")[0]))
-            cluster.get(
-                cluster.call(
-                    shard, "commit", version, 1, [1.0], 1.0, frozenset(range(20)), options_of([sgd])
-                )[0]
-            )
+        def taken() -> list[Any]:
+            sums = [cluster.call(engine, "push")[0] for _ in range(UNITS)]
+            return cluster.call(other, "take", *sums)
+
+        def pushed() -> list[Any]:
+            sums = [cluster.call(ours, "push")[0] for _ in range(UNITS)]
+            return cluster.call(shard, "merge", [1.0], *sums, returns=2)
+
+        for _ in range(ROUNDS):
+            for name, process in (("engine pull", engine), ("pull", ours)):
+                timed(name, partial(cluster.call, process, "pull", snapshot[0]))
+            timed("engine push", taken)
+            gradient = timed("push", pushed)
+            rest = 1.0, frozenset(range(20)), options_of([sgd])
+            snapshot = cluster.call(shard, "update", *snapshot, gradient, *rest, returns=2)
+            cluster.get(snapshot[0])
     finally:
         cluster.close()
     best = {name: min(one) for name, one in seconds.items()}

@@ -34,8 +34,8 @@ from tests.train.runs import EPOCHS, TRAIN, make_rows, make_step, make_trainer
 
 METHODS: dict[type, list[Callable[..., Any]]] = {  # not their names, so that a new name is noticed
     Worker: [Worker.__init__, Worker.fold],
-    ServerShard: [getattr(ServerShard, name) for name in ("load", "push", "seal", "commit", "_made")],
-    Scheduler: [Scheduler.fold, Scheduler.seal, Scheduler.commit],
+    ServerShard: [ServerShard.merge, ServerShard.update],
+    Scheduler: [Scheduler.fold, Scheduler.merge, Scheduler.update],
     ParameterServer: [ParameterServer._updated],  # the driver's model has the parameters
 }
 BOTH = "before", "after"

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from anybatch.parallel.scheduler import Ended, Lost
+from anybatch.parallel.on_ray import Ended, Lost
 
 
 class Reference:

@@ -114,8 +114,8 @@ class EndAt:
         return does
 
 
-CALLS = {"Worker": ("__init__", "fold"), "ServerShard": ("load", "push", "seal", "commit")}
-COMMIT = "ServerShard", "commit", "before"
+CALLS = {"Worker": ("__init__", "fold"), "ServerShard": ("__init__", "merge", "update")}
+UPDATE = "ServerShard", "update", "before"
 PLACES = [(kind, one, when) for kind in CALLS for one in CALLS[kind] for when in ("before", "after")]
 
 
@@ -154,6 +154,21 @@ def test_what_cannot_be_done_again_is_reported(ends: bool, match: str) -> None:
     assert isinstance(found.value, RankError) or ends
 
 
+def test_sums_that_are_gone_with_a_machine_are_computed_again() -> None:
+    """A worker's machine ends when its units are done, and nothing is merged yet."""
+    ended = list[int]()
+
+    def end(process: Any, method: str, when: str) -> bool:
+        if (method, when) == ("merge", "before") and not ended:
+            ended.append(cluster.calls.count(("Worker", "fold")))
+            cluster.lose(next(one for one in cluster.processes if one.kind is Worker))
+        return False
+
+    cluster = Inline(0, end)
+    assert_undisturbed(3, cluster=cluster)
+    assert cluster.calls.count(("Worker", "fold")) >= 2 * ended[0] + 2 * 8
+
+
 def test_workers_join_leave_and_get_slow() -> None:
     cluster, counts = Inline(4), list[Mapping[str, int]]()
 
@@ -162,7 +177,7 @@ def test_workers_join_leave_and_get_slow() -> None:
         if number == 2:
             server.remove_worker()
             server.remove_worker()
-            cluster.slow = {3}  # a worker, after two servers
+            cluster.slow = {cluster.processes.index(server._scheduler.workers[0])}
         if number in (1, 2):
             server.add_worker()
 
@@ -174,7 +189,7 @@ def test_workers_join_leave_and_get_slow() -> None:
 def test_a_step_that_fails_leaves_all_as_before_and_the_next_one_goes_on(error: type[BaseException]) -> None:
     """A unit that is not finite, and Ctrl-C between the updates of two shards."""
     is_interrupt = error is KeyboardInterrupt
-    cluster = Inline(0, EndAt(*COMMIT, 4 if is_interrupt else 99, True))
+    cluster = Inline(0, EndAt(*UPDATE, 4 if is_interrupt else 99, True))
     step, other = (
         step_of(network(), served(2, 2, cluster=one), optimizer=torch.optim.Adam, lr=0.01)
         for one in (cluster, Inline(0))
@@ -215,7 +230,7 @@ def test_a_run_that_is_resumed_ends_in_the_same_bits(tmp_path: Any) -> None:
     whole = trainer(3, "whole", Inline(1))
     whole.fit(epochs=2)
     with pytest.raises(KeyboardInterrupt):
-        trainer(3, "killed", Inline(2, EndAt(*COMMIT, 15, True))).fit(epochs=2)
+        trainer(3, "killed", Inline(2, EndAt(*UPDATE, 15, True))).fit(epochs=2)
     again = trainer(11, "killed", Inline(3))
     again.resume(tmp_path / "killed")
     again.fit(epochs=2)

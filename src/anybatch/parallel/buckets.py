@@ -140,8 +140,7 @@ def _cut(like: Mapping[nn.Parameter, torch.dtype]) -> list[list[nn.Parameter]]:
             kind, size = (p.device, dtype.to_real()), 0
         buckets[-1].append(p)
         size += nbytes
-    sizes = [sum(p.numel() for p in bucket) for bucket in buckets]
-    last = len(sizes) - 1 - sizes[::-1].index(min(sizes))
+    last = min(reversed(range(len(buckets))), key=lambda at: sum(p.numel() for p in buckets[at]))
     return [*buckets[:last], *buckets[last + 1 :], buckets[last]]
 
 

@@ -8,7 +8,8 @@ import re
 import shutil
 import stat
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -140,67 +141,74 @@ def save(
     """
     check_whole("step", step, least=0)
     check_whole("keep", keep, least=0)
-    root, name, packer, modules = Path(path), f"step-{step:08}", Packer(), _modules(model, loss)
-    writing, is_many, me = root / f".{name}.tmp", is_sharded(model), rank()
+    root, packer, modules, me = Path(path), Packer(), _modules(model, loss), rank()
+    is_many, writing = is_sharded(model), root / f".step-{step:08}.tmp"
     members = dist.get_process_group_ranks(group) if is_many else [me]
-    together, is_first = partial(_together, path=root, group=group, is_many=is_many), me == members[0]
-    document: dict[str, Any] = {}
-    cuts: dict[str, Any] = {}
-
-    def begin() -> None:
-        values: dict[str, Any] = {
-            part: _plain(masters.state_dict(module)) for part, module in modules.items()
-        }
-        values |= {"progress": dict(progress or {}), "random": dict(random or {})}
-        for what, mine in (("optimizers", optimizers), ("schedulers", schedulers)):
-            values[what] = [
-                (type(one).__name__, one.state_dict(), _parameter_names(modules, one)) for one in mine
-            ]
-        document.update({part: packer.pack(values.get(part, {}), part) for part in _PARTS})
-        cuts.update({key: stored.slices_of(value, members[0]) for key, value in packer.tensors.items()})
-        if others := {one for _, slices, _ in cuts.values() for one in slices} - {*members}:
-            raise CheckpointError(
-                f"{path}: expected a model with fully_shard, or whole tensors on this rank, got slices on "
-                f"the ranks {sorted(others)}. Save it with torch.distributed.checkpoint."
-            )
-        if is_first:
-            root.mkdir(parents=True, exist_ok=True)
-            for stray in root.glob(".step-*.tmp"):  # left by killed processes
-                shutil.rmtree(stray)
-            writing.mkdir()
-
-    def write() -> str:
-        mine = {key: value for key, value in packer.tensors.items() if me in cuts[key][1]}
-        return stored.write_tensors(writing / _file(me), mine)
-
-    def finish() -> str:
-        index = {
-            "format": FORMAT,
-            "files": {_file(member): digest for member, digest in zip(members, digests, strict=True)},
-            "tensors": {key: _entry(value, *cuts[key]) for key, value in packer.tensors.items()},
-            "document": document,
-        }
-        with (writing / INDEX).open("wb") as file:
-            file.write(json.dumps(index | {"sha256": _digest(index)}, allow_nan=False).encode())
-            stored.sync(file)
-        stored.sync_folder(writing)
-        there = folders(root)
-        again = [_order(one)[1] + 1 for one in there if _order(one)[0] == step]
-        made = root / (f"{name}+{again[0]}" if again else name)
-        os.replace(writing, made)
-        stored.sync_folder(root)
-        earlier = [one for one in there if _order(one)[0] < step]
-        for old in {*there} - {*earlier[: max(keep, 1) - 1]}:
-            shutil.rmtree(old, ignore_errors=True)
-        return made.name
-
+    together, is_first = partial(_together, group=group, is_many=is_many), me == members[0]
     try:
-        together(begin)
-        digests = together(write, path=writing / _file(me))
-        return root / together(finish, is_mine=is_first)[0]
+        with together(root):
+            values: dict[str, Any] = {
+                part: _plain(masters.state_dict(module)) for part, module in modules.items()
+            }
+            values |= {"progress": dict(progress or {}), "random": dict(random or {})}
+            for what, mine in (("optimizers", optimizers), ("schedulers", schedulers)):
+                values[what] = [
+                    (type(one).__name__, one.state_dict(), _parameter_names(modules, one)) for one in mine
+                ]
+            document = {part: packer.pack(values.get(part, {}), part) for part in _PARTS}
+            cuts = {key: stored.slices_of(value, members[0]) for key, value in packer.tensors.items()}
+            if others := {one for _, slices, _ in cuts.values() for one in slices} - {*members}:
+                raise CheckpointError(
+                    f"{path}: expected a model with fully_shard, or whole tensors on this rank, got slices "
+                    f"on the ranks {sorted(others)}. Save it with torch.distributed.checkpoint."
+                )
+            if is_first:
+                root.mkdir(parents=True, exist_ok=True)
+                for stray in root.glob(".step-*.tmp"):  # left by killed processes
+                    shutil.rmtree(stray)
+                writing.mkdir()
+        with together(writing / _file(me)) as digests:
+            own = {key: value for key, value in packer.tensors.items() if me in cuts[key][1]}
+            digests.append(stored.write_tensors(writing / _file(me), own))
+        with together(root) as names:
+            if is_first:
+                index = {
+                    "format": FORMAT,
+                    "files": {_file(member): one for member, one in zip(members, digests, strict=True)},
+                    "tensors": {
+                        key: {
+                            "dtype": str(packer.tensors[key].dtype).removeprefix("torch."),
+                            "shape": [*packer.tensors[key].shape],
+                            "dim": dim,
+                            "slices": [(_file(member), *place) for member, place in slices.items()],
+                        }
+                        for key, (dim, slices, _) in cuts.items()
+                    },
+                    "document": document,
+                }
+                names.append(_finish(writing, index, step, keep))
+        return root / names[0]
     finally:
         if is_first:
             shutil.rmtree(writing, ignore_errors=True)
+
+
+def _finish(writing: Path, index: Mapping[str, Any], step: int, keep: int) -> str:
+    """Write the index, rename the folder and delete others; return its name."""
+    with (writing / INDEX).open("wb") as file:
+        file.write(json.dumps({**index, "sha256": _digest(index)}, allow_nan=False).encode())
+        stored.sync(file)
+    stored.sync_folder(writing)
+    root = writing.parent
+    there = folders(root)
+    again = [_order(one)[1] + 1 for one in there if _order(one)[0] == step]
+    name = f"step-{step:08}" + (f"+{again[0]}" if again else "")
+    os.replace(writing, root / name)
+    stored.sync_folder(root)
+    earlier = [one for one in there if _order(one)[0] < step]
+    for old in {*there} - {*earlier[: max(keep, 1) - 1]}:
+        shutil.rmtree(old, ignore_errors=True)
+    return name
 
 
 def load(path: str | Path, *, is_many: bool = False, group: Group = None) -> Checkpoint:
@@ -214,15 +222,12 @@ def load(path: str | Path, *, is_many: bool = False, group: Group = None) -> Che
     Raises:
         CheckpointError: there is no intact checkpoint. A warning tells if it is not the last one.
     """
-    root, found = Path(path), list[Checkpoint]()
-
-    def find() -> str:
-        found.append(_newest(root))
-        return str(found[0].path.relative_to(root))
-
-    is_mine = not is_many or rank(group) == 0
-    name = _together(find, path=root, group=group, is_many=is_many, is_mine=is_mine)[0]
-    return found[0] if found else Checkpoint(root / name, is_hashed=False)
+    root, found = Path(path), None
+    with _together(root, group, is_many=is_many) as names:
+        if not is_many or rank(group) == 0:
+            found = _newest(root)
+            names.append(str(found.path.relative_to(root)))
+    return found or Checkpoint(root / names[0], is_hashed=False)
 
 
 def restore(
@@ -253,9 +258,7 @@ def restore(
         CheckpointError: the checkpoint is of another model, optimizer or scheduler; nothing was changed.
     """
     modules = _modules(model, loss)
-    found: dict[str, Any] = {}
-
-    def read() -> None:
+    with _together(checkpoint.path, group, is_many=is_sharded(model)):
         _check(checkpoint, modules, optimizers, schedulers, masters)
         likes: dict[str, Any] = {
             f"{part}/{private.plain_name(name)}": value
@@ -265,14 +268,15 @@ def restore(
         for number, optimizer in enumerate(optimizers):
             parameters = chain(*(group["params"] for group in optimizer.param_groups))
             likes |= {f"optimizers/{number}/1/state/{at}": one for at, one in enumerate(parameters)}
-        found.update({part: checkpoint.read(part, likes) for part in modules})
+        found: dict[str, Any] = {part: checkpoint.read(part, likes) for part in modules}
         found["optimizers"] = checkpoint.read("optimizers", likes) if optimizers else []
         found["schedulers"] = checkpoint.read("schedulers") if schedulers else []
-
-    _together(read, path=checkpoint.path, group=group, is_many=is_sharded(model))
     # load_state_dict may still refuse a state; then everything is put back.
-    before = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
-    earlier = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+    undo: list[Callable[[], object]] = [
+        partial(one.__setstate__, {"state": one.state, "param_groups": one.param_groups})
+        for one in optimizers
+    ]
+    undo += [partial(one.load_state_dict, copy.deepcopy(one.state_dict())) for one in schedulers]
     try:
         for (_, state, _), scheduler in zip(found["schedulers"], schedulers, strict=True):
             scheduler.load_state_dict(state)
@@ -288,10 +292,8 @@ def restore(
                     weights[name] = saved
             masters.load_state_dict(module, weights)
     except Exception as error:
-        for optimizer, (state, groups) in zip(optimizers, before, strict=True):
-            optimizer.__setstate__({"state": state, "param_groups": groups})
-        for scheduler, state in zip(schedulers, earlier, strict=True):
-            scheduler.load_state_dict(state)
+        for put_back in undo:
+            put_back()
         raise CheckpointError(
             f"{checkpoint.path}: expected a state that the model, optimizers and schedulers take, got "
             f"{type(error).__name__}: {error}. Make them as they were when the checkpoint was written."
@@ -337,7 +339,7 @@ def _newest(root: Path) -> Checkpoint:
             errors.append(error)
             continue
         if errors:
-            warnings.warn(f"{errors[0]} Going on from {folder} instead.", stacklevel=4)
+            warnings.warn(f"{errors[0]} Going on from {folder} instead.", stacklevel=3)
         return found
     raise errors[0] if errors else CheckpointError(reason)
 
@@ -352,27 +354,16 @@ def _file(member: int) -> str:
     return f"rank-{member}.safetensors"
 
 
-def _entry(value: Tensor, dim: int, slices: Mapping[int, tuple[int, int]], own: object) -> dict[str, Any]:
-    return {
-        "dtype": str(value.dtype).removeprefix("torch."),
-        "shape": [*value.shape],
-        "dim": dim,
-        "slices": [(_file(member), *place) for member, place in slices.items()],
-    }
-
-
 def _digest(index: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(index, allow_nan=False).encode()).hexdigest()
 
 
-def _together(
-    work: Callable[[], str | None], *, path: Path, group: Group, is_many: bool, is_mine: bool = True
-) -> list[str]:
-    """Do some work on this rank; return its results on all ranks, or raise on all if it fails on one."""
-    failed: Exception | None = None
-    told = ""
+@contextmanager
+def _together(path: Path, group: Group, *, is_many: bool) -> Generator[list[str]]:
+    """Raise on all ranks if the block fails on one; give the text that each adds to the list to all."""
+    texts, failed = list[str](), None
     try:
-        told = (work() or "") if is_mine else ""
+        yield texts
     except OSError as error:
         where = f" on rank {rank()}" if is_many else ""
         failed = CheckpointError(
@@ -382,7 +373,7 @@ def _together(
         failed.__cause__ = error
     except Exception as error:
         failed = error
-    said = {"failed": type(failed).__name__ if failed else "", "said": str(failed)[:300], "told": told}
+    said = {"failed": type(failed).__name__ if failed else "", "said": str(failed)[:300], "texts": texts}
     heard = exchange(said, group) if is_many and ranks(group) > 1 else [said]
     if failed is not None:
         raise failed
@@ -392,7 +383,7 @@ def _together(
                 f"Expected all ranks to finish a checkpoint, got {one['failed']} on rank {number}: "
                 f"{one['said']}"
             )
-    return [one.get("told", "") for one in heard]
+    texts[:] = [text for one in heard for text in one.get("texts", ())]
 
 
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

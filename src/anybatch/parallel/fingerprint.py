@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from anybatch.core import Batch, PlanError, is_shard, torch_private as private
 from anybatch.engine import Plan, Sums, Task, owned
+from anybatch.parallel.ranges import within
 
 TURNS = 64  # steps in which every tensor is compared once
 _PART = 64 << 10  # bytes of tensors compared at once at least
@@ -75,14 +77,11 @@ def schedulers_of(task: Task) -> str:
 def loss_of(task: Task, batch: Batch | None = None) -> str:
     """Return a hash of the loss's settings; tensors are included if there is a batch."""
     settings: Mapping[str, Any] = getattr(task.loss, "settings", {})  # only torch's losses have them
-    values = [*settings.values()]
-    if batch is None:
-        values = []
-    elif not settings:
+    values = [*settings.values()] if batch else []
+    if batch and not settings:
         inside = {*task.network.inner}
-        values = [
-            one for module in task.network.modules if module not in inside for one in module.buffers(False)
-        ]
+        buffers = [module.buffers(False) for module in task.network.modules if module not in inside]
+        values = [*chain(*buffers)]
     sums = [checksum(one) for one in values if isinstance(one, Tensor)]
     return hash_of([type(task.loss).__name__, *task.loss.coefficients.items(), *_plain(settings), *sums])
 
@@ -220,11 +219,15 @@ class Drift:
         """Return sums of this turn's part of all weights, and of their optimizer state."""
         if self._network is not task.network:
             self._network = task.network
-            self._parts = _dealt([p for p in task.network.everyone if not is_shard(p)])
+            self._parameters = [p for p in task.network.everyone if not is_shard(p)]
+            self._sizes = [p.nbytes for p in self._parameters]
+        size = max(_PART, -(-sum(self._sizes) // TURNS) // 8 * 8 + 8)
+        part = range(size * self._turn, size * (self._turn + 1))
         weights = states = 0
-        for place, p, start, stop in self._parts[self._turn]:
-            weights += place * checksum(p, start, stop)
-            for number, one in enumerate(state_of(task, p), place):
+        for place, start, stop in within(self._sizes, part):
+            p = self._parameters[place]
+            weights += (place + 1) * checksum(p, start, stop)
+            for number, one in enumerate(state_of(task, p), place + 1):
                 if one.nbytes == p.nbytes:
                     states += number * checksum(one, start, stop)
                 elif not start:  # others are read as a whole
@@ -247,18 +250,6 @@ def refuse_drift(said: Sequence[Mapping[str, Any]]) -> None:
                     f"Expected the same buffers on all {len(said)} ranks, got another on rank {number}, to "
                     "which no forward has written. No update was made. Load the same state on every rank."
                 )
-
-
-def _dealt(parameters: Sequence[Tensor]) -> list[list[tuple[int, Any, int, int]]]:
-    """Deal out parameters to the turns: places, tensors, and the bytes where a part starts and stops."""
-    size = max(_PART, -(-sum(p.nbytes for p in parameters) // TURNS) // 8 * 8 + 8)
-    turns: list[list[tuple[int, Any, int, int]]] = [[] for _ in range(TURNS)]
-    at = 0
-    for place, p in enumerate(parameters, 1):
-        for start in range(0, p.nbytes, size):
-            turns[at // size].append((place, p, start, start + size))
-            at += min(size, p.nbytes - start)
-    return turns
 
 
 def _of_rows(batch: Batch) -> int:

@@ -24,14 +24,18 @@ _SIZE = 4096  # bytes of a message; fixed, so that all ranks send and expect the
 Group = Any  # a torch.distributed.ProcessGroup; None for the default one
 
 
+def _is_there() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def ranks(group: Group = None) -> int:
     """Return the number of processes in the process group; 1 if there is none."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size(group) if _is_there() else 1
 
 
 def rank(group: Group = None) -> int:
     """Return the number of this process in the process group, from 0; 0 if there is none."""
-    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank(group) if _is_there() else 0
 
 
 def start_under_torchrun() -> None:
@@ -49,7 +53,7 @@ def start_under_torchrun() -> None:
     own = dist.Backend.default_device_backend_map.get(kind or "cpu", "gloo")  # NCCL, XCCL, HCCL
     is_there = own != "gloo" and dist.is_backend_available(own)
     dist.init_process_group(f"cpu:gloo,{kind}:{own}" if is_there else "gloo")
-    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+    atexit.register(lambda: _is_there() and dist.destroy_process_group())
 
 
 _messages = Counter[tuple[int, ...]]()  # sent so far, by the ranks of a group

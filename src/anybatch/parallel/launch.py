@@ -63,14 +63,12 @@ def record(error: BaseException) -> None:
 
 def _why(failures: Iterable[tuple[int, Any]]) -> str:
     """Return the first rank's own error; otherwise how a rank ended; otherwise an error about other ranks."""
-    own: list[str] = []
-    ended: list[str] = []
-    others: list[str] = []
+    found: list[tuple[int, str]] = []
     for rank, failure in failures:
         if isinstance(failure.message, dict):  # from `record`
             name, _, text = failure.message["message"].partition(": ")
-            (others if name == RankError.__name__ else own).append(text)
+            found.append((2 if name == RankError.__name__ else 0, text))
         else:
             how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-            ended.append(f"Expected all ranks to finish, got rank {rank} that ended with {how}.")
-    return [*own, *ended, *others][0]
+            found.append((1, f"Expected all ranks to finish, got rank {rank} that ended with {how}."))
+    return min(found, key=lambda one: one[0])[1]

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from math import fsum
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,24 +16,20 @@ from anybatch.parallel.compression import Codec
 from anybatch.parallel.fingerprint import Drift, fingerprint, hash_of, refuse_differences, refuse_drift
 from anybatch.parallel.group import Group, Message, exchange
 
-_NO_UPDATE = "No rank has made the update."
+NO_UPDATE = "No rank has made the update."
 _SAME = "layout", "order", "drift"  # of a message: the same on every rank
 
 Messages = Sequence[Mapping[str, Any]]  # of all ranks
 
 
+@dataclass(slots=True)
 class Early:
-    """A message sent before the sum of gradients is over, and the buckets sent since.
+    """A message sent before the sum of gradients is over, and the buckets sent since."""
 
-    Attributes:
-        sent: None if the message has to be sent in full, and no bucket before it.
-        weights: of all ranks; empty if no bucket may be sent, None before they were asked for.
-    """
-
-    def __init__(self, message: Mapping[str, Any], buckets: Buckets) -> None:
-        self.message, self.buckets = message, buckets
-        self.sent: Message | None = None
-        self.weights: dict[str, float] | None = None
+    message: Mapping[str, Any]
+    buckets: Buckets
+    sent: Message | None = None  # None if the message has to be sent in full, and no bucket before it
+    weights: dict[str, float] | None = None  # of all ranks; empty if no bucket may be sent, None until asked
 
 
 def weights_of(said: Messages) -> dict[str, float]:
@@ -91,24 +88,22 @@ class Speaker(Strategy):
         }
 
     def _refuse(self, said: Messages) -> None:
+        """Raise on all ranks if they differ in what no rank may."""
+        self._is_told = True  # of what follows
         layouts = [one["layout"] for one in said]
         if any(one != layouts[0] for one in layouts):
-            self._fail(
-                PlanError,
+            raise PlanError(
                 "Expected the same parameters trained and as many updates made on every rank, got "
                 f"parameters, bytes and updates {layouts}. After an error in an update, load the last "
-                "checkpoint.",
+                f"checkpoint. {NO_UPDATE}"
             )
-        try:
-            refuse_drift([one["drift"] for one in said])
-        except PlanError:
-            self._is_told = True
-            raise
+        refuse_drift([one["drift"] for one in said])
         named = [one["weights"] for one in said if one["weights"]]
         if any(one.keys() != named[0].keys() for one in named):
-            self._fail(
-                LossError, f"Expected the same terms of the loss on every rank, got {[*map(list, named)]}."
+            raise LossError(
+                f"Expected the same terms of the loss on every rank, got {[*map(list, named)]}. {NO_UPDATE}"
             )
+        self._is_told = False
 
     def _brief(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a message with a hash of what is the same on every rank; in full if that may be new."""
@@ -125,19 +120,16 @@ class Speaker(Strategy):
             message = {**message, "is": self._fingerprint}
         heard = exchange(self._brief(message), self.group) if sent is None else sent.heard()
         said = self._understood(message, heard) or self._understood(message, exchange(message, self.group))
+        self._is_told = True  # of what follows
         if len({"parts" in one for one in said}) > 1:
-            self._fail(
-                PlanError,
+            raise PlanError(
                 "Expected SyncBatchNorm in the same mode on every rank, got it in training on ranks "
-                f"{[number for number, one in enumerate(said) if 'parts' in one]} only.",
+                f"{[number for number, one in enumerate(said) if 'parts' in one]} only. {NO_UPDATE}"
             )
         if not self._is_known:
-            try:
-                refuse_differences([one["is"] or {} for one in said])
-            except PlanError:
-                self._is_told = True
-                raise
+            refuse_differences([one["is"] or {} for one in said])
             self._is_known = True
+        self._is_told = False
         return said
 
     def _understood(self, message: Mapping[str, Any], heard: Messages) -> Messages:
@@ -147,22 +139,26 @@ class Speaker(Strategy):
                 # Every rank skips the same update when non_finite="skip".
                 kind = NonFiniteLossError if one["failed"] == NonFiniteLossError.__name__ else RankError
                 when = f" after update {one['made']}, which all ranks have made" if one.get("made") else ""
-                self._fail(
-                    kind,
+                self._is_told = True
+                raise kind(
                     f"Expected all ranks to finish, got {one['failed']} on rank {number}{when}, which says "
-                    f"{one['said']!r}.",
-                    "No rank has made another." if when else _NO_UPDATE,
+                    f"{one['said']!r}. {'No rank has made another.' if when else NO_UPDATE}"
                 )
         is_same = len({one.get("hash") for one in heard}) == 1
         return [{**message, **one} if "hash" in one else one for one in heard] if is_same else ()
 
-    def _weights(self, early: Early) -> dict[str, float]:
-        """Return the weights of all ranks, of which an early message tells; none if ranks differ."""
+    def _factor(self, early: Early) -> float | None:
+        """Return the factor of the gradients here; None if nothing may be sent, as ranks differ.
+
+        It waits for the other ranks' last forward. So all send at the same place of their backward, among
+        collectives of the caller's own, too.
+        """
         if early.weights is None and early.sent is not None:
             early.weights = {}
             with suppress(AnybatchError):  # `close` raises it again
                 early.weights = weights_of(self._understood(early.message, early.sent.heard()))
-        return early.weights if early.weights and any(early.weights.values()) else {}
+        weights = early.weights or {}
+        return factor_of(early.message, weights) if any(weights.values()) else None
 
     def _compare(self, said: Messages) -> None:
         """Compare everything if a rank loaded something; warn of equal rows."""
@@ -173,7 +169,3 @@ class Speaker(Strategy):
             self._fingerprint = fingerprint(self._task, self._settings, self.compression, written)
             self._is_known = False
             self._agree({})
-
-    def _fail(self, kind: type[Exception], said: str, update: str = _NO_UPDATE) -> NoReturn:
-        self._is_told = True
-        raise kind(f"{said} {update}")

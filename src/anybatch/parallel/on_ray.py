@@ -14,14 +14,29 @@ import torch
 from torch import Tensor
 
 from anybatch.core import PlanError, RankError
-from anybatch.parallel.scheduler import Ended, Lost
 from anybatch.parallel.worker import Worker
 
 _LOCAL = "127.0.0.1"
 
 
+class Ended(Exception):  # noqa: N818
+    """The called process has ended."""
+
+
+class Lost(RankError):  # noqa: N818
+    """A value is lost with the machine that held it."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(
+            f"Expected a cluster that keeps what it is given, got a value that is gone ({said}). No update "
+            "was made. Go on from the last checkpoint."
+        )
+
+
 class RayCluster:
-    """Actors on this machine, or on an existing Ray cluster at `address`; each worker has `gpus` GPUs.
+    """Processes that the driver calls; values stay where they are made, and references are passed on.
+
+    They are actors on this machine, or on an existing Ray cluster at `address`; each worker has `gpus` GPUs.
 
     On this machine Ray runs without dashboard and usage statistics, with a token, until `close`. On an
     existing cluster `close` ends only the actors. Ray 2.60 listens on all interfaces of a machine, even if
@@ -72,7 +87,7 @@ class RayCluster:
         _OPEN.append(self)
 
     def put(self, value: Any) -> Any:
-        """Store a value. Raise PlanError if it cannot be pickled."""
+        """Store a value; return a reference. Raise PlanError if it cannot be pickled."""
         try:
             return self._ray.put(value)
         except Exception as error:
@@ -83,7 +98,11 @@ class RayCluster:
             ) from None
 
     def start(self, kind: type, *args: Any) -> Any:
-        """Start an actor. Raise PlanError if it needs a GPU and none is free, as Ray would wait for ever."""
+        """Start an actor of this class; arguments may be references.
+
+        Raises:
+            PlanError: it needs a GPU and none is free: Ray would wait for ever.
+        """
         gpus = self._gpus if issubclass(kind, Worker) else 0
         needed = sum(self._actors.values()) + gpus
         if gpus and needed > (there := self._ray.cluster_resources().get("GPU", 0)):
@@ -97,7 +116,7 @@ class RayCluster:
         return actor
 
     def call(self, process: Any, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """Call a method."""
+        """Call a method without waiting, in the order of calls; return references to its results."""
         serialization = self._ray.util
         # Only for rows: pickle preserves memory shared between a model's buffers.
         serialization.register_serializer(Tensor, serializer=_to_bytes, deserializer=_from_bytes)
@@ -108,7 +127,7 @@ class RayCluster:
         return found if returns > 1 else [found]
 
     def wait(self, references: Sequence[Any], seconds: float | None = None) -> Any:
-        """Return the first finished reference; None after so many seconds."""
+        """Return the first reference that is finished or failed; None after so many seconds."""
         ready, _ = self._ray.wait([*references], num_returns=1, timeout=seconds, fetch_local=False)
         return ready[0] if ready else None
 
@@ -117,19 +136,19 @@ class RayCluster:
         return time.monotonic()
 
     def get(self, reference: Any) -> Any:
-        """Return the value of a reference."""
+        """Return the value of a reference. Raise the call's error, `Ended` or `Lost`."""
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference)
         except errors.RayTaskError as error:  # first: it may be an ActorError as well, if its cause is one
             cause = error.cause
             if isinstance(cause, errors.RayError):
-                raise Lost(_first(cause)) from None
+                raise Lost(_last_line(cause)) from None
             raise cause from None
         except errors.RayActorError as error:
-            raise Ended(_first(error)) from None
+            raise Ended(_last_line(error)) from None
         except errors.RayError as error:
-            raise Lost(_first(error)) from None
+            raise Lost(_last_line(error)) from None
 
     def kill(self, process: Any) -> None:
         """End an actor."""
@@ -196,9 +215,9 @@ def _from_bytes(sent: tuple[Any, ...]) -> Tensor:
     return value
 
 
-def _first(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[:300]
+def _last_line(error: BaseException) -> str:
+    """Return the last line of an error: the first ones tell where it came from."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()[:300]
 
 
 def _reach(address: str) -> None:

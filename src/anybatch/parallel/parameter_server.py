@@ -6,7 +6,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import fsum
 from typing import Any
 
@@ -16,9 +15,12 @@ from anybatch import core
 from anybatch.engine import Plan, Strategy, Task, learning_rate_of
 from anybatch.losses import WholeBatch
 from anybatch.parallel.fingerprint import contents
-from anybatch.parallel.scheduler import Cluster, Scheduler
+from anybatch.parallel.messages import weights_of
+from anybatch.parallel.on_ray import RayCluster
+from anybatch.parallel.ranges import even
+from anybatch.parallel.scheduler import Scheduler
 from anybatch.parallel.server import Layout, options_of
-from anybatch.parallel.worker import Folded, OutsideValues, added, fixed_of, identity, settings_of
+from anybatch.parallel.worker import Folded, OutsideValues, fixed_of, identity, settings_of
 from anybatch.state import rng
 
 
@@ -29,8 +31,8 @@ class ParameterServer(Strategy):
     parameters, in micro-batches, and takes the next. Servers add the sums in the order of the units, divide
     once by the weight of the whole batch, and make the update. So the bits do not depend on the number or
     speed of workers, or on lost ones: a unit of a worker that ended is given to another, with the same random
-    numbers, and is counted once. A server that ended is restored from its state after the last update and the
-    sums since.
+    numbers, and is counted once. Servers keep nothing between calls: parameters, state and sums lie in Ray's
+    object store, and a call of a server that ended is repeated by a new one.
 
     The driver, which is this process, has the model and the optimizer as usual: parameters are new after each
     step, and `optimizer.state_dict()` fetches its state. So schedulers, checkpoints and resuming work as
@@ -51,9 +53,8 @@ class ParameterServer(Strategy):
             each worker has one GPU.
 
     Attributes:
-        counts: totals so far: pushes to each server, bytes pushed, pushes refused, units given to a second
-            worker (back-ups) and done twice (units repeated), workers and servers replaced. The report of a
-            step has its own counts.
+        counts: totals so far: pushes to each server, bytes pushed, units given to a second worker (back-ups)
+            and done twice (units repeated), workers and servers replaced. The report of a step has its own.
 
     Raises:
         PlanError: a number out of range, too few GPUs, or Ray is not installed.
@@ -71,7 +72,7 @@ class ParameterServer(Strategy):
         servers: int = 1,
         workers: int = 2,
         *,
-        cluster: str | Cluster | None = None,
+        cluster: str | RayCluster | None = None,
         units: int = 8,
         device: str | torch.device | None = None,
     ) -> None:
@@ -88,13 +89,9 @@ class ParameterServer(Strategy):
         self._where, self._units = cluster, units
         self.counts: Counter[str] = Counter()
         self._scheduler: Scheduler | None = None
-        self._cluster: Cluster | None = None
-        self._known: list[Any] = []  # contents of the driver's parameters after the last update
-        self._fixed: Any = None  # untrained state of the workers
-        self._made_of: list[Any] = []
+        self._cluster: RayCluster | None = None
         self._is_loaded = False  # the servers have the optimizer's state
         self._hooks: list[Any] = []
-        self._is_counting = False  # optimizers in this process count an update of the servers
 
     def __repr__(self) -> str:
         return f"ParameterServer(servers={self.servers}, workers={self.workers})"
@@ -145,18 +142,14 @@ class ParameterServer(Strategy):
             raise core.PlanError(
                 f"Expected at least one row, got {batch.rows}. Skip empty batches before the step."
             )
+        before = self.counts
         try:
             report = self._carry_out(task, batch, settings, remote)
         finally:
-            counts = self._counted()
-        return replace(report, counts=counts)
-
-    def _counted(self) -> Counter[str]:
-        found: Counter[str] = Counter()
-        if self._scheduler is not None:
-            found, self._scheduler.counts = self._scheduler.counts, found
-        self.counts = self.counts + found  # a new object: callers may keep the old one
-        return found
+            if self._scheduler is not None:
+                self.counts = before + self._scheduler.counts  # a new object: callers may keep the old one
+                self._scheduler.counts.clear()
+        return replace(report, counts=self.counts - before)
 
     def _carry_out(
         self, task: Task, batch: core.Batch, settings: Plan, remote: Callable[[str], Any]
@@ -166,7 +159,7 @@ class ParameterServer(Strategy):
         # Drawn from the driver's stream, which is restored. The parameters make it differ per update.
         with rng.preserved():
             seed = rng.derive_seed(int(torch.randint(2**62, ())), sum(one for _, one in self._known))
-        sizes = _ranges(batch.rows, self._units)
+        sizes = even(batch.rows, min(self._units, batch.rows))
         options, learning_rate = options_of(task.optimizers), learning_rate_of(task.optimizers)
         try:
             folded = scheduler.fold([_rows(batch, one) for one in sizes], seed)
@@ -190,14 +183,12 @@ class ParameterServer(Strategy):
     def _commit(
         self, scheduler: Scheduler, folded: Sequence[Folded], settings: Plan, options: Any
     ) -> tuple[dict[str, float], float, list[Any]]:
-        add = max if folded[0].is_shared else fsum
-        names = {name: None for one in folded for name in one.weights}
-        weights = {name: float(add(one.weights.get(name, 0.0) for one in folded)) for name in names}
+        weights = weights_of([{"weights": one.weights, "shared": one.is_shared} for one in folded])
         if not any(weights.values()):
             return weights, math.nan, []
         coefficients = folded[0].coefficients
         factors = [c / weights[name] if weights[name] else 0.0 for name, c in coefficients.items()] or [1.0]
-        norm = math.sqrt(scheduler.seal(factors))
+        norm = math.sqrt(scheduler.merge(factors))
         if not math.isfinite(norm):
             raise core.NonFiniteLossError(
                 f"Expected a gradient of finite norm, got {norm}. No update was made. Make the loss smaller, "
@@ -205,58 +196,38 @@ class ParameterServer(Strategy):
             )
         scale = min(1.0, settings.clip_norm / (norm + 1e-6))
         used = frozenset[int]().union(*[one.used for one in folded])
-        return weights, norm, scheduler.commit(factors, scale, used, options)
+        return weights, norm, scheduler.update(scale, used, options)
 
     # ---- driver and servers
 
     def _prepared(self, task: Task, settings: Plan, remote: Callable[[str], Any]) -> Scheduler:
         fixed, modes = fixed_of(task), settings_of(task)
         shapes = [(one.shape, one.dtype) for one in fixed]
-        made_of: list[Any] = [*map(id, (*task.network.parameters, *task.optimizers)), shapes, len(modes)]
-        made_of.append({**task.loss.coefficients})
+        held = *task.network.parameters, *task.optimizers
+        made_of: list[Any] = [*map(id, held), shapes, len(modes), {**task.loss.coefficients}]
         now = modes, contents(fixed)
         if self._scheduler is None or made_of != self._made_of:
-            self._scheduler = self._started(task, settings, remote)
-            self._made_of, self._is_loaded, self._known = made_of, False, []
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = [
-                hook
-                for one in task.optimizers
-                for hook in (
-                    one.register_state_dict_pre_hook(self.bring_state),
-                    one.register_load_state_dict_post_hook(self.forget_state),
-                    one.register_step_pre_hook(self.hand_back),
-                )
-            ]
-            self._optimizers, self._parameters = task.optimizers, task.network.parameters
-            self._outside = OutsideValues(task)
+            self._scheduler, self._made_of = self._started(task, settings, remote), made_of
         elif now != self._fixed:
             self._scheduler.fix(modes, fixed)
         self._outside.refuse_changes()
         self._fixed = now
-        if not self._is_loaded or self._known != contents(task.network.parameters):
-            scheduler, layout = self._scheduler, self._scheduler.layout
-            shards = range(self.servers)
-            for one in task.optimizers if not self._is_loaded else ():
-                one.state_dict()  # fetches state from the servers of another step
-            state: dict[Any, Any] = {p: s for one in task.optimizers for p, s in one.state.items()}
-            values = [layout.flat(task.network.parameters, shard, layout.dtype) for shard in shards]
-            states = [layout.split(state, task.network.parameters, shard) for shard in shards]
-            here = [one for _, one in scheduler.snapshots]  # if only the parameters changed
-            scheduler.load(values, here if self._is_loaded else states)
-            self._is_loaded = True
-            self._known = contents(task.network.parameters)
-        return self._scheduler
+        scheduler, layout, parameters = self._scheduler, self._scheduler.layout, task.network.parameters
+        if not self._is_loaded or self._known != contents(parameters):
+            states: list[Any] = [state for _, state in scheduler.snapshots]  # stays if parameters changed
+            if not self._is_loaded:
+                for one in task.optimizers:
+                    one.state_dict()  # fetches state from the servers of another step
+                states = [scheduler.cluster.put(one) for one in layout.split(task.optimizers, parameters)]
+            values = [layout.flat(parameters, shard, layout.dtype) for shard in range(self.servers)]
+            scheduler.load(values, states)
+            self._is_loaded, self._known = True, contents(parameters)  # as after an update
+        return scheduler
 
     def _started(self, task: Task, settings: Plan, remote: Callable[[str], Any]) -> Scheduler:
-        layout = Layout.of(
-            task.network.parameters,
-            task.optimizers,
-            self.servers,
-            settings.accumulation_dtype,
-        )
-        device = self._device or task.network.parameters[0].device.type
+        parameters, optimizers = task.network.parameters, task.optimizers
+        layout = Layout.of(parameters, optimizers, self.servers, settings.accumulation_dtype)
+        device = self._device or parameters[0].device.type
         if self._scheduler is not None:
             warnings.warn(
                 "Expected the trained parameters and optimizers of the last step, got others: servers and "
@@ -268,27 +239,33 @@ class ParameterServer(Strategy):
             self._scheduler.end()
             self._scheduler = None
         if self._cluster is None:
-            self._cluster = _cluster(self._where, int(device != "cpu"))
+            where, gpus = self._where, int(device != "cpu")
+            self._cluster = RayCluster(where, gpus) if where is None or isinstance(where, str) else where
         try:
-            scheduler = Scheduler(
-                self._cluster,
-                remote(device),
-                layout,
-                identity(task),
-                workers=self.workers,
-            )
+            scheduler = Scheduler(self._cluster, remote(device), layout, identity(task), workers=self.workers)
         except BaseException:
             self.stop()
             raise
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for one in optimizers:
+            self._hooks += [
+                one.register_state_dict_pre_hook(self.bring_state),
+                one.register_load_state_dict_post_hook(self.forget_state),
+                one.register_step_pre_hook(self.hand_back),
+            ]
+        self._optimizers, self._parameters, self._outside = optimizers, parameters, OutsideValues(task)
+        self._is_loaded = False
         return scheduler
 
     def _updated(self, task: Task) -> None:
-        self._is_counting = True
+        self._is_loaded = False  # so that `hand_back` leaves the state there
         try:
             for optimizer in task.optimizers:
                 optimizer.step()  # without gradients, for schedulers that count steps
         finally:
-            self._is_counting = False
+            self._is_loaded = True
         task.progress.updates += 1
         for one in task.schedulers:
             one.step()
@@ -299,12 +276,7 @@ class ParameterServer(Strategy):
         scheduler = self._scheduler
         if scheduler is not None and self._is_loaded:
             states = [scheduler.cluster.get(state) for _, state in scheduler.snapshots]
-            joined = scheduler.layout.join(states, self._parameters)
-            for optimizer in self._optimizers:
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        if parameter in joined:
-                            optimizer.state[parameter] = joined[parameter]
+            scheduler.layout.join(states, self._optimizers, self._parameters)
 
     def forget_state(self, *_: object) -> None:
         """Send the state of this process's optimizers to the servers at the next step."""
@@ -312,9 +284,8 @@ class ParameterServer(Strategy):
 
     def hand_back(self, *_: object) -> None:
         """Copy the state here before this process's optimizers make an update themselves."""
-        if not self._is_counting:
-            self.bring_state()
-            self.forget_state()
+        self.bring_state()
+        self.forget_state()
 
     # ---- workers
 
@@ -348,20 +319,6 @@ class ParameterServer(Strategy):
                 cluster.close()
 
 
-def _cluster(where: str | Cluster | None, gpus: int) -> Cluster:
-    if where is not None and not isinstance(where, str):
-        return where
-    from anybatch.parallel.on_ray import RayCluster
-
-    return RayCluster(where, gpus)
-
-
-def _ranges(rows: int, parts: int) -> list[range]:
-    parts = min(parts, rows)
-    stops = [rows * index // parts for index in range(parts + 1)]
-    return [range(*pair) for pair in pairwise(stops)]
-
-
 def _rows(batch: core.Batch, indices: range) -> Any:
     if isinstance(batch, core.ColumnBatch):
         return next(batch.only(indices).cut(len(indices)))
@@ -380,9 +337,11 @@ def _report(
     *,
     updated: bool,
 ) -> core.StepReport:
-    totals, loss = added([one.totals for one in folded]), task.loss
+    loss = task.loss
     terms = {
-        name: totals[name] / (1 if loss.divided else weight) if weight else math.nan
+        name: fsum(one.totals.get(name, 0.0) for one in folded) / (1 if loss.divided else weight)
+        if weight
+        else math.nan
         for name, weight in weights.items()
     }
     used = [loss.coefficients.get(name, 1.0) * value for name, value in terms.items() if weights[name]]

@@ -26,7 +26,7 @@ from anybatch.parallel.buckets import Buckets
 from anybatch.parallel.compression import Codec
 from anybatch.parallel.fingerprint import fingerprint, hash_of
 from anybatch.parallel.group import Group, Message, all_gather_rows, exchange, rank, ranks
-from anybatch.parallel.messages import Early, Messages, Speaker, bank_of, factor_of, weights_of
+from anybatch.parallel.messages import NO_UPDATE, Early, Messages, Speaker, bank_of, factor_of, weights_of
 
 _SAID = 600  # characters of an error sent to other ranks; they fit a message at 6 bytes each
 _SMALL = 1 << 20  # bytes of gradients below which nothing is sent before the last backward is over
@@ -68,45 +68,50 @@ class Replicate(Speaker):
             )
         super().__init__(compression, group)
         self.bytes_sent = 0  # bytes of gradients that this rank passed to collectives in the last step
-        self._is_reducing = self._is_meeting = self._is_broken = False
-        self._has_encoded = self._is_empty = False
+        self.is_broken = False  # ranks wait at different places, where no message reaches them
+        self._is_apart = False  # ranks wait in a collective that is no message
+        self._is_summed = False  # there is nothing left to sum
+        self._undo: Callable[[], None] = _nothing  # of the gradient that was compressed last
         self._progress, self._updates = Progress(), 0  # updates made before this step
         self._gathered: tuple[list[Tensor], int] | None = None
         self._early: Early | None = None  # this step's message, sent before its last backward
         self._is_late = False  # gradients change after backward has made them: nothing is sent early
         self._network: Any = None
 
-    @property
-    def is_broken(self) -> bool:
-        """Return True if ranks wait at different places, where no message reaches them."""
-        return self._is_broken
-
     def begin(self, task: Task, settings: Plan) -> None:
         """Begin a step or a window; raise PlanError for existing gradients and unsupported settings."""
-        self._is_told, self._gathered, self._has_encoded = False, None, False
-        self._is_meeting, self._drift = False, {}
+        self._is_told = self._is_apart = False
+        self._gathered, self._undo, self._drift = None, _nothing, {}
         self._progress, self._updates = task.progress, task.progress.updates
-        if self._is_broken:
+        if self.is_broken:
             raise RankError(
                 f"Expected all ranks at the same step, got rank {rank(self.group)} that failed while "
                 "gradients or statistics of a SyncBatchNorm were summed, or shards gathered. Start all ranks "
                 "again from the last checkpoint."
             )
-        if task.optimizers and any(p.grad is not None for p in task.network.parameters):
-            found = [task.names()[p] for p in task.network.parameters if not _is_zero(p.grad)]
-            if found:
-                raise PlanError(
-                    f"Expected no gradients before a step on several ranks, got some of {found[:3]}: they "
-                    "would be added once per rank. Call optimizer.zero_grad() before the step."
-                )
+        found = [p for p in task.network.parameters if not _is_zero(p.grad)] if task.optimizers else []
+        if found:
+            raise PlanError(
+                f"Expected no gradients before a step on several ranks, got some of "
+                f"{[task.names()[p] for p in found[:3]]}: they would be added once per rank. Call "
+                "optimizer.zero_grad() before the step."
+            )
         if not self._is_known:
             if lazy := [name for name, p in task.model.named_parameters() if is_lazy(p)]:
                 raise PlanError(
                     f"Expected parameters with values on several ranks, got lazy ones {lazy[:3]}, which each "
                     "rank would draw for itself. Call the model on a few rows before the step is made."
                 )
-            if settings.batch_norm == "micro":
-                _refuse_sync_batch_norm(task.model)
+            norms = [
+                one for one in task.model.modules() if isinstance(one, nn.SyncBatchNorm) and one.training
+            ]
+            if norms and settings.batch_norm == "micro":
+                raise PlanError(
+                    'Expected no SyncBatchNorm with batch_norm="micro" on several ranks, got '
+                    f"{names_of_batch_norms(task.model, norms)}: it waits for the other ranks in every "
+                    "micro-batch, and they may have fewer. Leave batch_norm out for one micro-batch per "
+                    'rank, or use BatchNorm, batch_norm="frozen", or ab.batch_norm_to_group_norm(model).'
+                )
             if self.compression is not None:
                 self.compression.check(task.optimizers)
             self._device = task.network.parameters[0].device
@@ -137,18 +142,17 @@ class Replicate(Speaker):
             )
         counts = [one["parts"] for one in self._agree({"parts": parts})]
         if any(count != 1 for count in counts):
-            self._fail(
-                PlanError,
+            raise PlanError(
                 f"Expected one micro-batch on every rank with SyncBatchNorm in training mode ({named}), got "
                 f"{counts} on ranks 0 to {len(counts) - 1}: the batch is split over ranks, whose rows meet "
                 "in this layer, and must not be split further. Give every rank rows and no micro_batch, or "
-                'use batch_norm="frozen" or ab.batch_norm_to_group_norm(model).',
+                f'use batch_norm="frozen" or ab.batch_norm_to_group_norm(model). {NO_UPDATE}'
             )
-        self._is_meeting = True
+        self._is_apart = True
 
     def undo(self, said: str, kind: type[Exception]) -> None:
         """Refuse to run a micro-batch again where the other ranks wait in its SyncBatchNorm."""
-        if self._is_meeting:
+        if self._is_apart:
             raise kind(
                 f"Expected the micro-batch of this rank to succeed at once with SyncBatchNorm, got {said!r}. "
                 "Other ranks wait in the layer, so it was not run again: start all ranks from a checkpoint. "
@@ -170,7 +174,9 @@ class Replicate(Speaker):
         self, said: Sequence[Mapping[str, Any]], values: Sequence[Tensor]
     ) -> tuple[list[Tensor], int]:
         if any("gather" not in one and one["rows"] for one in said):
-            self._fail(RankError, f"Expected outputs from all {len(said)} ranks with rows, got some without.")
+            raise RankError(
+                f"Expected outputs from all {len(said)} ranks with rows, got some without. {NO_UPDATE}"
+            )
         forms = [one["gather"] for one in said if "gather" in one]
         if any(form != forms[0] for form in forms):
             raise LossError(
@@ -205,7 +211,7 @@ class Replicate(Speaker):
     def close(self, sums: Sums) -> dict[str, float]:
         """Add up weights and losses over ranks, and agree on the loss scale; raise if a rank failed."""
         self._undo()  # after an attempt with a gradient that was not finite
-        self._is_meeting = False
+        self._is_apart = False
         message, early = self._message(sums), self._stopped()
         message["order"] = self._order  # maybe seen just now
         if early is not None:
@@ -222,24 +228,22 @@ class Replicate(Speaker):
             self._compare(said)
         scale, weights = sums.task.scale.state(), weights_of(said)
         sums.task.scale.load({key: min(one["scale"][key] for one in said) for key in scale})
-        self._names = sums.task.names() if self.compression else {}
-        self._gathered, self._is_reducing = None, True
-        self._is_empty = not any(weights.values())
-        self._reduced: Gradient | None = None
-        if not self._is_empty and any("early" in one for one in said):
+        self._gathered, self._is_apart = None, True
+        self._is_summed = not any(weights.values())  # without an update the codec keeps its residual
+        reduced: Gradient | None = None
+        if not self._is_summed and any("early" in one for one in said):
             early, bank = early or self._begun(message), bank_of(sums)
             failed = bank is None or early.message != message
-            self._reduced = early.buckets.finish(bank or {}, factor_of(message, weights), failed=failed)
+            reduced = early.buckets.finish(bank or {}, factor_of(message, weights), failed=failed)
             self._is_late = self._is_late or early.buckets.is_changed
-            if self._reduced is None:  # a rank has run its last micro-batch again
-                self._is_reducing = False
+            if reduced is None:  # a rank has run its last micro-batch again
                 return self.close(sums)
-            self.bytes_sent = early.buckets.bytes_sent
+            self._is_summed, self.bytes_sent = True, early.buckets.bytes_sent
         sums.agreed = Agreed(
             totals={name: fsum(one["totals"].get(name, 0.0) for one in said) for name in weights},
             rows=sum(one["rows"] for one in said),
             dropped=sum(one["dropped"] for one in said),
-            reduced=self._reduced and self._in_order(self._reduced),
+            reduced=reduced and self._in_order(reduced),
         )
         return weights
 
@@ -248,15 +252,6 @@ class Replicate(Speaker):
 
     def _settle(self, message: Mapping[str, Any], sums: Sums, sent: Message | None) -> Messages:
         return self._agree(message, sent)
-
-    def _factor(self, early: Early) -> float | None:
-        """Return the factor of the gradients here; None if nothing may be sent.
-
-        It waits for the other ranks' last forward. So all send at the same place of their backward, among
-        collectives of the caller's own, too.
-        """
-        weights = self._weights(early)
-        return factor_of(early.message, weights) if weights else None
 
     def _stopped(self) -> Early | None:
         """Return what was sent before the last backward was over; nothing more is."""
@@ -280,65 +275,42 @@ class Replicate(Speaker):
                 f"Expected dense gradients on several ranks, got {sparse} sparse of {len(gradients)}. "
                 "Leave out sparse=True of the embedding."
             )
-        if self._is_empty or self._reduced is not None:  # without an update the codec keeps its residual
-            reduced = gradients
-        elif self.compression is None:
+        codec, found = self.compression, gradients
+        if not self._is_summed and codec is None:
             buckets = Buckets(self._like, self.group, keeps=False)
-            reduced = self._in_order(buckets.finish(gradients) or {})
+            found = self._in_order(buckets.finish(gradients) or {})
             self.bytes_sent = buckets.bytes_sent
-        else:
-            reduced = self._compressed(self.compression, gradients, self._like, self._names)
-        self._is_reducing = False
-        return reduced
+        elif not self._is_summed and codec is not None:
+            names = self._task.names()
+            named = {names[p]: torch.empty_like(p, dtype=dtype) for p, dtype in self._like.items()}
+            mine = codec.encode({names[p]: value for p, value in gradients.items()}, named)
+            self._undo, self.bytes_sent = codec.undo, mine.nbytes
+            counts = [one["bytes"] for one in exchange({"bytes": len(mine)}, self.group)]
+            (whole,) = all_gather_rows([mine], counts, self.group)
+            sums = codec.decode(whole.split_with_sizes(counts), named)
+            found = {p: sums[names[p]] for p in self._like if names[p] in sums}
+        self._is_apart = False
+        return found
 
     def abandon(self, error: BaseException) -> None:
         """Tell the other ranks, once per step, that this one has failed: they wait in `gather` or `close`."""
         self._undo()
         early = self._stopped()
-        if self._is_reducing or self._is_meeting:  # a message would reach a collective of something else
-            self._is_broken = True
-        elif not (self._is_told or self._is_broken or isinstance(error, RankError)):
+        if self._is_apart:
+            self.is_broken = True
+        elif not (self._is_told or self.is_broken or isinstance(error, RankError)):
             self._is_told = True
             with suppress(Exception):  # the caller raises `error`
-                if early and self._weights(early):  # others may have begun the sum
+                if early and self._factor(early) is not None:  # others may have begun the sum
                     early.buckets.finish({}, failed=True)
                 said = " ".join([str(error), *getattr(error, "__notes__", ())])[:_SAID]
                 made = self._progress.updates if self._progress.updates > self._updates else 0
                 exchange({"failed": type(error).__name__, "said": said, "made": made}, self.group)
 
-    def _undo(self) -> None:
-        if self._has_encoded and self.compression is not None:
-            self.compression.undo()
-        self._has_encoded = False
-
-    def _compressed(
-        self,
-        codec: Codec,
-        gradients: Gradient,
-        like: Mapping[nn.Parameter, torch.dtype],
-        names: Mapping[nn.Parameter, str],
-    ) -> Gradient:
-        named = {names[p]: torch.empty_like(p, dtype=dtype) for p, dtype in like.items()}
-        mine = codec.encode({names[p]: value for p, value in gradients.items()}, named)
-        self._has_encoded, self.bytes_sent = True, mine.nbytes
-        counts = [one["bytes"] for one in exchange({"bytes": len(mine)}, self.group)]
-        (whole,) = all_gather_rows([mine], counts, self.group)
-        found = codec.decode(whole.split_with_sizes(counts), named)
-        return {p: found[names[p]] for p in like if names[p] in found}
-
-
-def _refuse_sync_batch_norm(model: nn.Module) -> None:
-    found = [
-        name for name, one in model.named_modules() if isinstance(one, nn.SyncBatchNorm) and one.training
-    ]
-    if found:
-        raise PlanError(
-            f'Expected no SyncBatchNorm with batch_norm="micro" on several ranks, got {found[:3]}: it waits '
-            "for the other ranks in every micro-batch, and they may have fewer. Leave batch_norm out for one "
-            'micro-batch per rank, or use BatchNorm, batch_norm="frozen", or '
-            "ab.batch_norm_to_group_norm(model)."
-        )
-
 
 def _is_zero(gradient: Tensor | None) -> bool:
     return gradient is None or (all_finite([local(gradient)]) and not bool(local(gradient).count_nonzero()))
+
+
+def _nothing() -> None:
+    pass

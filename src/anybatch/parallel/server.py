@@ -1,28 +1,28 @@
-"""A shard of the parameters on a server: merges pushes in the order of the units and makes the update."""
+"""A shard of the parameters on a server: merges sums in the order of the units and makes the update."""
 
+import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from anybatch.core import OptimizerError, PlanError
+from anybatch.core import NonFiniteLossError, OptimizerError, PlanError, RankError
+from anybatch.parallel.ranges import even, within
 
 Array = np.ndarray[Any, np.dtype[Any]]
 State = list[dict[str, Any]]  # optimizer state of each piece
 
 # Optimizers that update an element from its own gradient and state only.
-_ELEMENTWISE = (
-    "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split()  # noqa: SIM905 - one line
-)
+_NAMES = "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD"
+_ELEMENTWISE = [getattr(optim, name) for name in _NAMES.split(", ")]
+_WIDE = "float32", "float64"
 _SCALARS = ("step", "eta", "mu", "mu_product")  # optimizer state with one number per parameter
-NOT_FINITE = "NaN or infinity in it"
-COUNTED = "it was counted before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Piece:
 class Layout:
     """The position of each trained element: one flat vector, cut into shards of equal size."""
 
-    bounds: tuple[int, ...]  # the first element of each shard, and the end
+    sizes: tuple[int, ...]  # elements of each shard
     pieces: tuple[tuple[Piece, ...], ...]  # pieces of each shard
     dtype: str  # dtype of the parameters; a name of NumPy
     sum_dtype: str  # dtype of the gradient sums
@@ -61,26 +61,21 @@ class Layout:
     ) -> "Layout":
         """Cut the parameters into shards; raise if dtypes differ or an optimizer is not elementwise."""
         for one in optimizers:
-            if (
-                type(one).__module__.split(".")[:2] != ["torch", "optim"]
-                or type(one).__name__ not in _ELEMENTWISE
-            ):
+            if type(one) not in _ELEMENTWISE:
                 raise OptimizerError(
                     f"Expected an optimizer of torch that updates each element by itself, got "
-                    f"{type(one).__name__}: a server holds only part of a parameter. Use one of "
-                    f"{', '.join(_ELEMENTWISE)}."
+                    f"{type(one).__name__}: a server holds only part of a parameter. Use one of {_NAMES}."
                 )
-        kinds = {str(p.dtype).removeprefix("torch.") for p in parameters}
-        if kinds not in ({"float32"}, {"float64"}):
+        kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+        if len(kinds) > 1 or kinds[0] not in _WIDE:
             raise PlanError(
-                f"Expected trained parameters all of float32 or all of float64, got {sorted(kinds)}. Convert "
+                f"Expected trained parameters all of float32 or all of float64, got {kinds}. Convert "
                 'the model, as in model.float(), and choose precision="bf16-mixed" instead of "bf16-true".'
             )
-        dtype = getattr(torch, kinds.pop())
-        wide = torch.promote_types(dtype, torch.float32) if accumulate is None else accumulate
-        if wide not in (torch.float32, torch.float64):
+        sums = str(accumulate or kinds[0]).removeprefix("torch.")
+        if sums not in _WIDE:
             raise PlanError(
-                f"Expected gradient sums in float32 or float64, got {wide}. Leave accumulate= out."
+                f"Expected gradient sums in float32 or float64, got {accumulate}. Leave accumulate= out."
             )
         place = {
             p: (i, j)
@@ -88,13 +83,20 @@ class Layout:
             for j, group in enumerate(one.param_groups)
             for p in group["params"]
         }
-        total = sum(p.numel() for p in parameters)
-        bounds = tuple(total * index // servers for index in range(servers + 1))
+        elements = [p.numel() for p in parameters]
+        shards = even(sum(elements), servers)
+        pieces: list[tuple[Piece, ...]] = []
+        for shard in shards:
+            at, found = 0, list[Piece]()
+            for index, start, stop in within(elements, shard):
+                found.append(Piece(index, start, stop, at, *place[parameters[index]]))
+                at += stop - start
+            pieces.append(tuple(found))
         return Layout(
-            bounds=bounds,
-            pieces=tuple(_pieces(parameters, place, *pair) for pair in pairwise(bounds)),
-            dtype=str(dtype).removeprefix("torch."),
-            sum_dtype=str(wide).removeprefix("torch."),
+            sizes=tuple(map(len, shards)),
+            pieces=tuple(pieces),
+            dtype=kinds[0],
+            sum_dtype=sums,
             optimizers=tuple(type(one) for one in optimizers),
         )
 
@@ -103,7 +105,7 @@ class Layout:
     ) -> Array:
         """Return the elements of a shard from tensors like the parameters; zeros for None."""
         if out is None:
-            out = np.empty(self.bounds[shard + 1] - self.bounds[shard], dtype)
+            out = np.empty(self.sizes[shard], dtype)
         whole = torch.from_numpy(out)
         for piece in self.pieces[shard]:
             value = values[piece.parameter]
@@ -116,179 +118,117 @@ class Layout:
 
     def write(self, parts: Sequence[Array], parameters: Sequence[Tensor]) -> None:
         """Write the elements of all shards into the parameters."""
-        for pieces, part in zip(self.pieces, parts, strict=True):
-            for piece in pieces:
-                with torch.no_grad(), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # arrays from another process are read-only
-                    values = torch.from_numpy(part[piece.there])
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # arrays from another process are read-only
+            for pieces, part in zip(self.pieces, parts, strict=True):
+                for piece in pieces:
                     target = parameters[piece.parameter]
                     flat = target.reshape(-1)  # a view if contiguous
-                    flat[piece.start : piece.stop].copy_(values)
+                    flat[piece.start : piece.stop].copy_(torch.from_numpy(part[piece.there]))
                     if not target.is_contiguous():
                         target.copy_(flat.view(target.shape))
 
-    def split(
-        self, state: Mapping[nn.Parameter, Any], parameters: Sequence[nn.Parameter], shard: int
-    ) -> State:
-        """Return a shard's part of the optimizer state."""
-        found: State = []
-        for piece in self.pieces[shard]:
-            parameter = parameters[piece.parameter]
-            found.append(
-                {
-                    name: value.detach().reshape(-1)[piece.start : piece.stop].cpu().numpy().copy()
-                    if _is_elementwise(name, value, parameter)
-                    else value
-                    for name, value in state.get(parameter, {}).items()
-                }
-            )
-        return found
+    def split(self, optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> list[State]:
+        """Return each shard's part of the optimizer state."""
 
-    def join(self, states: Sequence[State], parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Any]:
-        """Invert `split`."""
-        found: dict[nn.Parameter, dict[str, Any]] = {}
+        def state(piece: Piece) -> dict[str, Any]:
+            p = parameters[piece.parameter]
+            return _arrays(optimizers[piece.optimizer].state.get(p, {}), p, slice(piece.start, piece.stop))
+
+        return [[*map(state, pieces)] for pieces in self.pieces]
+
+    def join(
+        self, states: Sequence[State], optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]
+    ) -> None:
+        """Invert `split`: set the state of the optimizers."""
+        found: dict[
+            tuple[int, int], dict[str, Any]
+        ] = {}  # tensors of their own: others may hold the old ones
         for pieces, state in zip(self.pieces, states, strict=True):
             for piece, values in zip(pieces, state, strict=True):
-                parameter = parameters[piece.parameter]
+                like = parameters[piece.parameter]
                 for name, value in values.items():
-                    slots = found.setdefault(parameter, {})
+                    slots = found.setdefault((piece.optimizer, piece.parameter), {})
                     if isinstance(value, np.ndarray):
                         part = tensor_of(value)
-                        whole = slots.setdefault(
-                            name, part.new_empty(parameter.shape, device=parameter.device)
-                        )
+                        whole = slots.setdefault(name, part.new_empty(like.shape, device=like.device))
                         whole.view(-1)[piece.start : piece.stop].copy_(part)
                     else:
                         slots[name] = value
-        return found
+        for (number, place), slots in found.items():
+            optimizers[number].state[parameters[place]] = slots
 
 
 class ServerShard:
-    """A part of the parameters, updated once per version. A repeated call counts once."""
+    """A server of a shard. It remembers no call: a new process that repeats one returns the same bits."""
 
     def __init__(self, layout: Layout, index: int) -> None:
-        self._layout, self._index, self._pieces = layout, index, layout.pieces[index]
-        self._size = layout.bounds[index + 1] - layout.bounds[index]
-        self._flat = torch.zeros(self._size, dtype=getattr(torch, layout.dtype))
-        self._parameters = [nn.Parameter(self._flat[piece.there]) for piece in self._pieces]
-        self._optimizers: list[Optimizer | None] = []
-        self.version = -1
-        self._room: Array = np.empty(0)
-        self._forget()
+        self._layout, self._pieces = layout, layout.pieces[index]
+        self._size = layout.sizes[index]
+        self._room: Array = np.empty(0)  # of the sums, reused: allocation takes longer than the copy
 
-    def _forget(self) -> None:
-        self._sum: Array | None = None
-        self._waiting: dict[int, Array] = {}
-        self._merged = 0  # units merged so far, in their order
-        self._gradient: Tensor | None = None
+    def merge(self, factors: Sequence[float], *parts: Array) -> tuple[float, Array]:
+        """Add up the sums of all units, `(terms, elements)` each, in their order, and divide once.
 
-    def load(self, version: int, values: Array, state: State) -> None:
-        """Set parameters and optimizer state, and forget earlier pushes."""
-        self._flat.numpy()[...] = values
-        self.version, self._given = version, state
-        self._optimizers = []
-        self._forget()
-
-    def begin(self, version: int) -> None:
-        """Begin a round: forget the pushes of an unfinished one."""
-        if version == self.version:
-            self._forget()
-
-    def push(self, version: int, unit: int, part: Array) -> str:
-        """Count the gradient sums of a unit, `(terms, elements)`; return why it is refused."""
-        if version != self.version:
-            return f"version {version} of the parameters, where {self.version} is the newest"
-        if part.ndim != 2 or part.shape[1] != self._size or str(part.dtype) != self._layout.sum_dtype:
-            return (
-                f"{part.dtype} of shape {part.shape}, where {self._layout.sum_dtype} of shape "
-                f"(terms, {self._size}) is expected"
-            )
-        if self._sum is not None and len(self._sum) != len(part):
-            return f"{len(part)} terms, where other units have {len(self._sum)}"
-        if unit < self._merged or unit in self._waiting:
-            return COUNTED
-        with np.errstate(over="ignore", invalid="ignore"):  # a sum takes half the time, but may overflow
-            if not (np.isfinite(part.sum()) or np.isfinite(part).all()):
-                return NOT_FINITE
-        self._waiting[unit] = part
-        while self._merged in self._waiting:  # in the order of the units, not of arrival
-            one = self._waiting.pop(self._merged)
-            if self._sum is None:  # reused memory: allocation takes longer than the copy
-                self._room = self._sum = self._room if self._room.shape == one.shape else np.empty_like(one)
-                np.copyto(self._sum, one)
-            else:
-                self._sum += one
-            self._merged += 1
-        return ""
-
-    def seal(self, version: int, units: int, factors: Sequence[float]) -> float:
-        """Divide the sums of all units, once, by the terms' factors; return the gradient's sum of squares."""
-        if self._gradient is None:
-            if version != self.version or self._merged != units or self._sum is None:
-                raise RuntimeError(
-                    f"{self._merged} of {units} units at version {self.version}, not {version}"
+        Return the sum of squares of the shard's gradient, and the gradient.
+        """
+        shape, dtype = (len(factors), self._size), np.dtype(self._layout.sum_dtype)
+        if self._room.shape != shape:
+            self._room = np.empty(shape, dtype)
+        total = self._room
+        for unit, part in enumerate(parts):
+            if part.shape != shape or part.dtype != dtype:
+                raise RankError(
+                    f"Expected {dtype} sums of shape {shape} from unit {unit}, got {part.dtype} of shape "
+                    f"{part.shape}. No update was made. Start workers and servers with the same model and "
+                    "version of anybatch."
                 )
-            gradient = np.zeros(self._size, self._layout.sum_dtype)
-            for index, factor in enumerate(factors):
-                one = self._sum[index] * gradient.dtype.type(factor)
-                gradient = one if not index else gradient + one
-            self._gradient = torch.from_numpy(gradient)
-        return float(torch.linalg.vector_norm(self._gradient, dtype=torch.float64)) ** 2
+            with np.errstate(over="ignore", invalid="ignore"):  # a sum takes half the time, but may overflow
+                if not (np.isfinite(part.sum()) or np.isfinite(part).all()):
+                    raise NonFiniteLossError(
+                        f"Expected finite gradients, got NaN or infinity from unit {unit}. No update was "
+                        "made. Look for bad data in its rows, or too high a learning rate."
+                    )
+            np.add(total, part, total) if unit else np.copyto(total, part)
+        total *= np.array(factors, dtype)[:, None]
+        gradient = total[0]
+        for one in total[1:]:
+            gradient += one
+        norm = torch.linalg.vector_norm(torch.from_numpy(gradient), dtype=torch.float64)
+        return float(norm) ** 2, gradient
 
-    def commit(
+    def update(
         self,
-        version: int,
-        units: int,
-        factors: Sequence[float],
+        values: Array,
+        state: State,
+        gradient: Array,
         scale: float,
         used: frozenset[int],
         options: Sequence[Sequence[Mapping[str, Any]]],
     ) -> tuple[Array, State]:
         """Make the update with the scaled gradient; return the new parameters and optimizer state."""
-        if version + 1 != self.version:
-            self.seal(version, units, factors)
-            assert self._gradient is not None  # noqa: S101 - `seal` has made it
-            gradient = (self._gradient if scale == 1.0 else self._gradient * scale).to(self._flat.dtype)
-            for piece, parameter in zip(self._pieces, self._parameters, strict=True):
-                there = gradient[piece.there]
-                parameter.grad = there if piece.parameter in used else None
-            for optimizer in self._made(options):
+        flat = tensor_of(values)
+        scaled = torch.from_numpy(gradient * gradient.dtype.type(scale)).to(flat.dtype)
+        held: list[list[list[nn.Parameter]]] = [[[] for _ in groups] for groups in options]
+        parameters = [nn.Parameter(flat[piece.there]) for piece in self._pieces]
+        for piece, parameter in zip(self._pieces, parameters, strict=True):
+            parameter.grad = scaled[piece.there] if piece.parameter in used else None
+            held[piece.optimizer][piece.group].append(parameter)
+        known, states = dict(zip(parameters, state, strict=True)), dict[Any, Any]()
+        for kind, mine, groups in zip(self._layout.optimizers, held, options, strict=True):
+            make: Any = kind
+            if any(mine):
+                pairs = zip(mine, groups, strict=True)
+                optimizer: Optimizer = make([{"params": one, **group} for one, group in pairs])
+                for parameter in chain(*mine):
+                    if known[parameter]:
+                        optimizer.state[parameter] = {
+                            name: tensor_of(value) if isinstance(value, np.ndarray) else copy.deepcopy(value)
+                            for name, value in known[parameter].items()
+                        }
                 optimizer.step()
-            for parameter in self._parameters:
-                parameter.grad = None
-            self.version += 1
-            self._forget()
-        states: dict[Any, Any] = {p: s for one in self._optimizers if one for p, s in one.state.items()}
-        return self._flat.numpy(), [
-            {
-                name: value.numpy() if _is_elementwise(name, value, parameter) else value
-                for name, value in states.get(parameter, {}).items()
-            }
-            for parameter in self._parameters
-        ]
-
-    def _made(self, options: Sequence[Sequence[Mapping[str, Any]]]) -> list[Optimizer]:
-        if not self._optimizers:
-            for index, kind in enumerate(self._layout.optimizers):
-                held: list[list[nn.Parameter]] = [[] for _ in options[index]]
-                for piece, parameter in zip(self._pieces, self._parameters, strict=True):
-                    if piece.optimizer == index:
-                        held[piece.group].append(parameter)
-                pairs = zip(held, options[index], strict=True)
-                mine = [{"params": one, **group} for one, group in pairs]
-                make: Any = kind
-                self._optimizers.append(make(mine) if any(one["params"] for one in mine) else None)
-            for piece, parameter, values in zip(self._pieces, self._parameters, self._given, strict=True):
-                optimizer = self._optimizers[piece.optimizer]
-                if values and optimizer is not None:
-                    optimizer.state[parameter] = {
-                        name: tensor_of(value) if isinstance(value, np.ndarray) else _copied(value)
-                        for name, value in values.items()
-                    }
-        for optimizer, groups in zip(self._optimizers, options, strict=True):
-            for group, given in zip(optimizer.param_groups if optimizer else (), groups, strict=False):
-                group.update(given)
-        return [one for one in self._optimizers if one is not None]
+                states |= optimizer.state
+        return flat.numpy(), [_arrays(states.get(one, {}), one) for one in parameters]
 
 
 def tensor_of(values: Array) -> Tensor:
@@ -304,24 +244,11 @@ def options_of(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:
     ]
 
 
-def _pieces(
-    parameters: Sequence[nn.Parameter], place: Mapping[nn.Parameter, tuple[int, int]], start: int, stop: int
-) -> tuple[Piece, ...]:
-    pieces: list[Piece] = []
-    first = 0
-    for index, parameter in enumerate(parameters):
-        last = first + parameter.numel()
-        begin, end = max(first, start), min(last, stop)
-        if begin < end:
-            there = index, begin - first, end - first, begin - start
-            pieces.append(Piece(*there, *place[parameter]))
-        first = last
-    return tuple(pieces)
-
-
-def _is_elementwise(name: str, value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and name not in _SCALARS and value.shape == parameter.shape
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _arrays(state: Mapping[str, Any], like: Tensor, part: slice = slice(None)) -> dict[str, Any]:
+    """Return a parameter's optimizer state with one number per element as arrays of a part of them."""
+    return {
+        name: value.detach().reshape(-1)[part].cpu().numpy()
+        if isinstance(value, Tensor) and name not in _SCALARS and value.shape == like.shape
+        else value
+        for name, value in state.items()
+    }

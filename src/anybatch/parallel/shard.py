@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from anybatch.engine import Gradient, Part, Plan, Restart, Sums, Task, accompany
 from anybatch.integrations import wants_router_loss
 from anybatch.losses import ModelTerms, WholeBatch
 from anybatch.parallel.group import Group, answered, gather_values, leave_error, rank
+from anybatch.parallel.messages import NO_UPDATE
 from anybatch.parallel.replicate import Replicate
 from anybatch.state import rng
 
@@ -46,17 +48,13 @@ class Collective(NamedTuple):
                 dist.all_reduce(output, group=replicas)
 
 
+@dataclass(slots=True)
 class Collectives:
-    """The collectives of a sharded module, which FSDP calls (`set_custom_all_gather`, ...).
+    """The collectives of a sharded module, which FSDP calls (`set_custom_all_gather`, ...)."""
 
-    Args:
-        part: the module.
-        calls: collects those of the current micro-batch.
-        everyone: the group of the step, whose ranks an error names.
-    """
-
-    def __init__(self, part: Any, calls: list[Collective], everyone: Group) -> None:
-        self.part, self.calls, self.everyone = part, calls, everyone
+    part: Any  # the module
+    calls: list[Collective]  # collects those of the current micro-batch
+    everyone: Group  # of the step, whose ranks an error names
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the memory of a buffer."""
@@ -263,7 +261,9 @@ class Shard(Replicate):
         while any("open" not in one for one in said):  # they learn that this rank begins, or begins again
             said = self._agree(message)
         if len({one["shown"] for one in said}) > 1:
-            self._fail(PlanError, "Expected callbacks with `gradients` on all ranks or on none, got some.")
+            raise PlanError(
+                f"Expected callbacks with `gradients` on all ranks or on none, got some. {NO_UPDATE}"
+            )
         self._count, self._at = max(one["open"] for one in said), 0
         self.is_held = all(one["hold"] for one in said)
         if self.is_held:
@@ -320,13 +320,17 @@ class Shard(Replicate):
             self._note()
         self._at += 1
         self._calls.clear()
-        is_last = self._at == self._count
-        synced = is_last or not self.is_held, is_last or not self._can_wait
+        synced = self._syncs(self._at)
         if synced != self._synced:
             for one in self._parts:
                 one.set_requires_gradient_sync(synced[0], recurse=False)
                 one.set_requires_all_reduce(all(synced), recurse=False)
             self._synced = synced
+
+    def _syncs(self, at: int) -> tuple[bool, bool]:
+        """Return True if a micro-batch adds up gradients over shards, and over replicas."""
+        is_last = at == self._count
+        return is_last or not self.is_held, is_last or not self._can_wait
 
     def missing(self, part: Part) -> Iterator[Any]:
         """Yield rows for micro-batches of weight 0, as many as this rank has fewer than others.
@@ -371,7 +375,7 @@ class Shard(Replicate):
         with answered(self.group):
             dist.all_reduce(total, group=self._shards)
         self._norm = total.sqrt().to(mine.dtype)
-        self._is_reducing = False
+        self._is_apart = False
         return gradients
 
     def norm(self, gradients: Iterable[Tensor]) -> Tensor:
@@ -383,7 +387,7 @@ class Shard(Replicate):
     def undo(self, said: str, kind: type[Exception]) -> None:
         """Take part in the collectives that are left, before all begin again; raise if they are unknown."""
         self._leave(kind(said))
-        if self._is_broken:
+        if self.is_broken:
             raise kind(
                 f"Expected the first micro-batch of a run to succeed at once with a sharded model, got "
                 f"{said!r}. Other ranks wait in its collectives, so it was not run again. Start all ranks "
@@ -404,20 +408,19 @@ class Shard(Replicate):
         self._synced = None
         order = self._orders.get(self._is_first)
         if order is None or isinstance(error, RankError):
-            self._is_broken = True
+            self.is_broken = True
             if not isinstance(error, RankError):  # this rank waits for another, which is at fault
                 leave_error(f"{type(error).__name__}: {error}", self.group)
             return
         try:
             done = len(self._calls)
             for at in range(max(self._at, 1), self._count + 1):
-                is_last = at == self._count
-                is_synced, sums_replicas = is_last or not self.is_held, is_last or not self._can_wait
+                is_synced, sums_replicas = self._syncs(at)
                 calls = [one for one in order if is_synced or one.op is None]
                 for one in calls[done if at == self._at else 0 :]:
                     one.replay(self._replicas if sums_replicas else None)
         except RankError:
-            self._is_broken = True
+            self.is_broken = True
 
 
 def _copied(one: Tensor) -> Tensor:

@@ -2,11 +2,9 @@
 
 import copy
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from math import fsum
+from functools import cached_property, wraps
 from types import CellType
 from typing import Any, cast
 
@@ -34,19 +32,6 @@ class Folded:
     coefficients: dict[str, float] = field(default_factory=dict[str, float])
     used: frozenset[int] = frozenset()  # positions of the parameters that have a gradient
     sent: tuple[int, ...] = ()  # bytes to each shard
-
-
-def _undivided(sums: Sums) -> tuple[list[Gradient], dict[str, float]]:
-    """Return the gradient sums of each term, times its provisional divisor, and its coefficient."""
-    if sums.gradients is None:
-        return [], {}
-    sums.close()
-    banks, division = sums.gradients.parted(), sums.division
-    sums.gradients = None
-    if division.divisors is not None:
-        return [*banks.values()], {}
-    found = [finish({name: banks.get(name, {})}, {name: one}) for name, one in division.provisional.items()]
-    return found, {name: float(division.coefficients[name]) for name in division.provisional}
 
 
 class _Unit(Strategy):
@@ -80,45 +65,33 @@ class Worker:
     """A worker: computes rows with one version of the parameters. Its identity must equal the driver's."""
 
     def __init__(self, make: Callable[[Any], Any], layout: Layout, expected: Mapping[str, str]) -> None:
-        self._layout = layout
-        self._folded: Folded | None = None
-        self._banks: list[list[Tensor | None]] = []
-        self._version = -1
+        self._make, self._layout, self._expected = make, layout, expected
+        self._version, self._fixed = -1, None
         self._room: dict[int, Array] = {}  # sums by shard, reused: allocation takes longer than the copy
-        # Raised at the first call: the driver does not wait for __init__.
-        self._failed: Exception | None = None
-        try:
-            self._step = make(_Unit())
-            here = identity(self._step.task())
-        except Exception as error:
-            self._failed = error
-            return
-        if odd := [part for part in expected if here[part] != expected[part]]:
-            self._failed = PlanError(
+
+    @cached_property
+    def _step(self) -> Any:
+        """The step, made by the first `fold`, as the driver does not wait for `__init__`."""
+        step = self._make(_Unit())
+        here = identity(step.task())
+        if odd := [part for part in self._expected if here[part] != self._expected[part]]:
+            raise PlanError(
                 f"Expected the same {odd[0]} on all workers as on the driver, got another on a worker. No "
                 "update was made. Install the same versions of torch and of your code on all machines."
             )
+        return step
 
-    def _task(self) -> Task:
-        if self._failed is not None:
-            raise self._failed
-        return self._step.task()
+    def fix(self, *fixed: Any) -> None:
+        """Set the state that is not trained, as returned by `settings_of` and `fixed_of`, before a `fold`."""
+        self._fixed = fixed
 
-    def _here(self, rows: Any, task: Task) -> Any:
-        device = task.network.parameters[0].device
-        return rows if self._step.collate else tree.map_leaves(lambda leaf: leaf.to(device), rows)
-
-    def fix(self, settings: Sequence[Mapping[str, Any]], *tensors: Tensor) -> None:
-        """Set the state that is not trained, as returned by `settings_of` and `fixed_of`."""
-        try:
-            task = self._task()
-            for module, given in zip(task.network.modules, settings, strict=True):
-                vars(module).update(given)
-            with torch.no_grad():
-                for mine, value in zip(fixed_of(task), tensors, strict=True):
-                    mine.copy_(value)
-        except Exception as error:
-            self._failed = error
+    def _write_fixed(self, task: Task, settings: Sequence[Mapping[str, Any]], *tensors: Tensor) -> None:
+        for module, given in zip(task.network.modules, settings, strict=True):
+            vars(module).update(given)
+        with torch.no_grad():
+            for mine, value in zip(fixed_of(task), tensors, strict=True):
+                mine.copy_(value)
+        self._fixed = None
 
     def _refuse_writes(self) -> None:
         effects = self._step.effects
@@ -135,54 +108,70 @@ class Worker:
 
         Return a `Folded`, and the sums for each shard, `(terms, elements)`.
         """
-        task = self._task()
+        task, found = self._step.task(), list[tuple[Folded, list[Gradient]]]()
+        parameters: Sequence[nn.Parameter] = task.network.parameters
+        if self._fixed is not None:
+            self._write_fixed(task, *self._fixed)
         if version != self._version:
-            self._layout.write(values, task.network.parameters)
+            self._layout.write(values, parameters)
             self._version = version
-        with _seeded(seed):
-            self._step.sums_of(self._here(rows, task), self._take)
+        if not self._step.collate:
+            rows = tree.map_leaves(lambda leaf: leaf.to(parameters[0].device), rows)
+        take: Callable[[Sums], None] = lambda sums: found.append(_undivided(sums))  # noqa: E731
+        with rng.preserved():
+            rng.seed_process(seed)
+            self._step.sums_of(rows, take)
         self._refuse_writes()
-        terms, folded = self._banks or [[None] * len(task.network.parameters)], self._folded
-        assert folded is not None  # noqa: S101 - a fold without an error has made it
-        self._folded, self._banks = None, []
+        ((folded, banks),) = found
+        terms = [[bank.get(p) for p in parameters] for bank in banks or [{}]]
         parts = [self._sums(terms, shard) for shard in range(len(self._layout.pieces))]
         return replace(folded, sent=tuple(part.nbytes for part in parts)), *parts
 
-    def _take(self, sums: Sums) -> None:
-        weights, _ = sums.read(sums.weigh())
-        banks, coefficients = _undivided(sums)
-        parameters: Sequence[nn.Parameter] = sums.task.network.parameters
-        self._banks = [[bank.get(p) for p in parameters] for bank in banks]
-        self._folded = Folded(
-            weights=weights,
-            totals=sums.totals,
-            rows=sum(sums.rows),
-            cut=tuple(sums.rows),
-            is_shared=sums.division.divisors is not None,
-            coefficients=coefficients,
-            used=frozenset(i for i, p in enumerate(parameters) if any(p in bank for bank in banks)),
-        )
-
     def _sums(self, terms: Sequence[Sequence[Tensor | None]], shard: int) -> Array:
-        first, end = self._layout.bounds[shard : shard + 2]
         out = self._room.get(shard)
         if out is None or len(out) != len(terms):
-            out = self._room[shard] = np.empty((len(terms), end - first), self._layout.sum_dtype)
+            out = self._room[shard] = np.empty(
+                (len(terms), self._layout.sizes[shard]), self._layout.sum_dtype
+            )
         for bank, row in zip(terms, out, strict=True):
             self._layout.flat(bank, shard, self._layout.sum_dtype, row)
         return out
+
+
+def _undivided(sums: Sums) -> tuple[Folded, list[Gradient]]:
+    """Return what the driver is told of a unit, and its gradient sums, times their provisional divisors."""
+    weights, _ = sums.read(sums.weigh())
+    division, gradients = sums.division, sums.gradients
+    banks: list[Gradient] = []
+    coefficients: dict[str, float] = {}
+    if gradients is not None:
+        sums.close()
+        parted = gradients.parted()
+        sums.gradients = None
+        if division.divisors is not None:
+            banks = [*parted.values()]
+        else:
+            for name, one in division.provisional.items():
+                banks.append(finish({name: parted.get(name, {})}, {name: one}))
+                coefficients[name] = float(division.coefficients[name])
+    folded = Folded(
+        weights=weights,
+        totals=sums.totals,
+        rows=sum(sums.rows),
+        cut=tuple(sums.rows),
+        is_shared=division.divisors is not None,
+        coefficients=coefficients,
+        used=frozenset(
+            i for i, p in enumerate(sums.task.network.parameters) if any(p in bank for bank in banks)
+        ),
+    )
+    return folded, banks
 
 
 def identity(task: Task) -> dict[str, str]:
     """Return short hashes that must be equal on workers and driver."""
     found = fingerprint(task, Plan(rows=0, micro_batch=0), None)
     return {part: found[part] for part in ("torch", "model", "loss")}
-
-
-def added(several: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Add up numbers of the same name."""
-    names = {name: None for one in several for name in one}
-    return {name: fsum(one.get(name, 0.0) for one in several) for name in names}
 
 
 def fixed_of(task: Task) -> list[Tensor]:
@@ -235,10 +224,3 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, kinds) or (
         isinstance(value, list) and all(isinstance(one, kinds) for one in cast("list[Any]", value))
     )
-
-
-@contextmanager
-def _seeded(seed: int) -> Generator[None]:
-    with rng.preserved():
-        rng.seed_process(seed)
-        yield
