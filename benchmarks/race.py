@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from anybatch.core import is_due
+from anybatch.engine import is_due
 from benchmarks.config import Effort, RaceCase
 from benchmarks.contestants import PEERS, RIVALS, Entry, Update
 from benchmarks.exactness import relative_error

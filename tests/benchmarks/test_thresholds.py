@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.core import is_due
+from anybatch.engine import is_due
 from benchmarks.__main__ import main
 from benchmarks.config import HeadCase, MemoryCase, RaceCase
 from benchmarks.ratios import total

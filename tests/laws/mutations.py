@@ -232,7 +232,7 @@ no_weight_backup = _put(Masters, "raised", lambda self, parameters, optimizers: 
 
 redone_with_another_mask = _put(rng, "restore", lambda state: None)
 buffers_not_put_back = _put(snapshot, "_put_values_back", lambda copies: None)
-attributes_not_put_back = _put(snapshot.ModuleState, "contents", lambda self: Contents(()))
+attributes_not_put_back = _put(snapshot, "_contents", lambda state: Contents(()))
 gradients_found_lost = _put(Snapshot, "put_gradients_back", lambda self, only=None: None)
 containers_forgotten = _put(snapshot.ModuleState, "containers", lambda self: [])
 attributes_left_by_a_first_pass = _put(
@@ -259,7 +259,7 @@ def streams_of_python_and_numpy_forgotten(restore: Any, state: Any) -> None:
     restore(state._replace(others=()))
 
 
-@_in_place_of(snapshot.ModuleState, "contents")
+@_in_place_of(snapshot, "_contents")
 def a_buffer_put_in_the_place_of_another_forgotten(_: Any, state: Any) -> Contents:
     buffers = [*map(id, state.buffers)]
     tables = [one for one in state.tables if id(one) not in buffers]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.core import is_due
+from anybatch.engine import is_due
 from anybatch.state import Effects, ModuleState, Snapshot, evaluating, rng
 
 

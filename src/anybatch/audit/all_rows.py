@@ -10,7 +10,7 @@ import torch
 
 from anybatch.audit import say
 from anybatch.audit.few_rows import excuse_of
-from anybatch.audit.known import Doubt, Kind
+from anybatch.audit.known import Doubt, KnownKind
 from anybatch.audit.outputs import Calls, heard, joined, returning
 from anybatch.core import Batch, LossError, OutOfMemoryError, StepReport, cut_sizes
 from anybatch.engine import Plan, Task
@@ -32,7 +32,7 @@ class AllRows:
     """
 
     def __init__(
-        self, task: Task, plan: Plan, kind: Kind, room: float | None, batch: Batch | None = None
+        self, task: Task, plan: Plan, kind: KnownKind, room: float | None, batch: Batch | None = None
     ) -> None:
         """Take the plan; without `room`, forwards may take what a micro-batch takes."""
         self.task, self.kind, self._batch, self._has_budget = task, kind, batch, room is not None

@@ -9,7 +9,7 @@ from typing import Literal
 from anybatch.audit import say
 from anybatch.audit.all_rows import AllRows
 from anybatch.audit.few_rows import compare_few, read_rows
-from anybatch.audit.known import SMALLEST, TRIES, Doubt, Kind, Known
+from anybatch.audit.known import SMALLEST, TRIES, Doubt, Known, KnownKind
 from anybatch.core import Batch
 from anybatch.engine import Plan, Task
 
@@ -20,7 +20,7 @@ NOTHING = nullcontext()
 class Audit:
     """The comparisons of a step: loss and gradient of a few rows, and the loss of all rows, by other cuts.
 
-    They are made at the updates of the calendar (`core.is_due`), and where rows or attributes come that no
+    They are made at the updates of the calendar (`engine.is_due`), and where rows or attributes come that no
     comparison has covered. Without `check` there are none; "always" makes each update due.
 
     Attributes:
@@ -47,7 +47,7 @@ class Audit:
             return False
         kind = self.known.get(batch.kind)
         if kind is None:
-            kind = self.known[batch.kind] = Kind()
+            kind = self.known[batch.kind] = KnownKind()
         if progress.is_due and self._renewed != progress.begun:
             self._renewed = progress.begun
             for one in self.known.values():
@@ -100,7 +100,7 @@ class Audit:
             return NOTHING  # the step itself may tell a better reason
         return AllRows(task, plan, kind, room(), batch)
 
-    def compare(self, task: Task, batch: Batch, plan: Plan, most: int, *, is_late: bool = False) -> Kind:
+    def compare(self, task: Task, batch: Batch, plan: Plan, most: int, *, is_late: bool = False) -> KnownKind:
         """Compare a few rows, unless that was done while they were read; `is_late` as in a window."""
         kind = self.known.kind(batch.kind)
         if not self._is_bounded and kind.left:
@@ -126,7 +126,7 @@ class Audit:
         if kind is not None:
             self._note(task, kind, doubt)
 
-    def _note(self, task: Task, kind: Kind, doubt: Doubt | None) -> None:
+    def _note(self, task: Task, kind: KnownKind, doubt: Doubt | None) -> None:
         """Note an outcome; warn once if nothing was found out."""
         is_last = kind.judged(doubt, task.progress.begun)
         if kind.doubt is not None:

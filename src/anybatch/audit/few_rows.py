@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch import core
 from anybatch.audit import say
-from anybatch.audit.known import Doubt, Kind
+from anybatch.audit.known import Doubt, KnownKind
 from anybatch.audit.outputs import Calls, axes_of, heard
 from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Restart, Task, Window, context
@@ -46,7 +46,7 @@ _DRAWS = Doubt("the model or its loss draws random numbers, which are others in 
 
 
 def compare_few(
-    task: Task, batch: core.Batch, plan: Plan, most: int, kind: Kind, *, is_late: bool = False
+    task: Task, batch: core.Batch, plan: Plan, most: int, kind: KnownKind, *, is_late: bool = False
 ) -> Doubt | None:
     """Compare loss and gradient of a few rows between two cuts.
 
@@ -93,7 +93,7 @@ def excuse_of(task: Task, plan: Plan) -> Doubt | None:
     return Doubt("parameters are lazy", is_quiet=True) if is_new else None
 
 
-def _fits(made: Bench, plan: Plan, most: int, kind: Kind) -> bool:
+def _fits(made: Bench, plan: Plan, most: int, kind: KnownKind) -> bool:
     """Return False if all rows as one part may take much more than the plan's parts, on the host.
 
     There lack of memory ends the process.
@@ -120,7 +120,7 @@ def _guess(task: Task, plan: Plan) -> float:
 
 
 def read_rows(
-    task: Task, batch: core.Batch, plan: Plan, fits: Callable[[int], bool], kind: Kind | None
+    task: Task, batch: core.Batch, plan: Plan, fits: Callable[[int], bool], kind: KnownKind | None
 ) -> Doubt | None:
     """Show micro-batches of a few rows to the reader of a task; compare loss and gradient of two splits.
 
@@ -191,7 +191,7 @@ class _FewRows(NamedTuple):
     kept: Plan  # of the first cut
     guess: float  # the factor of the provisional divisor of the other cuts; 0 if they divide early
     draws: Replayed  # the random numbers of the first cut
-    kind: Kind  # what is known of such rows
+    kind: KnownKind  # what is known of such rows
     others: int | None = None  # other cuts that are compared with the first; None for all
     disturbed: Sequence[Tensor] = ()  # those with other values meanwhile
     is_thorough: bool = False  # backward is watched, too

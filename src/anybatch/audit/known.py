@@ -20,7 +20,7 @@ class Doubt(NamedTuple):
     is_quiet: bool = False  # True for no warning
 
 
-class Kind:
+class KnownKind:
     """Rows of one kind: which of them were compared, and the numbers, strings and flags held then.
 
     Values of tensors are read on the host only: a device would have to be waited for.
@@ -94,9 +94,9 @@ class Kind:
         return {name: getattr(self, name) for name in _SAVED}
 
     @staticmethod
-    def of(state: Mapping[str, Any]) -> "Kind":
+    def of(state: Mapping[str, Any]) -> "KnownKind":
         """Return the kind of this state; its attributes are still to be compared."""
-        kind = Kind()
+        kind = KnownKind()
         for name in _SAVED & state.keys():
             setattr(kind, name, state[name])
         return kind
@@ -113,12 +113,12 @@ class Kind:
 _SAVED = {"rows", "smallest", "at", "at_all", "error", "lowest"}
 
 
-class Known(dict[Hashable, Kind]):
+class Known(dict[Hashable, KnownKind]):
     """What is known of rows, by their kind: dtypes, numbers of dimensions, what is trimmed."""
 
-    def kind(self, key: Hashable) -> Kind:
+    def kind(self, key: Hashable) -> KnownKind:
         """Return what is known of a kind of rows."""
-        return self.get(key) or self.setdefault(key, Kind())
+        return self.get(key) or self.setdefault(key, KnownKind())
 
     def state(self) -> list[tuple[Hashable, dict[str, Any]]]:
         """Return all of it for a checkpoint."""
@@ -127,7 +127,7 @@ class Known(dict[Hashable, Kind]):
     def load(self, state: Sequence[tuple[Hashable, Mapping[str, Any]]]) -> None:
         """Load the result of `state`."""
         self.clear()
-        self.update({key: Kind.of(one) for key, one in state})
+        self.update({key: KnownKind.of(one) for key, one in state})
 
     def __str__(self) -> str:
         rows = [f"{_in_words(key)}: {kind}" for key, kind in self.items()]

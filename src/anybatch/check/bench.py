@@ -50,7 +50,7 @@ class Draws(Replayed):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bench:
+class CheckBench:
     """The caller's model and loss, the dtype and the random draws of passes."""
 
     model: nn.Module
@@ -65,7 +65,7 @@ class Bench:
         """The trainable parameters by name."""
         return named_parameters(self.model, self.loss)
 
-    def without_dropout(self) -> "Bench":
+    def without_dropout(self) -> "CheckBench":
         """Return the same with dropout switched off."""
         return replace(self, draws=Draws(without_dropout=True, is_wide=self.draws.is_wide))
 

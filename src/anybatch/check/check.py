@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from anybatch.check.bench import Bench, Draws
+from anybatch.check.bench import CheckBench, Draws
 from anybatch.check.finding import WAYS_OUT, Finding, finding, module_finding
 from anybatch.check.modules import explain_module
 from anybatch.check.passes import Pass
@@ -150,7 +150,7 @@ def check(
     if micro_batch is not None:
         check_micro_batch(micro_batch)
     with rng.preserved():
-        bench = Bench(model, loss, Draws(), None, options.batch_norm or "micro", start + CHECK_S)
+        bench = CheckBench(model, loss, Draws(), None, options.batch_norm or "micro", start + CHECK_S)
         prepared = prepare(bench, batch_of(batch, collate), micro_batch, rows)
         compared = Comparison(*prepared, micro_batch)
         if compared.may_be_dropout:

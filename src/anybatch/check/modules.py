@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.batchnorm import find_batch_norms
-from anybatch.check.bench import Bench
+from anybatch.check.bench import CheckBench
 from anybatch.check.finding import Finding, module_finding
 from anybatch.check.passes import Call
 from anybatch.check.rows import is_close
@@ -16,7 +16,7 @@ from anybatch.state import rng
 from anybatch.trial import Axis, RowPart, select
 
 
-def explain_module(bench: Bench, pieces: Pieces, call: Call, fault: str) -> Finding:
+def explain_module(bench: CheckBench, pieces: Pieces, call: Call, fault: str) -> Finding:
     """Return the finding about a module, a call of which differs in the pieces."""
     name = call.key[0]
     module = bench.model.get_submodule(name)
@@ -36,7 +36,7 @@ def explain_module(bench: Bench, pieces: Pieces, call: Call, fault: str) -> Find
 class ModuleTest:
     """A module that runs by itself, with the inputs and the random numbers of a call on all rows."""
 
-    def __init__(self, bench: Bench, pieces: Pieces, call: Call, module: nn.Module) -> None:
+    def __init__(self, bench: CheckBench, pieces: Pieces, call: Call, module: nn.Module) -> None:
         self.bench, self.call, self.module, self.tolerance = bench, call, module, pieces.tolerance
         self.inputs, self.outputs = pieces.axes(call, "inputs"), pieces.axes(call, "outputs")
         self.whole = RowPart.whole(pieces.parts[0].total)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch.check.bench import Bench
+from anybatch.check.bench import CheckBench
 from anybatch.check.finding import culprit_of
 from anybatch.check.rows import Rows
 from anybatch.core import Batch, Total, torch_private as private
@@ -182,7 +182,7 @@ class Pass(Outcome):
         unreplayed: draws of the last micro-batch that were not replayed.
     """
 
-    def __init__(self, bench: Bench, cut: Rows) -> None:
+    def __init__(self, bench: CheckBench, cut: Rows) -> None:
         self.cut, self.words = cut, cut.words
         self.failure: Exception | None = None
         self.error = self.loss_error = math.inf
@@ -197,7 +197,7 @@ class Pass(Outcome):
             self.failure = error
         self.unreplayed = bench.draws.unreplayed
 
-    def _run(self, bench: Bench, batch: Batch, loss: Any) -> None:
+    def _run(self, bench: CheckBench, batch: Batch, loss: Any) -> None:
         calls = Calls(bench.model, bench.draws)
         self.tables = calls.tables
         watched: Any = WatchedBatch(batch, self.cut.part, bench.draws, calls.begin)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.jit import ScriptModule
 
-from anybatch.check.bench import Bench, Draws, named_parameters
+from anybatch.check.bench import CheckBench, Draws, named_parameters
 from anybatch.check.passes import Pass
 from anybatch.check.rows import Rows, is_close
 from anybatch.core import Batch, BatchError, PlanError, TensorBatch, tree
@@ -28,8 +28,8 @@ _DTYPES = ((torch.float64, True), (torch.float64, False), (None, False))  # and:
 
 
 def prepare(
-    bench: Bench, given: Batch, micro_batch: int | None, rows: int | None
-) -> tuple[Bench, Rows, Batch | None, list[str]]:
+    bench: CheckBench, given: Batch, micro_batch: int | None, rows: int | None
+) -> tuple[CheckBench, Rows, Batch | None, list[str]]:
     """Choose the widest dtype that runs, and rows, so that passes over them take half of the time.
 
     Return the bench, the rows as one micro-batch, collated if possible, the same rows before `collate` if it
@@ -87,8 +87,8 @@ def refuse(model: nn.Module, loss: object) -> None:
 
 
 def _first_that_runs(
-    bench: Bench, cuts: Sequence[Rows], limit: float, notes: list[str]
-) -> tuple[Bench, Rows]:
+    bench: CheckBench, cuts: Sequence[Rows], limit: float, notes: list[str]
+) -> tuple[CheckBench, Rows]:
     """Return a bench and rows of which a pass ends; give float64 up after `limit` seconds."""
     errors = list[Exception]()
     if all(p.dtype == torch.float64 for p in bench.model.parameters()):
@@ -111,7 +111,7 @@ def _first_that_runs(
     raise errors[-1]
 
 
-def _affordable(bench: Bench, few: Rows, deadline: float) -> int:
+def _affordable(bench: CheckBench, few: Rows, deadline: float) -> int:
     """Return the number of rows for which there is time and memory."""
     start, rows = time.perf_counter(), few.batch.rows
     Pass(bench, few)  # the first one had one-time costs
@@ -122,7 +122,7 @@ def _affordable(bench: Bench, few: Rows, deadline: float) -> int:
     return max(rows, min(LEAST, int(in_time / 2)), int(min(fit, in_time / PASSES)))
 
 
-def _collated(bench: Bench, whole: Rows, notes: list[str]) -> tuple[Rows, Batch | None]:
+def _collated(bench: CheckBench, whole: Rows, notes: list[str]) -> tuple[Rows, Batch | None]:
     """Collate all rows once, if that gives a nest of tensors, so that all splits have the same padding."""
     bench.draws.begin(whole.part)
     one, other = [next(whole.batch.cut(whole.micro_batch)) for _ in range(2)]

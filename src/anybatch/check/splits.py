@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from anybatch.check.bench import Bench
+from anybatch.check.bench import CheckBench
 from anybatch.check.finding import Finding, finding, listed
 from anybatch.check.passes import Call, Pass, Table
 from anybatch.check.rows import Rows, is_close
@@ -78,7 +78,7 @@ class Comparison:
     """
 
     def __init__(
-        self, bench: Bench, whole: Rows, samples: Batch | None, notes: list[str], micro_batch: int | None
+        self, bench: CheckBench, whole: Rows, samples: Batch | None, notes: list[str], micro_batch: int | None
     ) -> None:
         self.bench, self.whole, self.samples, self.notes = bench, whole, samples, notes
         self.reference = reference = Pass(bench, whole)

@@ -20,7 +20,6 @@ from anybatch.core.batch import (
     copied as copied,
     cut_sizes as cut_sizes,
 )
-from anybatch.core.calendar import is_due as is_due
 from anybatch.core.callback import (
     Callback as Callback,
     CallbackLike as CallbackLike,

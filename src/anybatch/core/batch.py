@@ -98,12 +98,8 @@ class Batch:
     order: Sequence[int] = ()  # the caller's row at each position; empty if the order is the caller's
     leaves: Sequence[Tensor] = ()  # tensors with rows first; none if each micro-batch is collated separately
     paddings: Sequence[Padding] = ()  # that each micro-batch leaves out
-
-    @property
-    def kind(self) -> Hashable:
-        """A key that rows of any length share: dtypes and numbers of dimensions, and what is trimmed."""
-        trimmed = [(one.axes, one.is_left) for one in self.paddings]
-        return (*map(_dtype_and_axes, self.leaves), *trimmed)
+    # A key that rows of any length share: dtypes and numbers of dimensions, and what is trimmed.
+    kind: tuple[Any, ...] = ()
 
     @property
     def like(self) -> Hashable:
@@ -158,11 +154,12 @@ def cut_sizes(rows: int, micro_batch: int) -> list[int]:
 class TensorBatch(Batch):
     """Nested tensors of shape (rows, ...), else BatchError; micro-batches are views."""
 
-    __slots__ = ("_nest", "given", "leaves", "rows", "whole")
+    __slots__ = ("_nest", "given", "kind", "leaves", "rows", "whole")
 
     def __init__(self, value: object) -> None:
         self._nest = tree.flatten(value)
         self.leaves: Sequence[Tensor] = self._nest.leaves  # in order of the nest
+        self.kind = (*map(_dtype_and_axes, self.leaves),)
         self.rows = _common_rows(self._nest, value)
         self.given: Any = value
         self.whole: Any = value
@@ -208,6 +205,7 @@ class TrimmedBatch(TensorBatch):
     def __init__(self, value: object, paddings: Sequence[Padding], order: Sequence[int]) -> None:
         super().__init__(value)
         self.paddings, self.order = tuple(paddings), order
+        self.kind += tuple([(one.axes, one.is_left) for one in paddings])
 
     @property
     def trimmed(self) -> list[str]:

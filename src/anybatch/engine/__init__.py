@@ -21,6 +21,7 @@ from anybatch.engine.task import (
     check_parts as check_parts,
     context as context,
     gather as gather,
+    is_due as is_due,
     refuse_hooks as refuse_hooks,
 )
 from anybatch.engine.update import (

@@ -62,6 +62,21 @@ class Reader:
         """Drop what has begun and is not done."""
 
 
+_OFTEN = 256
+
+
+def is_due(update: int, every: int = _OFTEN) -> bool:
+    """Return True for updates 1, 2, 4 ... 256 and every 256th one after, and every so-many-th.
+
+    All that a training looks at now and then it looks at in these.
+
+    Example:
+        >>> [update for update in range(1, 1000) if is_due(update)]
+        [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768]
+    """
+    return not (update % every and update % _OFTEN and update & update - 1)
+
+
 class Progress:
     """Counts of a step: updates made so far, its schedulers' steps, and when the present one began."""
 
@@ -70,6 +85,7 @@ class Progress:
         self.begun = 0  # updates, made or not
         self.compared = 0  # the last one whose loss was that of all rows
         self.is_due = True  # this one is of the calendar
+        self.has_cut = False  # one was cut
         self.forget()
         self._epochs: Sequence[int] = ()  # of the schedulers, after the last update
         self._has_warned = False
@@ -80,12 +96,6 @@ class Progress:
         # Called before the update with the rows of each micro-batch and, in one process, the report of what
         # was added up; it raises where none is to be made.
         self.judge: Callable[[Sequence[int], core.StepReport | None], object] | None = None
-
-    def begin(self, *every: int) -> None:
-        """Begin an update, due by the calendar or as every so-many-th."""
-        self.begun += 1
-        self.is_due = core.is_due(self.begun, *every)
-        self.forget()
 
     def note(self, schedulers: Sequence[LRScheduler]) -> None:
         """Note that the schedulers were stepped."""
@@ -284,9 +294,11 @@ class Signature:
         elif isinstance(loss, partial):
             tables.append(loss.keywords)
         self._values = [table.values for table in tables]  # those of TorchScript are no dicts
-        self._found = self._read()
+        self._found: tuple[list[Any], list[Any]] | None = None
+        self.is_current()
 
-    def _read(self) -> tuple[list[Any], list[Any]]:
+    def is_current(self) -> bool:
+        """Return True if all is as it was when this was first called."""
         held = [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
         held += self._held
         values = [*chain.from_iterable(map(call, self._values)), *held]
@@ -296,11 +308,7 @@ class Signature:
             *map(_training, self._norms),
             *map(len, self._attributes),
         ]
-        return values, plain
-
-    def is_current(self) -> bool:
-        """Return True if all is as it was read."""
-        (values, plain), (found, known) = self._read(), self._found
+        found, known = self._found = self._found or (values, plain)
         return plain == known and len(values) == len(found) and all(map(is_, values, found))
 
 

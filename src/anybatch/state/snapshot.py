@@ -40,10 +40,6 @@ class ModuleState:
             ]
         )
 
-    def contents(self) -> Contents:
-        """Note the attributes, the items of containers among them, and the tables of buffers and hooks."""
-        return Contents([*self.attributes, *self.containers()], self.tables)
-
     def containers(self) -> list[Any]:
         """Return lists, dicts, sets and deques that are attributes now."""
         values = [own.get(name) for own, name in self.places]
@@ -134,8 +130,9 @@ class Snapshot:
         process = rng.of_process() if draws or effects.draws_process or effects.is_looking else ()
         self._generators = (*state.generators, *process)
         self._random = rng.capture(self._generators)
-        self._attributes = state.contents()
-        self._copies = _copied((*state.buffers_now(), *effects.parameters))
+        self._attributes = _contents(state)
+        buffers = [one for slots in state.buffers for one in slots.values() if one is not None]
+        self._copies = _copied((*buffers, *effects.parameters)) if buffers or effects.parameters else {}
         self._parameters, self._rows = parameters, rows
         self._gradients = [*map(_gradient_of, parameters)]
         self._tensors = state.tensors() if state.places else []
@@ -150,7 +147,7 @@ class Snapshot:
         self._micro = None  # frees the copies of the last micro-batch
         effects, attributes, placed = self._effects, None, list[Tensor]()
         if effects.attributes or effects.is_looking:
-            attributes = self._state.contents()
+            attributes = _contents(self._state)
             placed = [one for one in self._state.buffers_now() if one not in self._copies]
         copies = _copied((*effects.buffers, *effects.parameters, *placed))
         self._micro = _BeforeForward(rng.capture(self._generators), copies, attributes)
@@ -233,6 +230,11 @@ class Snapshot:
         """Return the gradients found before the step."""
         pairs = zip(self._parameters, self._gradients, strict=True)
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+
+
+def _contents(state: ModuleState) -> Contents:
+    """Note attributes, the items of containers among them, and the tables of buffers and hooks."""
+    return Contents([*state.attributes, *(state.containers() if state.places else ())], state.tables)
 
 
 class _BeforeForward(NamedTuple):

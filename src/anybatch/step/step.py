@@ -137,7 +137,6 @@ class Step:
         self.attach()
         self.effects = Effects()
         self.open_window: OpenWindow | None = None
-        self._was_cut = False
         self.progress = engine.Progress()
         self._gathered: tuple[engine.Task, engine.Signature] | None = None
         self.working = at_work(model, chosen, self.optimizers)  # last: a refusal changes nothing
@@ -161,7 +160,8 @@ class Step:
         """
         if others:
             refuse_others("step", others)
-        refuse_open(self)
+        if self.open_window is not None:
+            refuse_open(self)
         try:
             task, token = self._begun(), core.running.set(True)
             try:
@@ -185,7 +185,7 @@ class Step:
 
     def end(self, window: engine.Window) -> core.StepReport:
         """End a window with the update."""
-        with self.planning.lifted():
+        with NO_LIMIT if self.planning.limit is None else self.planning.lifted():
             return window.write()
 
     def _step(
@@ -218,7 +218,9 @@ class Step:
             except core.BlockError as error:
                 if not planning.distrust(error.block, planned):  # it was asked for by name
                     raise
-        planning.learn(task, whole, most, ordered.failed(planned, report) if ordered else report.too_large)
+        failed = ordered.failed(planned, report) if ordered else report.too_large
+        if failed or planning.limits.known or planning.budget is not None:
+            planning.learn(task, whole, most, failed)
         return report
 
     def _compared(
@@ -234,10 +236,10 @@ class Step:
             task.progress.unchecked = "rows of all ranks meet in SyncBatchNorm, and no rank has them all"
             return NOTHING
         if not (plan.is_cut or is_many or batch.order):
-            if task.progress.begun == _UNCUT + 1 and not self._was_cut:
+            if task.progress.begun == _UNCUT + 1 and not task.progress.has_cut:
                 warn_of_use(self.options.check, self.planning)
             return NOTHING
-        self._was_cut = True
+        task.progress.has_cut = True
         if task.network.batch_norms:
             refuse_meetings(task, plan)
         audit = self.planning.audit
@@ -391,8 +393,11 @@ class Step:
             self.strategy.ready(self.model)
         known = self._gathered
         is_told = known is not None and known[0].callbacks is self._told
-        self.progress.begin(*self.planning.audit.every)
-        if known is None or not is_told or self.progress.is_due or not known[1].is_current():
+        progress, effects = self.progress, self.effects
+        progress.begun += 1
+        progress.is_due = engine.is_due(progress.begun, *self.planning.audit.every)
+        progress.unchecked, progress.judge = "", None
+        if known is None or not is_told or progress.is_due or not known[1].is_current():
             task = self.task()
             parallel.refuse_wrapped(task.network.modules, self.options.strategy)
             parallel.refuse_late_group(self.strategy, self.options.strategy)
@@ -404,7 +409,8 @@ class Step:
             known = self._gathered = task, engine.Signature(task, self.loss)
         if private.hooks_after_accumulation(known[0].network.everyone):
             engine.refuse_hooks(known[0])
-        self.effects.begin(known[0].network.modules, looks=self.progress.is_due)
+        if progress.is_due or effects.is_looking:
+            effects.begin(known[0].network.modules, looks=progress.is_due)
         return known[0]
 
     def attach(self, callbacks: Sequence[object] = (), *, first: core.Functions = ()) -> None:
