@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class AllRows:
         self._is_own = isinstance(task.loss, ModelTerms)
         self._calls = Calls()
         self._listening: AbstractContextManager[Calls] = nullcontext(self._calls)
-        if kind.axes is not None and not isinstance(task.loss, SummedLoss | WholeBatch):
+        if kind.axes is not None and not isinstance(task.loss, WholeBatch):
             # What backward may need is an upper bound: half of it is surely there.
             fits = max(self._room, kind.kept * plan.micro_batch / 2) if room is None else self._room
             self._listening = heard(task.model, start=kind.turn * len(kind.axes), room=fits / _HELD)
@@ -75,8 +76,10 @@ class AllRows:
             self.plan = replace(self.plan, rows=batch.rows, micro_batch=max(sizes), cut=tuple(sizes))
             try:
                 with bench(self.task, batch) as made:
-                    is_joined, doubt = self._join(made, sizes, report)
-                    doubt = doubt or self._run(made, sizes, is_joined=is_joined)
+                    first, outputs, is_joined = self.kind.turn, self._outputs(sizes), False
+                    if not isinstance(self.task.loss, SummedLoss):
+                        is_joined, doubt = self._join(made, sizes, outputs, report)
+                    doubt = doubt or self._run(made, sizes, outputs, first, is_joined=is_joined)
             except OutOfMemoryError:
                 doubt = Doubt("memory ran out in a forward of all rows")
         kind.doubt_of_all = doubt
@@ -85,33 +88,45 @@ class AllRows:
         elif not (doubt.is_quiet or progress.unchecked):
             progress.unchecked = doubt.reason
 
-    # ---- the loss alone, over the outputs of the step
+    def _outputs(self, sizes: Sequence[int]) -> list[list[Any]]:
+        """Return the outputs of the micro-batches that were heard, from `kind.turn` on; none if unsure."""
+        axes, calls = self.kind.axes, self._calls
+        if not axes or calls.count != len(axes) * len(sizes):  # a micro-batch ran twice, or was left out
+            return []
+        starts = range(0, len(calls.outputs) + 1 - len(axes), len(axes))
+        return [calls.outputs[at : at + len(axes)] for at in starts]
+
+    def _returned(
+        self, few: Bench, sizes: Sequence[int], outputs: Sequence[Sequence[Any]], **options: Any
+    ) -> "Looked | Exception | None":
+        """Return the outcome of rows whose outputs are known, in one part or in several; None for neither."""
+        given = [*chain.from_iterable(outputs)]
+        if len(sizes) == 1 and (given := joined(outputs, self.kind.axes or ())) is None:
+            return None
+        with returning(self.task.model, given):
+            return self._outcome(few, sizes, **options)
+
+    # ---- the loss alone
 
     def _join(
-        self, made: Bench, sizes: Sequence[int], report: StepReport | None
+        self, made: Bench, sizes: Sequence[int], outputs: list[list[Any]], report: StepReport | None
     ) -> tuple[bool, Doubt | None]:
-        """Compare the loss over the joined outputs with that of the micro-batches.
+        """Compare the loss over joined outputs with that of the micro-batches.
 
         Return True if that could be done, and the reason why it told nothing.
         """
-        axes, calls, first = self.kind.axes or (), self._calls, self.kind.turn
-        if not axes or calls.count != len(axes) * len(sizes):  # a micro-batch ran twice, or was left out
-            return False, None
-        starts = range(0, len(calls.outputs) + 1 - len(axes), len(axes))
-        outputs = [calls.outputs[at : at + len(axes)] for at in starts]
-        last, sizes = first + len(outputs), sizes[first : first + len(outputs)]
-        is_all, self.kind.turn = not calls.is_full and not first, last * calls.is_full
+        first = self.kind.turn
+        start, sizes = sum(sizes[:first]), sizes[first : first + len(outputs)]
+        is_all, self.kind.turn = not self._calls.is_full and not first, 0
+        if self._calls.is_full and first + len(outputs) < len(self.plan.cut) - 1:
+            self.kind.turn = first + len(outputs)
         if len(outputs) < 2:
             return False, None
-        start = sum(self.plan.sizes[:first])
         few = _only(made, range(start, start + sum(sizes)))
 
         def run(begin: int = 0, end: int = len(outputs), **options: Any) -> "Looked | None":
-            whole, rows = joined(outputs[begin:end], axes), range(sum(sizes[:begin]), sum(sizes[:end]))
-            if whole is None:
-                return None
-            with returning(self.task.model, whole):
-                found = self._outcome(_only(few, rows), (len(rows),), **options)
+            rows = range(sum(sizes[:begin]), sum(sizes[:end]))
+            found = self._returned(_only(few, rows), [len(rows)], outputs[begin:end], **options)
             return found if isinstance(found, Looked) else None
 
         whole, has_graph = run(), False
@@ -124,8 +139,8 @@ class AllRows:
         elif self._is_own:  # its divisors are not known without the model
             return False, None
         else:
-            with returning(self.task.model, [one for each in outputs for one in each]):
-                parts = self._outcome(few, sizes, like=whole.seen, is_watched=not whole.is_quiet)
+            again = {"like": whole.seen, "is_watched": not whole.is_quiet}
+            parts = self._returned(few, sizes, outputs, **again)
             report = parts.report if isinstance(parts, Looked) else None
             if isinstance(parts, Looked) and parts.draws_process:
                 return True, _OF_PROCESS
@@ -138,23 +153,29 @@ class AllRows:
 
     # ---- the model's own forwards
 
-    def _run(self, made: Bench, sizes: Sequence[int], *, is_joined: bool) -> Doubt | None:
+    def _run(
+        self, made: Bench, sizes: Sequence[int], outputs: list[list[Any]], first: int, *, is_joined: bool
+    ) -> Doubt | None:
         """Compare the loss of many rows at once with that of their micro-batches.
 
-        That is all rows in groups as large as fit; one group in turn if the loss is known to add up.
+        That is all rows in groups as large as fit; where the loss is known to add up, one group in turn, every
+        second time. Outputs of micro-batches that were heard from the `first` on stand for their forwards.
         """
         is_known = is_joined or isinstance(self.task.loss, SummedLoss)
-        if is_known and not self.kind.is_quiet and self.kind.at:
-            return None  # a few rows with their draws have shown what the model does
+        self.kind.count += 1
+        if is_known and not (self.kind.is_quiet and self.kind.count % 2):
+            return None  # the few rows, with their draws, have shown what the model does
         for has_graph in (False, True):
             groups = [*self._groups(made, sizes, has_graph=has_graph)]
             if not groups:
-                return None if is_joined else Doubt("only the rows of one micro-batch fit at once")
+                return None if is_known else Doubt("only the rows of one micro-batch fit at once")
             if is_known:
-                groups = [groups[self.task.progress.begun.bit_length() % len(groups)]]
+                groups = [groups[self.kind.count // 2 % len(groups)]]
             doubts = list[Doubt | None]()
-            for few, parts in groups:
-                doubts.append(self._compare(few, parts, has_graph=has_graph))
+            for at, few, parts in groups:
+                heard = outputs[at - first : at - first + len(parts)] if is_known and at >= first else []
+                known = heard if len(heard) == len(parts) else []
+                doubts.append(self._compare(few, parts, known, has_graph=has_graph))
                 if doubts[-1] not in (None, _NO_WEIGHT):
                     break
             if doubts[-1] is not _NEEDS_GRAPH:
@@ -172,21 +193,23 @@ class AllRows:
 
     def _groups(
         self, made: Bench, sizes: Sequence[int], *, has_graph: bool
-    ) -> Iterator[tuple[Bench, Sequence[int]]]:
-        """Yield rows of several micro-batches, as many as fit, and the sizes of these."""
+    ) -> Iterator[tuple[int, Bench, Sequence[int]]]:
+        """Yield the first of several micro-batches, their rows, as many as fit, and their sizes."""
         most = self._most(sizes, has_graph=has_graph)
         if isinstance(self.task.loss, WholeBatch):
-            yield from [(made, sizes)] * (most >= 2 * max(sizes))
+            yield from [(0, made, sizes)] * (most >= 2 * max(sizes))
             return
         start, group = 0, list[int]()
-        for size in (*sizes, made.rows.rows + most):
+        for at, size in enumerate((*sizes, made.rows.rows + most)):
             if sum(group) + size > most:
                 if len(group) > 1:
-                    yield _only(made, range(start, start + sum(group))), group
+                    yield at - len(group), _only(made, range(start, start + sum(group))), group
                 start, group = start + sum(group), []
             group.append(size)
 
-    def _compare(self, few: Bench, sizes: Sequence[int], *, has_graph: bool) -> Doubt | None:
+    def _compare(
+        self, few: Bench, sizes: Sequence[int], outputs: Sequence[Sequence[Any]], *, has_graph: bool
+    ) -> Doubt | None:
         rows, model = few.rows.rows, self.task.model
 
         def run(of: Bench, **options: Any) -> "Looked | Exception":
@@ -196,7 +219,7 @@ class AllRows:
                 most = min(most, self._most(sizes, has_graph=has_graph))
             return self._outcome(padded, cut_sizes(of.rows.rows, most), has_graph=has_graph, **options)
 
-        whole = run(few)
+        whole = run(few, is_watched=not self.kind.is_quiet)
         if not isinstance(whole, Looked):
             if not (has_graph or isinstance(whole, LossError)):  # it may differentiate inside
                 return _NEEDS_GRAPH
@@ -205,9 +228,11 @@ class AllRows:
         has_router = self._is_own and bool(homes(model)) and wants_router_loss(model)
         again = {"like": whole.seen, "is_watched": not whole.is_quiet}
         options = {"has_graph": has_graph or has_router, **again}
-        parts = None
-        if not isinstance(self.task.loss, WholeBatch):  # a part of the plan's tells as much as all of them
-            parts = self._outcome(few, [rows - min(sizes), min(sizes)], **options)
+        parts = self._returned(few, [rows], outputs, **options) if outputs else None
+        if parts is None and not isinstance(self.task.loss, WholeBatch):
+            parts = self._outcome(
+                few, [rows - min(sizes), min(sizes)], **options
+            )  # as telling as all of them
         if not isinstance(parts, Looked):  # a loss may refuse the other
             parts = self._outcome(few, sizes, **options)
         if not isinstance(parts, Looked):  # the step itself will tell
@@ -216,7 +241,7 @@ class AllRows:
             return _OF_PROCESS
         if not (whole.is_weighed and parts.is_weighed):
             return _NO_WEIGHT
-        dtypes = whole.dtypes | parts.dtypes
+        dtypes = whole.dtypes | parts.dtypes | self.kind.dtypes
         if self._is_own and not has_graph and losses_differ([whole.report, parts.report], dtypes, rows):
             return _NEEDS_GRAPH  # it may do more where gradients are enabled
         if whole.is_random or parts.is_random:

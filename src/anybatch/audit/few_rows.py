@@ -234,6 +234,7 @@ class _FewRows(NamedTuple):
             return Doubt("no row that was looked at has weight")
         rows = max(first.sizes)
         self.kind.is_quiet &= whole.is_quiet
+        self.kind.dtypes |= whole.dtypes
         self.kind.kept, self.kind.largest = whole.seen.kept / rows, whole.seen.largest / rows
         self._refuse_numbers(whole)
         others = islice(cuts, self.others)

@@ -3,6 +3,8 @@
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+import torch
+
 from anybatch.core import Batch, SampleBatch
 from anybatch.state import Reachable
 from anybatch.trial import Place, places_of, plain
@@ -36,8 +38,10 @@ class KnownKind:
         is_quiet: False if a forward draws random numbers or moves what it computes with.
         nbytes, kept, largest: bytes of all results of a row, of those that backward may need, of the largest;
             0 if unknown.
+        dtypes: in which a few rows were computed.
         axes: the axis of rows in each output of each call of the model; None if unknown.
         turn: the micro-batch from which outputs are heard next.
+        count: comparisons of all rows.
     """
 
     def __init__(self) -> None:
@@ -45,8 +49,8 @@ class KnownKind:
         self.asked = 0
         self.doubt: Doubt | None = None
         self.doubt_of_all: Doubt | None = None
-        self.error, self.nbytes, self.kept, self.largest, self.turn = 0.0, 0.0, 0.0, 0.0, 0
-        self.is_quiet = True
+        self.error, self.nbytes, self.kept, self.largest, self.turn, self.count = 0.0, 0.0, 0.0, 0.0, 0, 0
+        self.is_quiet, self.dtypes = True, set[torch.dtype]()
         self.axes: Sequence[Sequence[int]] | None = None
         self.form = cast("Hashable", None)
         self.is_ragged = False
