@@ -40,13 +40,14 @@ class AllRows:
         self.plan = replace(plan, blocks=())  # recomputation changes nothing without a graph
         sums = sum(one.nbytes for one in task.network.parameters)  # there at the end of the step
         self._room = _SMALL if room is None else room - sums
-        self._is_own = isinstance(task.loss, ModelTerms)
+        self._is_own, self._forward = isinstance(task.loss, ModelTerms), kind.forward
         self._calls = Calls()
         self._listening: AbstractContextManager[Calls] = nullcontext(self._calls)
-        if kind.axes is not None and not isinstance(task.loss, WholeBatch):
+        axes = kind.forward.axes
+        if axes is not None and not isinstance(task.loss, WholeBatch):
             # What backward may need is an upper bound: half of it is surely there.
-            fits = max(self._room, kind.kept * plan.micro_batch / 2) if room is None else self._room
-            self._listening = heard(task.model, start=kind.turn * len(kind.axes), room=fits / _HELD)
+            fits = max(self._room, kind.forward.kept * plan.micro_batch / 2) if room is None else self._room
+            self._listening = heard(task.model, start=kind.forward.turn * len(axes), room=fits / _HELD)
 
     def __enter__(self) -> "AllRows":
         self._calls = self._listening.__enter__()
@@ -76,7 +77,7 @@ class AllRows:
             self.plan = replace(self.plan, rows=batch.rows, micro_batch=max(sizes), cut=tuple(sizes))
             try:
                 with bench(self.task, batch) as made:
-                    first, outputs, is_joined = self.kind.turn, self._outputs(sizes), False
+                    first, outputs, is_joined = self._forward.turn, self._outputs(sizes), False
                     if not isinstance(self.task.loss, SummedLoss):
                         is_joined, doubt = self._join(made, sizes, outputs, report)
                     doubt = doubt or self._run(made, sizes, outputs, first, is_joined=is_joined)
@@ -89,8 +90,8 @@ class AllRows:
             progress.unchecked = doubt.reason
 
     def _outputs(self, sizes: Sequence[int]) -> list[list[Any]]:
-        """Return the outputs of the micro-batches that were heard, from `kind.turn` on; none if unsure."""
-        axes, calls = self.kind.axes, self._calls
+        """Return the outputs of the micro-batches that were heard; none if it is unsure whose they are."""
+        axes, calls = self._forward.axes, self._calls
         if not axes or calls.count != len(axes) * len(sizes):  # a micro-batch ran twice, or was left out
             return []
         starts = range(0, len(calls.outputs) + 1 - len(axes), len(axes))
@@ -101,7 +102,7 @@ class AllRows:
     ) -> "Looked | Exception | None":
         """Return the outcome of rows whose outputs are known, in one part or in several; None for neither."""
         given = [*chain.from_iterable(outputs)]
-        if len(sizes) == 1 and (given := joined(outputs, self.kind.axes or ())) is None:
+        if len(sizes) == 1 and (given := joined(outputs, self._forward.axes or ())) is None:
             return None
         with returning(self.task.model, given):
             return self._outcome(few, sizes, **options)
@@ -115,11 +116,11 @@ class AllRows:
 
         Return True if that could be done, and the reason why it told nothing.
         """
-        first = self.kind.turn
+        first = self._forward.turn
         start, sizes = sum(sizes[:first]), sizes[first : first + len(outputs)]
-        is_all, self.kind.turn = not self._calls.is_full and not first, 0
+        is_all, self._forward.turn = not self._calls.is_full and not first, 0
         if self._calls.is_full and first + len(outputs) < len(self.plan.cut) - 1:
-            self.kind.turn = first + len(outputs)
+            self._forward.turn = first + len(outputs)
         if len(outputs) < 2:
             return False, None
         few = _only(made, range(start, start + sum(sizes)))
@@ -158,19 +159,19 @@ class AllRows:
     ) -> Doubt | None:
         """Compare the loss of many rows at once with that of their micro-batches.
 
-        That is all rows in groups as large as fit; where the loss is known to add up, one group in turn, every
-        second time. Outputs of micro-batches that were heard from the `first` on stand for their forwards.
+        That is all rows in groups as large as fit; where the loss is known to add up one group in turn, every
+        second time. Outputs of micro-batches, heard from the `first` on, stand for their forwards.
         """
         is_known = is_joined or isinstance(self.task.loss, SummedLoss)
-        self.kind.count += 1
-        if is_known and not (self.kind.is_quiet and self.kind.count % 2):
+        self._forward.count += 1
+        if is_known and not (self._forward.is_quiet and self._forward.count % 2):
             return None  # the few rows, with their draws, have shown what the model does
         for has_graph in (False, True):
             groups = [*self._groups(made, sizes, has_graph=has_graph)]
             if not groups:
                 return None if is_known else Doubt("only the rows of one micro-batch fit at once")
             if is_known:
-                groups = [groups[self.kind.count // 2 % len(groups)]]
+                groups = [groups[self._forward.count // 2 % len(groups)]]
             doubts = list[Doubt | None]()
             for at, few, parts in groups:
                 heard = outputs[at - first : at - first + len(parts)] if is_known and at >= first else []
@@ -184,9 +185,9 @@ class AllRows:
 
     def _most(self, sizes: Sequence[int], *, has_graph: bool) -> int:
         """Return the rows that may run at once."""
-        kept = self.kind.kept * (1 if has_graph else 0.5)  # an upper bound of what backward needs
+        kept = self._forward.kept * (1 if has_graph else 0.5)  # an upper bound of what backward needs
         room = self._room if self._has_budget else max(self._room, kept * max(sizes))
-        each = self.kind.kept if has_graph else _HELD * self.kind.largest
+        each = self._forward.kept if has_graph else _HELD * self._forward.largest
         most = int(room / each) if each else 0
         # Without a budget two micro-batches run in any case: mostly without a graph.
         return most if self._has_budget else max(most, 2 * max(sizes))
@@ -219,7 +220,7 @@ class AllRows:
                 most = min(most, self._most(sizes, has_graph=has_graph))
             return self._outcome(padded, cut_sizes(of.rows.rows, most), has_graph=has_graph, **options)
 
-        whole = run(few, is_watched=not self.kind.is_quiet)
+        whole = run(few, is_watched=not self._forward.is_quiet)
         if not isinstance(whole, Looked):
             if not (has_graph or isinstance(whole, LossError)):  # it may differentiate inside
                 return _NEEDS_GRAPH
@@ -241,7 +242,7 @@ class AllRows:
             return _OF_PROCESS
         if not (whole.is_weighed and parts.is_weighed):
             return _NO_WEIGHT
-        dtypes = whole.dtypes | parts.dtypes | self.kind.dtypes
+        dtypes = whole.dtypes | parts.dtypes | self._forward.dtypes
         if self._is_own and not has_graph and losses_differ([whole.report, parts.report], dtypes, rows):
             return _NEEDS_GRAPH  # it may do more where gradients are enabled
         if whole.is_random or parts.is_random:

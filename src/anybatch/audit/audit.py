@@ -9,7 +9,7 @@ from typing import Literal
 from anybatch.audit import say
 from anybatch.audit.all_rows import AllRows
 from anybatch.audit.few_rows import compare_few, read_rows
-from anybatch.audit.known import SMALLEST, TRIES, Doubt, Known, KnownKind
+from anybatch.audit.known import RAGGED, SMALLEST, TRIES, Doubt, Known, KnownKind
 from anybatch.core import Batch
 from anybatch.engine import Plan, Task
 
@@ -57,7 +57,7 @@ class Audit:
         smallest = min(smallest, SMALLEST)
         found = batch.rows > kind.rows or smallest < kind.smallest
         kind.rows, kind.smallest = max(batch.rows, kind.rows), min(smallest, kind.smallest)
-        if not kind.is_ragged and (batch.draws or batch.like != kind.form):
+        if kind.form is not RAGGED and (batch.draws or batch.like != kind.form):
             found |= kind.is_longer(batch)
         for at, leaf in enumerate(batch.leaves):
             lowest = kind.lowest.get(at, 2)

@@ -100,10 +100,10 @@ def _fits(made: Bench, plan: Plan, most: int, kind: KnownKind) -> bool:
     """
     if made.task.network.kinds - {"cpu"}:
         return True
-    if not kind.nbytes:
+    if not kind.forward.nbytes:
         part = outcome_of(made.only(range(most)), plan, Split((most,)))
-        kind.nbytes = part.seen.nbytes / most if isinstance(part, Looked) else 0.0
-    return kind.nbytes * made.rows.rows < _MUCH
+        kind.forward.nbytes = part.seen.nbytes / most if isinstance(part, Looked) else 0.0
+    return kind.forward.nbytes * made.rows.rows < _MUCH
 
 
 def _divides_last(task: Task, plan: Plan) -> bool:
@@ -233,9 +233,9 @@ class _FewRows(NamedTuple):
         if not whole.is_weighed:
             return Doubt("no row that was looked at has weight")
         rows = max(first.sizes)
-        self.kind.is_quiet &= whole.is_quiet
-        self.kind.dtypes |= whole.dtypes
-        self.kind.kept, self.kind.largest = whole.seen.kept / rows, whole.seen.largest / rows
+        self.kind.forward.is_quiet &= whole.is_quiet
+        self.kind.forward.dtypes |= whole.dtypes
+        self.kind.forward.kept, self.kind.forward.largest = whole.seen.kept / rows, whole.seen.largest / rows
         self._refuse_numbers(whole)
         others = islice(cuts, self.others)
         buffers = {
@@ -278,7 +278,7 @@ class _FewRows(NamedTuple):
                     raise parts
                 doubt = doubt if is_small else self._failed(cut, parts)
                 continue
-            self.kind.axes = axes_of(calls, whole.cut.sizes, more, cut.sizes)
+            self.kind.forward.axes = axes_of(calls, whole.cut.sizes, more, cut.sizes)
             found = differ(whole, parts)
             is_random = whole.is_random or parts.is_random
             if found and not (whole.is_quiet or self.is_thorough):  # a backward may run forwards again

@@ -11,6 +11,7 @@ from anybatch.trial import Place, places_of, plain
 
 TRIES = 3  # batches that are tried if some tell nothing
 _CHANGES = 3  # values of an attribute that are compared; one with more of them may be a counter
+RAGGED = "several"
 SMALLEST = 4  # rows of a part; smaller ones are compared only if a plan has them
 
 
@@ -22,12 +23,34 @@ class Doubt(NamedTuple):
     is_quiet: bool = False  # True for no warning
 
 
+class Forward:
+    """What a few rows have shown of the forwards of a model.
+
+    Attributes:
+        is_quiet: False if one draws random numbers or moves what it computes with.
+        dtypes: in which they compute.
+        nbytes: bytes of all results of a row; 0 if unknown, like the next two.
+        kept: bytes of those that backward may need.
+        largest: bytes of the largest.
+        axes: the axis of rows in each output of each call of the model; None if unknown.
+        turn: the micro-batch from which outputs are heard next.
+        count: comparisons of all rows.
+    """
+
+    def __init__(self) -> None:
+        self.is_quiet, self.dtypes = True, set[torch.dtype]()
+        self.nbytes = self.kept = self.largest = 0.0
+        self.axes: Sequence[Sequence[int]] | None = None
+        self.turn = self.count = 0
+
+
 class KnownKind:
     """Rows of one kind: which of them were compared, and the numbers, strings and flags held then.
 
     Values of tensors are read on the host only: a device would have to be waited for.
 
     Attributes:
+        rows, smallest: the most rows of a batch, the fewest of a part, that were compared.
         at: the update at which a few of them were compared last, 0 for none.
         at_all: that at which the loss of all of them was.
         error: the largest difference of those comparisons, relative to the gradient.
@@ -35,28 +58,22 @@ class KnownKind:
         doubt_of_all: that of the last comparison of all.
         left: comparisons still to be tried.
         asked: the last update in which one was due.
-        is_quiet: False if a forward draws random numbers or moves what it computes with.
-        nbytes, kept, largest: bytes of all results of a row, of those that backward may need, of the largest;
-            0 if unknown.
-        dtypes: in which a few rows were computed.
-        axes: the axis of rows in each output of each call of the model; None if unknown.
-        turn: the micro-batch from which outputs are heard next.
-        count: comparisons of all rows.
+        forward: what they have shown of the model's forwards.
+        form: the shape of one row; `RAGGED` if there are several.
+        lowest: by tensor, the lowest sign of its numbers.
+        places, raw: where numbers, strings and flags are, and the objects that were there.
     """
 
     def __init__(self) -> None:
-        self.rows, self.smallest, self.left, self.at, self.at_all = 0, SMALLEST + 1, TRIES, 0, 0
-        self.asked = 0
+        self.rows, self.smallest, self.left, self.asked = 0, SMALLEST + 1, TRIES, 0
+        self.at, self.at_all, self.error = 0, 0, 0.0
         self.doubt: Doubt | None = None
         self.doubt_of_all: Doubt | None = None
-        self.error, self.nbytes, self.kept, self.largest, self.turn, self.count = 0.0, 0.0, 0.0, 0.0, 0, 0
-        self.is_quiet, self.dtypes = True, set[torch.dtype]()
-        self.axes: Sequence[Sequence[int]] | None = None
-        self.form = cast("Hashable", None)
-        self.is_ragged = False
-        self.lowest: dict[int, int] = {}  # by tensor, the lowest sign of its numbers
+        self.forward = Forward()
+        self.form: Hashable = None
+        self.lowest: dict[int, int] = {}
         self.places: list[Place] = []
-        self.raw: list[Any] = []  # what was found there: the same objects are the same values
+        self.raw: list[Any] = []
         self._values: dict[tuple[int, Any], set[Any]] = {}  # by place, those that were compared
 
     def notes(self, found: Reachable) -> None:
@@ -82,8 +99,8 @@ class KnownKind:
         """Return True the first time that lengths differ, among samples or from the last batch."""
         forms = {*map(_form_of, batch.given)} if isinstance(batch, SampleBatch) else {batch.like}
         forms |= set() if self.form is None else {self.form}
-        self.form, self.is_ragged = next(iter(forms)), len(forms) > 1
-        return self.is_ragged
+        self.form = RAGGED if len(forms) > 1 else next(iter(forms))
+        return self.form is RAGGED
 
     def judged(self, doubt: Doubt | None, update: int) -> bool:
         """Note the outcome of a comparison of a few rows; return True if it is the last one that is tried."""

@@ -226,16 +226,12 @@ def arguments_of(overload: Any) -> Sequence[Any]:
 
 
 @cache
-def written_by(overload: Any) -> tuple[tuple[int, str], ...]:
-    """Return the places and names of the arguments that an overload writes to."""
-    named = enumerate(overload._schema.arguments)
-    return tuple([(at, one.name) for at, one in named if one.alias_info and one.alias_info.is_write])
-
-
-@cache
-def is_alias(overload: Any) -> bool:
-    """Return True if an overload returns memory of one of its arguments."""
-    return any(one.alias_info is not None for one in overload._schema.returns)
+def memory_of(overload: Any) -> tuple[tuple[tuple[int, str], ...], bool]:
+    """Return the arguments that an overload writes to (place, name), and True if it returns one's memory."""
+    schema = overload._schema
+    named = [(at, one) for at, one in enumerate(schema.arguments) if one.alias_info is not None]
+    written = tuple([(at, one.name) for at, one in named if one.alias_info.is_write])
+    return written, any(one.alias_info is not None for one in schema.returns)
 
 
 # ---- tensors

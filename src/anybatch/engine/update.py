@@ -96,6 +96,13 @@ def step_optimizers(
     torch.clear_autocast_cache()
 
 
+def zero_gradients(optimizers: Iterable[Optimizer]) -> None:
+    """Call the `zero_grad` of optimizers that have one of their own."""
+    for optimizer in optimizers:
+        if type(optimizer).zero_grad is not Optimizer.zero_grad:
+            optimizer.zero_grad()
+
+
 class TornUpdateError(Exception):
     """An optimizer, or what follows it, failed after parameters may have been written: nothing is put back.
 

@@ -1,10 +1,10 @@
 """Window: from one update to the next. READ FIRST: forward, backward, end, update, failure."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from time import perf_counter
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.autograd.profiler import record_function
@@ -24,6 +24,7 @@ from anybatch.engine.update import (
     learning_rate_of,
     schedule_learning_rates,
     step_optimizers,
+    zero_gradients,
 )
 from anybatch.losses import Share
 from anybatch.state import Snapshot, rng
@@ -139,7 +140,12 @@ class Window:
                 if is_whole:
                     self._before = snapshot(task, batch)
             except BaseException as error:
-                if plan.non_finite == "skip" and _may_be_skipped(error):
+                is_lasting = isinstance(error, NotUndoneError) or core.is_final(error)
+                if (
+                    plan.non_finite == "skip"
+                    and isinstance(error, core.NonFiniteLossError)
+                    and not is_lasting
+                ):
                     reached = error.reached or rng.capture_process()
                     put_back(before, part.sums, error)
                     rng.restore_process(reached)  # the same random numbers would be as bad again
@@ -199,8 +205,7 @@ class Window:
             NonFinite: the gradient is not finite.
             LossError, NonFiniteLossError: see `Sums.read`.
         """
-        task, sums = self._task, self._sums
-        judge = task.progress.judge
+        task, sums, judge = self._task, self._sums, self._task.progress.judge
         if judge is not None and task.strategy.is_many:  # before others wait for this rank
             judge(sums.rows, None)
         weights = task.strategy.close(sums)
@@ -338,6 +343,7 @@ class Window:
             put_back(self._before, sums, error)
         else:
             if self._has_written:
+                zero_gradients(task.optimizers)
                 clear(task.network.parameters)
             else:
                 self._before.put_gradients_back(task.network.parameters)
@@ -462,7 +468,6 @@ def report_of(
 
 def snapshot(task: Task, batch: core.Batch) -> Snapshot:
     """Snapshot the state before a step; if memory runs out free caches and try once more."""
-    rows: Sequence[Tensor] = batch.leaves
     said = ""
     for _ in range(2):
         try:
@@ -470,7 +475,7 @@ def snapshot(task: Task, batch: core.Batch) -> Snapshot:
                 task.network.state,
                 task.effects,
                 parameters=task.network.everyone,
-                rows=rows,
+                rows=batch.leaves,
                 draws=batch.draws,
             )
         except Exception as error:
@@ -494,10 +499,4 @@ def no_room_for_update(error: BaseException, sums: Sums) -> core.OutOfMemoryErro
         f"Expected room to divide, clip or hand over the gradient of {sum(sums.rows)} rows, got none left "
         f"({said}). No update was made, and everything is as before. Free memory, or accumulate in "
         "a narrower dtype."
-    )
-
-
-def _may_be_skipped(error: BaseException) -> TypeGuard[core.NonFiniteLossError]:
-    return isinstance(error, core.NonFiniteLossError) and not (
-        isinstance(error, NotUndoneError) or core.is_final(error)
     )

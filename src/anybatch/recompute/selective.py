@@ -77,7 +77,7 @@ class _Keeping(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._places and private.written_by(func):
+        if self._places and private.memory_of(func)[0]:
             self.is_written = self.is_written or not self._places.isdisjoint(_places((args, kwargs)))
         result = func(*args, **kwargs)
         if _policy(None, func, *args, **kwargs) == CheckpointPolicy.MUST_SAVE:

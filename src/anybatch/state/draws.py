@@ -82,7 +82,7 @@ class SeenDraws(private.TorchDispatchMode):
 def _traits(func: Any) -> tuple[bool, tuple[tuple[int, str], ...], bool]:
     """Return whether an operation draws, the arguments it writes to, and whether it returns memory of one."""
     draws = torch.Tag.nondeterministic_seeded in func.tags
-    return draws, private.written_by(func), private.is_alias(func)
+    return draws, *private.memory_of(func)
 
 
 @cache

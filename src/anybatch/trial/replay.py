@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from anybatch.core import accelerator
-from anybatch.state import rng
-from anybatch.state.draws import SeenDraws, device_of, has_own_generator, is_dropout
+from anybatch.state import SeenDraws, device_of, has_own_generator, is_dropout, rng
 
 Place = tuple[str, bytes]  # a stream and its state
 
