@@ -82,7 +82,6 @@ class Window:
         batch: the rows of a step; None for a window, whose rows come one micro-batch at a time.
     """
 
-    # A misspelt attribute of a window is an error.
     __slots__ = (
         "__weakref__",
         "_before",
@@ -259,7 +258,7 @@ class Window:
     def write(self) -> core.StepReport:
         """End, clip, and step optimizers and schedulers. The gradients stay in `.grad` until `discard`."""
         gradient, weights, norm, size = self.end()
-        task, sums, plan = self._task, self._sums, self._sums.plan
+        task, sums, plan, reader = self._task, self._sums, self._sums.plan, self._task.reader
         if not any(weights.values()):
             self._phase = "updated"
             return report_of(sums, weights, norm, updated=False)
@@ -267,7 +266,6 @@ class Window:
             clip(gradient.values(), size, plan.clip_norm)
         if not math.isinf(plan.clip_value):
             clip_entries(gradient, plan.clip_value)
-        reader = task.reader
         try:
             if reader is not None:
                 reader.begin_update()
