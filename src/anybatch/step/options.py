@@ -43,10 +43,10 @@ class Options:
             and does not update them, split or not.
         non_finite: if the loss or gradient of a micro-batch is not finite, "raise" stops and names its rows,
             "drop" leaves out its rows and their weight, "skip" makes no update.
-        check: compare the loss and gradient of a few rows between several splits ,
-            and the loss of all rows with that of the micro-batches, at updates
-            1, 2, 4 ... 256 that are split and at every 256th after. A whole number above 1 compares at every
-            so-many-th as well, "always" at each update, False never.
+        check: compare loss and gradient of a few rows between several splits, and the loss of all rows with
+            that of the micro-batches, at updates 1, 2, 4 ... 256 and every 256th after, and where rows or
+            attributes come that were not compared. A whole number above 1 compares at every so-many-th as
+            well, "always" at each update, False never.
         strategy: "auto" sums gradients over all ranks of the process group, if there are several;
             torchrun starts one. Each rank passes its own rows. "replicate" refuses to run
             alone. "local" lets each rank make updates of its own. A DistributedDataParallel is unwrapped; a
