@@ -56,8 +56,8 @@ class AllRows:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._listening.__exit__(None, None, None)
-        self.task.progress.judge = None
+        self._listening.__exit__(None, None, None)  # last: what is put back has the hook
+        self._calls, self.task.progress.judge = Calls(), None
 
     def judge(self, batch: Batch, sizes: Sequence[int], report: StepReport | None = None) -> None:
         """Compare, and note what is known now.
@@ -71,7 +71,7 @@ class AllRows:
             LossError: the losses differ by more than rounding.
         """
         progress, kind = self.task.progress, self.kind
-        self._listening.__exit__(None, None, None)
+        self._calls.is_over = True
         doubt = excuse_of(self.task, self.plan)
         if doubt is None:
             self.plan = replace(self.plan, rows=batch.rows, micro_batch=max(sizes), cut=tuple(sizes))
@@ -166,6 +166,9 @@ class AllRows:
         self._forward.count += 1
         if is_known and not (self._forward.is_quiet and self._forward.count % 2):
             return None  # the few rows, with their draws, have shown what the model does
+        if not self._forward.largest:  # no few rows ran, as within a budget
+            probe = self._outcome(_only(made, range(max(sizes))), [max(sizes)])
+            self._forward.largest = probe.seen.largest / max(sizes) if isinstance(probe, Looked) else 0.0
         for has_graph in (False, True):
             groups = [*self._groups(made, sizes, has_graph=has_graph)]
             if not groups:
@@ -174,8 +177,8 @@ class AllRows:
                 groups = [groups[self._forward.count // 2 % len(groups)]]
             doubts = list[Doubt | None]()
             for at, few, parts in groups:
-                heard = outputs[at - first : at - first + len(parts)] if is_known and at >= first else []
-                known = heard if len(heard) == len(parts) else []
+                known = outputs[at - first : at - first + len(parts)] if is_known and at >= first else []
+                known = known if len(known) == len(parts) else []
                 doubts.append(self._compare(few, parts, known, has_graph=has_graph))
                 if doubts[-1] not in (None, _NO_WEIGHT):
                     break
@@ -231,9 +234,7 @@ class AllRows:
         options = {"has_graph": has_graph or has_router, **again}
         parts = self._returned(few, [rows], outputs, **options) if outputs else None
         if parts is None and not isinstance(self.task.loss, WholeBatch):
-            parts = self._outcome(
-                few, [rows - min(sizes), min(sizes)], **options
-            )  # as telling as all of them
+            parts = self._outcome(few, [rows - min(sizes), min(sizes)], **options)  # these tell as much
         if not isinstance(parts, Looked):  # a loss may refuse the other
             parts = self._outcome(few, sizes, **options)
         if not isinstance(parts, Looked):  # the step itself will tell

@@ -19,16 +19,17 @@ class Calls:
         count: calls so far.
         outputs: the outputs of those that were kept, detached.
         is_full: True if some were not kept, because they would take more than `room` bytes.
+        is_over: set to True to hear no more.
     """
 
     def __init__(self, start: int = 0, room: float = 0.0) -> None:
         self._start, self._room = start, room
-        self.count, self.is_full = 0, False
+        self.count, self.is_full, self.is_over = 0, False, False
         self.outputs: list[Any] = []
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
         """Keep an output; a hook of the model."""
-        if private.is_in_backward():  # a call that is recomputed
+        if self.is_over or private.is_in_backward():  # where a call is recomputed
             return
         self.count += 1
         if self.count > self._start and not self.is_full:
@@ -47,7 +48,7 @@ def heard(model: nn.Module, *, start: int = 0, room: float = float("inf")) -> Ge
     if isinstance(model, torch.jit.ScriptModule) or private.compiled_call_of(model):  # hooks compile anew
         yield calls
         return
-    handle = model.register_forward_hook(calls)
+    handle = model.register_forward_hook(calls, prepend=True)  # the others run again
     try:
         yield calls
     finally:
@@ -99,7 +100,7 @@ def joined(calls: Sequence[Sequence[Any]], axes: Axes) -> list[Any] | None:
 
 
 class RanInside(Exception):  # noqa: N818
-    """Raised where a loss calls a module inside the model, whose outputs were not heard."""
+    """Raised where a loss runs a network itself: one inside the model, or a teacher, on all rows at once."""
 
 
 @contextmanager
@@ -116,8 +117,9 @@ def returning(model: nn.Module, outputs: Iterable[Any]) -> Generator[None]:
         return private.pytree.tree_map(own, next(left, None))
 
     def refuse(module: nn.Module, args: Any) -> None:
-        if module in inner:
-            raise RanInside(f"the loss calls {type(module).__name__} inside the model")
+        is_network = module is not model and [*module.children()] and [*module.parameters()]
+        if module in inner or is_network:
+            raise RanInside(f"the loss calls {type(module).__name__}")
 
     held, handle = vars(model), nn.modules.module.register_module_forward_pre_hook(refuse)
     before = held.get("forward")

@@ -63,9 +63,9 @@ class OpenWindow(engine.Window):
             error: the reason, which other ranks are told.
         """
         if self._phase != "closed":
+            super().discard(error)
             if self._all_rows is not None:
                 self._all_rows.__exit__()
-            super().discard(error)
             vars(self._step)["open_window"] = None  # which nobody else may set
 
     @property
