@@ -345,6 +345,7 @@ class Part:
         if flowing:
             sums.has_flowed = True
             is_last = self.ways.tells_last and self._done + 1 == len(self._cut.parts)
+            is_last = is_last and task.progress.judge is None  # which runs rows before the sums are sent
             if is_last and self.reader is None and isinstance(sums.gradients, InPlace):
                 task.strategy.flow(partial(sums.ahead, values, weights, len(self.left[0])))
             try:
