@@ -1,7 +1,6 @@
 """The loss of all rows, compared with that of the micro-batches after them, before anything is written"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -12,7 +11,7 @@ import torch
 from anybatch.audit import say
 from anybatch.audit.few_rows import excuse_of
 from anybatch.audit.known import Doubt, KnownKind
-from anybatch.audit.outputs import Calls, heard, joined, returning
+from anybatch.audit.outputs import Calls, joined, returning
 from anybatch.core import Batch, LossError, OutOfMemoryError, StepReport, cut_sizes
 from anybatch.engine import Plan, Task
 from anybatch.integrations import homes, wants_router_loss
@@ -41,23 +40,20 @@ class AllRows:
         sums = sum(one.nbytes for one in task.network.parameters)  # there at the end of the step
         self._room = _SMALL if room is None else room - sums
         self._is_own, self._forward = isinstance(task.loss, ModelTerms), kind.forward
-        self._calls = Calls()
-        self._listening: AbstractContextManager[Calls] = nullcontext(self._calls)
-        axes = kind.forward.axes
+        self.calls, axes = Calls(), kind.forward.axes
         if axes is not None and not isinstance(task.loss, WholeBatch):
             # What backward may need is an upper bound: half of it is surely there.
             fits = max(self._room, kind.forward.kept * plan.micro_batch / 2) if room is None else self._room
-            self._listening = heard(task.model, start=kind.forward.turn * len(axes), room=fits / _HELD)
+            self.calls = Calls(kind.forward.turn * len(axes), fits / _HELD).listen(task.model)
 
     def __enter__(self) -> "AllRows":
-        self._calls = self._listening.__enter__()
         if self._batch is not None:
             self.task.progress.judge = partial(self.judge, self._batch)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._listening.__exit__(None, None, None)  # last: what is put back has the hook
-        self._calls, self.task.progress.judge = Calls(), None
+        self.calls.stop()
+        self.task.progress.judge = None
 
     def judge(self, batch: Batch, sizes: Sequence[int], report: StepReport | None = None) -> None:
         """Compare, and note what is known now.
@@ -71,7 +67,7 @@ class AllRows:
             LossError: the losses differ by more than rounding.
         """
         progress, kind = self.task.progress, self.kind
-        self._calls.is_over = True
+        self.calls.stop()
         doubt = excuse_of(self.task, self.plan)
         if doubt is None:
             self.plan = replace(self.plan, rows=batch.rows, micro_batch=max(sizes), cut=tuple(sizes))
@@ -80,7 +76,8 @@ class AllRows:
                     first, outputs, is_joined = self._forward.turn, self._outputs(sizes), False
                     if not isinstance(self.task.loss, SummedLoss):
                         is_joined, doubt = self._join(made, sizes, outputs, report)
-                    doubt = doubt or self._run(made, sizes, outputs, first, is_joined=is_joined)
+                    known = None if is_joined or not report or report.dropped else report
+                    doubt = doubt or self._run(made, sizes, outputs, first, known, is_joined=is_joined)
             except OutOfMemoryError:
                 doubt = Doubt("memory ran out in a forward of all rows")
         kind.doubt_of_all = doubt
@@ -91,7 +88,7 @@ class AllRows:
 
     def _outputs(self, sizes: Sequence[int]) -> list[list[Any]]:
         """Return the outputs of the micro-batches that were heard; none if it is unsure whose they are."""
-        axes, calls = self._forward.axes, self._calls
+        axes, calls = self._forward.axes, self.calls
         if not axes or calls.count != len(axes) * len(sizes):  # a micro-batch ran twice, or was left out
             return []
         starts = range(0, len(calls.outputs) + 1 - len(axes), len(axes))
@@ -118,8 +115,8 @@ class AllRows:
         """
         first = self._forward.turn
         start, sizes = sum(sizes[:first]), sizes[first : first + len(outputs)]
-        is_all, self._forward.turn = not self._calls.is_full and not first, 0
-        if self._calls.is_full and first + len(outputs) < len(self.plan.cut) - 1:
+        is_all, self._forward.turn = not self.calls.is_full and not first, 0
+        if self.calls.is_full and first + len(outputs) < len(self.plan.cut) - 1:
             self._forward.turn = first + len(outputs)
         if len(outputs) < 2:
             return False, None
@@ -155,7 +152,14 @@ class AllRows:
     # ---- the model's own forwards
 
     def _run(
-        self, made: Bench, sizes: Sequence[int], outputs: list[list[Any]], first: int, *, is_joined: bool
+        self,
+        made: Bench,
+        sizes: Sequence[int],
+        outputs: list[list[Any]],
+        first: int,
+        report: StepReport | None,
+        *,
+        is_joined: bool,
     ) -> Doubt | None:
         """Compare the loss of many rows at once with that of their micro-batches.
 
@@ -179,7 +183,8 @@ class AllRows:
             for at, few, parts in groups:
                 known = outputs[at - first : at - first + len(parts)] if is_known and at >= first else []
                 known = known if len(known) == len(parts) else []
-                doubts.append(self._compare(few, parts, known, has_graph=has_graph))
+                told = report if self._forward.is_quiet and len(groups) == 1 and few is made else None
+                doubts.append(self._compare(few, parts, known, told, has_graph=has_graph))
                 if doubts[-1] not in (None, _NO_WEIGHT):
                     break
             if doubts[-1] is not _NEEDS_GRAPH:
@@ -212,7 +217,13 @@ class AllRows:
             group.append(size)
 
     def _compare(
-        self, few: Bench, sizes: Sequence[int], outputs: Sequence[Sequence[Any]], *, has_graph: bool
+        self,
+        few: Bench,
+        sizes: Sequence[int],
+        outputs: Sequence[Sequence[Any]],
+        report: StepReport | None,
+        *,
+        has_graph: bool,
     ) -> Doubt | None:
         rows, model = few.rows.rows, self.task.model
 
@@ -228,12 +239,15 @@ class AllRows:
             if not (has_graph or isinstance(whole, LossError)):  # it may differentiate inside
                 return _NEEDS_GRAPH
             return Doubt(f"{rows} rows at once gave {type(whole).__name__}: {whole}")
+        dtypes = whole.dtypes | self._forward.dtypes
+        if report and whole.is_quiet and not losses_differ([whole.report, report], dtypes, rows):
+            return None
         # Without a graph a model's router loss is left out of parts.
         has_router = self._is_own and bool(homes(model)) and wants_router_loss(model)
         again = {"like": whole.seen, "is_watched": not whole.is_quiet}
         options = {"has_graph": has_graph or has_router, **again}
         parts = self._returned(few, [rows], outputs, **options) if outputs else None
-        if parts is None and not isinstance(self.task.loss, WholeBatch):
+        if parts is None and not (self._is_own or isinstance(self.task.loss, WholeBatch)):
             parts = self._outcome(few, [rows - min(sizes), min(sizes)], **options)  # these tell as much
         if not isinstance(parts, Looked):  # a loss may refuse the other
             parts = self._outcome(few, sizes, **options)
@@ -243,7 +257,7 @@ class AllRows:
             return _OF_PROCESS
         if not (whole.is_weighed and parts.is_weighed):
             return _NO_WEIGHT
-        dtypes = whole.dtypes | parts.dtypes | self._forward.dtypes
+        dtypes |= parts.dtypes
         if self._is_own and not has_graph and losses_differ([whole.report, parts.report], dtypes, rows):
             return _NEEDS_GRAPH  # it may do more where gradients are enabled
         if whole.is_random or parts.is_random:

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from anybatch import core
 from anybatch.audit import say
 from anybatch.audit.known import Doubt, KnownKind
-from anybatch.audit.outputs import Calls, axes_of, heard
+from anybatch.audit.outputs import Calls, axes_of
 from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Restart, Task, Window, context
 from anybatch.losses import ModelTerms, Terms, WholeBatch
@@ -204,6 +204,7 @@ class _FewRows(NamedTuple):
         )
         plan = self.kept if is_first else self.plan
         options = {
+            "places": self.kind.places,
             "like": self.draws,
             "disturbed": self.disturbed,
             "is_thorough": self.is_thorough,
@@ -219,13 +220,11 @@ class _FewRows(NamedTuple):
         return isinstance(self.bench.task.loss, ModelTerms)
 
     def compare(self, most: int, cuts: Iterator[Split]) -> Doubt | None:
-        places, first = self.kind.places, next(cuts)
-        with heard(self.bench.task.model) as calls:
-            whole = self.run(first, places=places)
-        if (
-            isinstance(whole, core.LossError) and self.is_own
-        ):  # parts of other sizes may show that it is sound
-            whole = self.run(first := next(cuts), places=places)
+        first = next(cuts)
+        with Calls().listen(self.bench.task.model) as calls:
+            whole = self.run(first)
+        if isinstance(whole, core.LossError) and self.is_own:  # parts of other sizes may be sound
+            whole = self.run(first := next(cuts))
             if isinstance(whole, core.LossError):
                 raise whole
         if isinstance(whole, Exception):
@@ -236,41 +235,41 @@ class _FewRows(NamedTuple):
         self.kind.forward.is_quiet &= whole.is_quiet
         self.kind.forward.dtypes |= whole.dtypes
         self.kind.forward.kept, self.kind.forward.largest = whole.seen.kept / rows, whole.seen.largest / rows
-        self._refuse_numbers(whole)
         others = islice(cuts, self.others)
-        buffers = {
-            one for one in self.bench.task.model.buffers() if one.dim() == 1
-        }  # spectral_norm's converge
+        # Vectors of spectral_norm converge.
+        buffers = {one for one in self.bench.task.model.buffers() if one.dim() == 1}
         moved = [one for one in whole.written if one.is_floating_point() and one not in buffers]
         if moved and isinstance(again := self.run(first, disturbed=moved), Looked):
             # A teacher may still be its student.
             return self._replace(disturbed=moved)._compare(again, most, others, calls)
         return self._compare(whole, most, others, calls)
 
-    def _refuse_numbers(self, whole: Looked) -> None:
-        """Refuse a forward that computes with a number that it moves: each micro-batch would meet another."""
-        if whole.is_random or not (ahead := self._ahead(whole)):
-            return
-        with _instead(ahead):
-            again = self.run(whole.cut)
-        found = differ(whole, again) if isinstance(again, Looked) else None
-        if found and not found.is_small:
-            raise say.state_moves(self.bench, repr(next(iter(ahead)).key), found.words)
+    def _refuse_numbers(self, whole: Looked, parts: Looked) -> None:
+        """Refuse a forward that computes with a number that each micro-batch moves.
 
-    def _ahead(self, whole: Looked) -> dict[Place, Any]:
-        """Return the numbers that a forward moves, as far on as they will be until the next comparison."""
-        kind, forwards = self.kind, self.plan.micro_batches * max(1, self.bench.task.progress.begun)
-        pairs = zip(kind.places, kind.raw, whole.values, strict=True)
-        return {
-            place: old + (new - old) * forwards
-            for place, old, new in pairs
-            if type(old) in (int, float) and type(new) in (int, float) and new != old
-        }
+        The number is set as far ahead as it will be until the next comparison.
+        """
+        forwards = self.plan.micro_batches * max(1, self.bench.task.progress.begun)
+        ahead = dict[Place, Any]()
+        for place, first, others in zip(self.kind.places, whole.values, parts.values, strict=False):
+            if {*map(type, (*first, *others))} <= {int, float}:
+                moved, more = first[1] - first[0], others[1] - others[0]
+                ahead |= {place: place.read(place.key) + (moved or more) * forwards} if moved != more else {}
+        found = self._with(ahead, whole) if ahead else None
+        if found and not found.is_small:
+            alone = [one for one in ahead if self._with({one: ahead[one]}, whole)] or [*ahead]
+            raise say.state_moves(self.bench, repr(alone[0].key), found.words)
+
+    def _with(self, values: Mapping[Place, Any], whole: Looked) -> Difference | None:
+        """Return the difference from an outcome if places have other values."""
+        with _instead(values):
+            again = self.run(whole.cut)
+        return differ(whole, again) if isinstance(again, Looked) else None
 
     def _compare(self, whole: Looked, most: int, others: Iterator[Split], calls: Calls) -> Doubt | None:
         told, is_small, doubt = False, False, Doubt("there was no other cut to compare with")
         for cut in others:
-            with heard(self.bench.task.model) as more:
+            with Calls().listen(self.bench.task.model) as more:
                 parts = self.run(cut, is_first=False, is_watched=not whole.is_quiet)
             if isinstance(parts, Exception):
                 self._refuse_failed_trim(parts, cut, whole)
@@ -306,6 +305,8 @@ class _FewRows(NamedTuple):
                 self._refuse(found, whole, parts)
             else:
                 self.kind.error = max(self.kind.error, distance(whole, parts).gradient)
+                if not is_random:
+                    self._refuse_numbers(whole, parts)
         return None if told and not is_small else doubt
 
     def _failed(self, cut: Split, error: Exception) -> Doubt:

@@ -1,5 +1,6 @@
 """The outputs of a model: heard while its micro-batches run, joined, and returned in place of a forward"""
 
+import math
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,23 +14,45 @@ Axes = Sequence[Sequence[int]]  # of each call of a micro-batch: the axis of row
 
 
 class Calls:
-    """The outputs of the calls of a model, in order.
+    """The outputs of the calls of a model, in order, heard by a hook.
 
     Attributes:
         count: calls so far.
         outputs: the outputs of those that were kept, detached.
         is_full: True if some were not kept, because they would take more than `room` bytes.
-        is_over: set to True to hear no more.
+
+    Args:
+        start: the first call that is kept.
+        room: bytes that may be kept.
     """
 
-    def __init__(self, start: int = 0, room: float = 0.0) -> None:
+    def __init__(self, start: int = 0, room: float = math.inf) -> None:
         self._start, self._room = start, room
-        self.count, self.is_full, self.is_over = 0, False, False
+        self.count, self.is_full = 0, False
         self.outputs: list[Any] = []
+        self._handles = list[Any]()
+
+    def listen(self, model: nn.Module) -> "Calls":
+        """Hear the calls of a model from now on; not of a compiled one, which a hook would compile anew."""
+        if not (isinstance(model, torch.jit.ScriptModule) or private.compiled_call_of(model)):
+            # Before other hooks: they run again on what is returned.
+            self._handles.append(model.register_forward_hook(self, prepend=True))
+        return self
+
+    def stop(self) -> None:
+        """Hear no more; again where a failed step has put its hooks back."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> "Calls":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Keep an output; a hook of the model."""
-        if self.is_over or private.is_in_backward():  # where a call is recomputed
+        """Keep an output; the hook."""
+        if private.is_in_backward():  # where a call is recomputed
             return
         self.count += 1
         if self.count > self._start and not self.is_full:
@@ -39,20 +62,6 @@ class Calls:
             if not self.is_full:
                 kept = [one.detach().clone() if isinstance(one, Tensor) else one for one in leaves]
                 self.outputs.append(private.pytree.tree_unflatten(kept, form))
-
-
-@contextmanager
-def heard(model: nn.Module, *, start: int = 0, room: float = float("inf")) -> Generator[Calls]:
-    """Yield the calls of a model meanwhile: from this one on, as many as fit into so many bytes."""
-    calls = Calls(start, room)
-    if isinstance(model, torch.jit.ScriptModule) or private.compiled_call_of(model):  # hooks compile anew
-        yield calls
-        return
-    handle = model.register_forward_hook(calls, prepend=True)  # the others run again
-    try:
-        yield calls
-    finally:
-        handle.remove()
 
 
 def axes_of(whole: Calls, rows: Sequence[int], parts: Calls, sizes: Sequence[int]) -> Axes | None:

@@ -144,7 +144,7 @@ class OpenWindow(engine.Window):
         if task.network.batch_norms and (self._rows or task.strategy.is_many or plan.is_cut):
             refuse_meetings(task, plan)
         if audit.is_due(task, batch, plan) and self._all_rows is None:
-            self._all_rows = AllRows(task, plan, audit.known.kind(batch.kind), planning.room()).__enter__()
+            self._all_rows = AllRows(task, plan, audit.known.kind(batch.kind), planning.room())
             self._is_kept = True
         return plan, running
 
@@ -154,6 +154,7 @@ class OpenWindow(engine.Window):
         adds, self._adds = self._adds, []
         if self._all_rows is None or len(self._sizes) < 2:
             return
+        self._all_rows.calls.stop()
         is_same = all([*map(private.version, one.leaves)] == known for one, known in adds)
         whole = None
         try:

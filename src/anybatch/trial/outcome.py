@@ -196,7 +196,7 @@ class Looked(Outcome):
         is_quiet: True if it draws nothing and writes to nothing.
         is_thorough: True if backward was watched, too, which may run forwards again.
         mixes: True if it chooses rows at random.
-        values: at `places`, after the last micro-batch.
+        values: at `places`, before the first micro-batch and after the last.
     """
 
     def __init__(
@@ -215,7 +215,8 @@ class Looked(Outcome):
         task, few = bench.task, bench.rows
         if task.reader is None and not is_thorough:
             task = replace(task, reader=_AfterForward(self._rest))
-        self.cut, self._places, self.values = cut, places, list[Any]()
+        self.cut, self._places, self.values = cut, places, list[tuple[Any, Any]]()
+        self._before = [place.read(place.key) for place in places]
         self.is_thorough = is_thorough
         self.buffers: dict[str, float] = {}
         order: Sequence[int] = range(few.rows)
@@ -264,7 +265,8 @@ class Looked(Outcome):
     def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep the gradient, the norms of buffers that were written to, and the values at the places."""
         super().gradients(gradients)
-        self.values = [place.read(place.key) for place in self._places]
+        now = [place.read(place.key) for place in self._places]
+        self.values = [*zip(self._before, now, strict=True)]
         if not self.seen.is_quiet:
             self.buffers = {
                 name: accelerator.widened(one.detach()).norm().item()
