@@ -261,16 +261,21 @@ def replaced_by_fakes(
 
 
 @contextmanager
-def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object] = ()) -> Generator[ObjectState]:
-    """Restore random streams, gradients, warnings, the collector and all objects of `roots` on exit."""
+def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object]) -> Generator[ObjectState]:
+    """Restore random streams, warnings, the collector and all objects of `roots` on exit.
+
+    A PlanError is raised inside if a parameter gets a sparse gradient, whose bytes cannot be predicted.
+    """
     snapshot = ObjectState(roots)
-    gradients = [(parameter, parameter.grad) for parameter in parameters]
     collects = gc.isenabled()
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
         stack.enter_context(rng.preserved())
         if private.is_compiler_loaded():
             stack.enter_context(cast("Any", torch.compiler).set_stance("force_eager"))
+        for one in parameters:
+            if one.requires_grad and not is_lazy(one):
+                stack.callback(one.register_post_accumulate_grad_hook(_refuse_sparse).remove)
         gc.disable()  # objects in cycles stay alive, as they may in a real step
         torch.clear_autocast_cache()
         try:
@@ -278,22 +283,8 @@ def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object] = ()
         finally:
             torch.clear_autocast_cache()
             snapshot.put_back()
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
             if collects:
                 gc.enable()
-
-
-@contextmanager
-def dense_only(parameters: Iterable[Tensor]) -> Generator[None]:
-    """Raise a PlanError inside if a parameter gets a sparse gradient, whose bytes cannot be predicted."""
-    able = [one for one in parameters if one.requires_grad and not is_lazy(one)]
-    hooks = [one.register_post_accumulate_grad_hook(_refuse_sparse) for one in able]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _refuse_sparse(parameter: Tensor) -> None:

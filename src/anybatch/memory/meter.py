@@ -2,7 +2,6 @@
 
 import weakref
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -57,7 +56,7 @@ class Meter(private.TorchDispatchMode):
         as_accelerator: bool = False,
     ) -> None:
         super().__init__()
-        loss_module = nn.Identity() if loss_module is None else loss_module
+        loss_module = loss_module or nn.Identity()
         self._optimizers = optimizers
         self._parameters = _named_parameters(loss_module, model, optimizers)
         kinds = {parameter.device.type for parameter in self._parameters}
@@ -98,19 +97,20 @@ class Meter(private.TorchDispatchMode):
     def recording(self) -> Recording:
         """The events seen so far."""
         marks, seen = self._timeline.settled(), self._storages
-        starts, count = [mark.event for mark in marks], len(seen.numbers)
-        born = [marks[bisect_right(starts, event) - 1] for event in seen.births]
-        died = [marks[bisect_right(starts, seen.ends.get(one, count)) - 1] for one in range(len(born))]
-        found = [
-            find_owner(*pair, has_ended=one in seen.ends)
-            for one, pair in enumerate(zip(born, died, strict=True))
-        ]
+        owners, last = list[int](), len(marks) - 1
+        for one, birth in enumerate(seen.births):
+            end = seen.ends.get(one)
+            found = find_owner(marks[birth], marks[last if end is None else end], has_ended=end is not None)
+            owners.append(seen.owners.get(one, found))
         return Recording(
             storages=seen.numbers[:],
             changes=seen.changes[:],
             marks=tuple(marks),
-            owners=tuple([seen.owners.get(one, owner) for one, owner in enumerate(found)]),
-            places=tuple([seen.places.get(one, mark.module) for one, mark in enumerate(born)]),
+            owners=tuple(owners),
+            places=tuple(
+                [seen.places.get(one, marks[birth].module) for one, birth in enumerate(seen.births)]
+            ),
+            work=marks[-1][4:7],
         )
 
     def ledger(self) -> Ledger:
@@ -165,41 +165,39 @@ class Meter(private.TorchDispatchMode):
 
 class _Storages:
     def __init__(self, kinds: Collection[str], *, as_accelerator: bool) -> None:
-        self._kinds, self._host_apart = kinds, as_accelerator
-        self._granule = _GRANULE if as_accelerator else 1
+        self._kinds, self._granule = kinds, _GRANULE if as_accelerator else 1
+        self.marks = [Mark(0, "start", -1, "")]
         self.live = self.peak = 0
         self.numbers, self.changes = array("q"), array("q")  # by event
-        self.births: list[int] = []  # by storage: the event at which it began
-        self.ends: dict[int, int] = {}  # by storage: the event at which it ended
+        self.births: list[int] = []  # by storage: the last mark before it began
+        self.ends: dict[int, int] = {}  # by storage: the last mark before it ended
         self.owners: dict[int, int] = {}  # by storage: its owner, if known
         self.places: dict[int, str] = {}
         self.is_open = True
         self._followed: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # itself, number, bytes
 
-    def see(self, tensor: Tensor) -> None:
+    def see(self, tensor: Tensor) -> int:
+        """Follow the storage of a tensor; return its number, -1 if it does not count."""
         if tensor.layout is not torch.strided:
-            return  # a trace refuses sparse gradients
+            return -1  # a trace refuses sparse gradients
         storage = tensor.untyped_storage()
         key, size = id(storage), -(-storage.nbytes() // self._granule) * self._granule
-        known = self._followed.get(key)
-        if known is None:
-            is_other = bool(self._kinds) and tensor.device.type not in self._kinds
-            is_counted = not (is_other or (self._host_apart and is_moving()))
+        if key not in self._followed:
+            is_other = self._kinds and tensor.device.type not in self._kinds
+            is_counted = not (is_other or (self._granule > 1 and is_moving()))
             number = len(self.births) if is_counted else -1
             # The callback runs when the storage itself ends, not a Python handle to it, so its id is unique.
-            self._followed[key] = weakref.ref(storage, partial(self._end, key)), number, size
+            self._followed[key] = weakref.ref(storage, partial(self._end, key)), number, 0
             if is_counted:
-                self.births.append(len(self.numbers))
-                self._note(number, size)
-        elif known[1] >= 0 and known[2] != size:
-            self._followed[key] = known[0], known[1], size
-            self._note(known[1], size - known[2])
+                self.births.append(len(self.marks) - 1)
+        reference, number, known = self._followed[key]
+        if known != size and number >= 0:
+            self._followed[key] = reference, number, size
+            self._note(number, size - known)
+        return number
 
     def own(self, tensor: Tensor, owner: int, place: str = "") -> None:
-        self.see(tensor)
-        number = -1
-        if tensor.layout is torch.strided:
-            number = self._followed[id(tensor.untyped_storage())][1]
+        number = self.see(tensor)
         if number >= 0:
             self.owners.setdefault(number, owner)
             if place:
@@ -208,7 +206,7 @@ class _Storages:
     def _end(self, key: int, _: object) -> None:
         _, number, size = self._followed.pop(key)
         if self.is_open and number >= 0:
-            self.ends[number] = len(self.numbers)
+            self.ends[number] = len(self.marks) - 1
             self._note(number, -size)
 
     def _note(self, number: int, change: int) -> None:
@@ -227,7 +225,6 @@ class _Timeline:
         self._losses = {id(module) for module in loss_module.modules()}
         named = (*loss_module.named_modules(), *model.named_modules())
         self._names = {id(module): name for name, module in named}
-        self._marks = [Mark(0, "start", -1, "")]
         self._stack: list[tuple[str, str]] = []  # phase and module before each module at work
         self._phase, self.module, self._micro_batch = "start", "", -1
         self._begun = self._ended = 0  # backward passes
@@ -250,7 +247,7 @@ class _Timeline:
 
     def settled(self) -> list[Mark]:
         """Return the marks; what follows the last backward is the update."""
-        return [one._replace(phase="update") if one.phase == _AFTER else one for one in self._marks]
+        return [one._replace(phase="update") if one.phase == _AFTER else one for one in self._storages.marks]
 
     def enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         name = self._names.get(id(module))
@@ -300,13 +297,13 @@ class _Timeline:
 
     def _turn(self, phase: str, module: str) -> None:
         self._phase, self.module = phase, module
-        event, last = len(self._storages.numbers), self._marks[-1]
+        event, last = len(self._storages.numbers), self._storages.marks[-1]
         if last.phase == _AFTER:
-            self._marks[-1] = last._replace(phase="update" if phase == "update" else "backward")
+            self._storages.marks[-1] = last._replace(phase="update" if phase == "update" else "backward")
         if event == last.event and self.operations == last.operations and event:
-            self._marks.pop()  # an empty stretch
+            self._storages.marks.pop()  # an empty stretch
         done = self.operations, self.flops, self.moved, self._begun, self._ended
-        self._marks.append(Mark(event, phase, self._micro_batch, module, *done))
+        self._storages.marks.append(Mark(event, phase, self._micro_batch, module, *done))
 
 
 def _named_parameters(

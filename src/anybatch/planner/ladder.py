@@ -17,6 +17,7 @@ from anybatch.planner.rung import FROZEN, RAN_OUT, SURE, Rung, Want, even, small
 from anybatch.recompute import WHOLE, Choice
 
 Read = Callable[[Rung, tuple[int, ...]], None]  # runs micro-batches of a few rows, and puts all back
+Find = Callable[[], Sequence[str]]  # returns the blocks that may run again, in the order of the model
 
 _LOOKS = 3  # looks without a reading, before they are given up
 _FEW = 4  # rows that are read at most where fewer raise an error
@@ -46,9 +47,10 @@ class Ladder:
         self.refused = ""  # the reason why the batch must not be cut
         self.short = ""  # the reason why nothing is offloaded: the host lacks memory
         self.looks = 0  # looks at a few rows, with readings or without
-        self._static: tuple[Task | None, int, int] = None, 0, 0
-        self._to_come = self._at_first = 0  # bytes of optimizer state to be made; states that are there
-        self._steps = 0
+        self.held = 0  # bytes of parameters, buffers and optimizer state, as of the last step
+        self._task: Task | None = None  # that holds them
+        self._states = self._at_first = 0  # of its optimizers, and before the first step
+        self._to_come = 0  # bytes of optimizer state to be made
 
     @property
     def has_looked(self) -> bool:
@@ -60,24 +62,21 @@ class Ladder:
         """The rung that keeps all blocks."""
         return self.rungs[0]
 
-    @property
-    def held(self) -> int:
-        """Bytes of parameters, buffers and optimizer state, as of the last step."""
-        return self._static[2]
-
     def static_bytes(self, task: Task, batch: core.Batch) -> int:
         """Return the bytes alive throughout a step, without its gradient sums."""
         states = sum(len(one.state) for one in task.optimizers)
-        if self._static[:2] != (task, states) or self._steps < FROZEN:
-            if self._static[0] is None:
+        is_early = sum(one.steps for one in self.rungs.values()) < FROZEN
+        if is_early or (self._task, self._states) != (task, states):
+            if self._task is None:
                 self._to_come, update = update_to_come(task, as_set=self.plain.settings.foreach is None)
                 self._at_first = states
                 self.plain.updates.append(update)
-            self._static = task, states, _held(task) + self._to_come * (states == self._at_first)
+            self._task, self._states = task, states
+            self.held = _held(task) + self._to_come * (states == self._at_first)
         grads = [core.local(p.grad) for p in task.network.everyone if p.grad is not None]
         found = [one for one in grads if one.layout is torch.strided]
         # Existing gradients are kept and added to the step's, hence twice.
-        return self._static[2] + sum(one.nbytes for one in (*batch.leaves, *found, *found))
+        return self.held + sum(one.nbytes for one in (*batch.leaves, *found, *found))
 
     def known(self, want: Want) -> tuple[Rung, tuple[int, ...]] | None:
         """Return the rung with the least work of those that fit by what was read, and its cut."""
@@ -86,9 +85,7 @@ class Ladder:
             found.sort(key=lambda one: self._work(one[0], want, one[0].parts(want)))
         return found[0] if found else None
 
-    def choose(
-        self, want: Want, read: Read, find: Callable[[], Sequence[str]]
-    ) -> tuple[Rung, tuple[int, ...]]:
+    def choose(self, want: Want, read: Read, find: Find) -> tuple[Rung, tuple[int, ...]]:
         """Return the first rung that fits, and its cut; read further rungs if none does.
 
         Args:
@@ -117,8 +114,7 @@ class Ladder:
 
     def finish(self, rung: Rung, *, is_random: bool) -> None:
         """End a step on a rung."""
-        self._steps += 1
-        rung.finish(is_random=is_random)
+        rung.steps, rung.is_random = rung.steps + 1, rung.is_random or is_random
 
     def _work(self, rung: Rung, want: Want, parts: int) -> float:
         """Return the work of a step in that of the uncut batch, by counts, which no clock disturbs.
@@ -130,23 +126,23 @@ class Ladder:
         each = read.gradients / read.law((want.rows, want.length)) if read.law.readings else 0.0
         return parts * each + _AGAIN * rung.again / max(1, blocks) + (WHOLE in rung.settings.blocks)
 
-    def _read_blocks(self, rung: Rung, want: Want, read: Read, find: Callable[[], Sequence[str]]) -> bool:
+    def _read_blocks(self, rung: Rung, want: Want, read: Read, find: Find) -> bool:
         """Read the rung with all blocks recomputed if its larger micro-batches may be less work than these.
 
         Return True if it was read.
         """
         may_gain = self._work(rung, want, rung.parts(want)) > self._work(self.plain, want, 1) + _AGAIN
-        if rung.again or not may_gain or want.is_fixed or want.is_shared or self.plain.settings.blocks:
+        if rung.again or not may_gain or want.is_fixed or self._may_not_change(want):
             return False
-        blocks = tuple(find())
+        blocks = find()
         if not blocks or len(blocks) in self.rungs:
             return False
         return self._read_smallest(self._rung(len(blocks), _again(blocks)), want, read)
 
-    def _climb(self, want: Want, read: Read, find: Callable[[], Sequence[str]]) -> bool:
+    def _climb(self, want: Want, read: Read, find: Find) -> bool:
         """Read something that may fit where nothing known does; return False if there is nothing left."""
         top, last = max(self.rungs), self.rungs[max(self.rungs)]
-        blocks = () if self.plain.settings.blocks or want.is_shared else tuple(find())
+        blocks = () if self._may_not_change(want) else find()
         for level, choice in self._levels(blocks, want):
             if level >= top:
                 rung = last = self._rung(level, choice)
@@ -156,6 +152,10 @@ class Ladder:
                     return True
         return self._read_loss(last, want, read)
 
+    def _may_not_change(self, want: Want) -> bool:
+        """Return True if policies of blocks are given, or micro-batches hold collectives of all ranks."""
+        return bool(self.plain.settings.blocks) or want.is_shared
+
     def _levels(self, blocks: Sequence[str], want: Want) -> Iterator[tuple[int, Choice]]:
         """Yield number and policies of the rungs but for those that keep some blocks, the fastest first."""
         yield 0, self.plain.settings.blocks
@@ -164,7 +164,7 @@ class Ladder:
             yield len(blocks), again
         # A cut that must stay is chosen once, and what offload takes is not in proportion to the rows.
         may_differ = want.is_whole or not want.is_fixed
-        if self.offloads and may_differ and not (self.plain.settings.blocks or want.is_shared):
+        if self.offloads and may_differ and not self._may_not_change(want):
             needed, free = self.plain.takes(want), room_of(torch.device("cpu"))
             self.short = ""
             if free is not None and needed > free:
@@ -227,13 +227,13 @@ class Ladder:
 
     def _update_one_by_one(self, want: Want) -> None:
         """Update parameter by parameter from now on if common operations take too much."""
-        task, updates = self._static[0], self.plain.updates
+        task, updates = self._task, self.plain.updates
         if task and self.plain.settings.foreach is None and max(updates) > self.plain.room(want):
             updates[:] = [update_to_come(task)[1]]
             for rung in self.rungs.values():
                 rung.settings = replace(rung.settings, foreach=False)
 
-    def _give_back(self, blocks: tuple[str, ...], want: Want, read: Read) -> None:
+    def _give_back(self, blocks: Sequence[str], want: Want, read: Read) -> None:
         """Find the fewest blocks that must run again, by a line between two rungs of which one fits."""
         low, high = 0, len(blocks)  # `high` fits, `low` does not
         for _ in range(_TRIES):
@@ -306,7 +306,6 @@ class Ladder:
             rung.updates = self.plain.updates
             rung.load(one)
             self.rungs[int(one["again"])] = rung
-            self._steps = max(self._steps, rung.steps)
 
 
 def _again(blocks: Sequence[str]) -> Choice:

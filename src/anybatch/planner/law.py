@@ -59,9 +59,8 @@ class Law:
         if size in self.readings:
             return _typical(self.readings[size])
         rows, length = size
-        least = min(m for m, _ in self.readings)
-        if rows < least:  # the constant part is not known well enough to predict less
-            return self((least, length))
+        if rows < self.least:  # the constant part is not known well enough to predict less
+            return self((int(self.least), length))
         terms, _, odd = self._fit()
         if rows in odd:
             return odd[rows] * length

@@ -16,8 +16,6 @@ from anybatch.planner.law import Law, Size
 from anybatch.recompute import Offload
 from anybatch.state import rng
 
-Shape = tuple[tuple[str, tuple[int, ...]], ...]  # dtype and sizes of each leaf of a row
-
 COLLATED_AT_ONCE = 8  # rows collated together if only shapes are needed
 BEYOND = 1.05  # a size this factor larger than all readings is read
 _PER_SIZE = 3  # readings of one size
@@ -169,13 +167,12 @@ class MemoryReader(Reader):
         self.readings.gradients = max(self.readings.gradients, held)
         own = sum(one.nbytes for one in leaves if one.untyped_storage().nbytes() == one.nbytes)
         Offload.most = 0
-        reading = self._begun() if self._wants(size, held) else None
-        self._open = _Open(size, own, held, reading)
+        self._begin(size, own, held, is_read=self._wants(size, held))
 
-    def _begun(self) -> MemoryReading | None:
-        found = MemoryReading.begin(self.devices)
-        self.is_blind = self.is_blind or found is None
-        return found
+    def _begin(self, size: Size, own: int = 0, held: int = 0, *, is_read: bool = True) -> None:
+        reading = MemoryReading.begin(self.devices) if is_read else None
+        self.is_blind = self.is_blind or (is_read and reading is None)
+        self._open = _Open(size, own, held, reading)
 
     def _wants(self, size: Size, held: int) -> bool:
         read = self.readings
@@ -195,28 +192,28 @@ class MemoryReader(Reader):
     def begin_first(self, rows: int) -> None:
         """Read the loss over all rows, unless that over so many was read."""
         if rows not in self.readings.first:
-            self._open = _Open((rows, 0), 0, 0, self._begun())
+            self._begin((rows, 0))
 
     def first_done(self) -> None:
         """Keep the peak of the loss over all rows, and what it leaves."""
         opened, found = self._end()
-        if opened is not None and found is not None:
-            left = found[2]  # the outputs' gradient; the outputs, as large, were there before
-            self.readings.first[opened.size[0]] = float(found[0] + left), 2.0 * left
+        if opened and found:
+            peak, left = found  # the outputs' gradient; the outputs, as large, were there before
+            self.readings.first[opened.size[0]] = float(peak + left), 2.0 * left
 
     def forward_done(self) -> None:
         """Mark the end of the forward: the graph is complete."""
-        if self._open is not None and self._open.reading is not None:
+        if self._open and self._open.reading:
             self._open.reading.mark()
 
     def done(self) -> None:
         """Add the reading to the law."""
         opened, found = self._end()
-        if opened is None:
+        if not opened:
             return
         read = self.readings
         read.ran = max(read.ran, opened.size[0] * opened.size[1])
-        if opened.reading is None or found is None:  # a profiler of the caller's may take over
+        if not (opened.reading and found):  # a profiler of the caller's may take over
             return
         self._has_read = not self._is_look
         read.is_exact = read.is_exact and opened.reading.is_exact
@@ -229,19 +226,19 @@ class MemoryReader(Reader):
     def begin_update(self) -> None:
         """Read the update, except the first, which makes optimizer state."""
         if self._updates is not None:
-            self._open = _Open((0, 0), 0, 0, self._begun())
+            self._begin((0, 0))
 
     def update_done(self) -> None:
         """Keep the temporary bytes of the update."""
         found = self._end()[1]
-        if self._updates is not None and found:
+        if found and self._updates is not None:
             self._updates.append(found[0] - self.readings.spare)  # the reading saw that one too
 
     def close(self) -> None:
         """Drop an open reading."""
         self._end()
 
-    def _end(self) -> tuple[_Open | None, tuple[int, float, int] | None]:
+    def _end(self) -> tuple[_Open | None, tuple[int, int] | None]:
         opened, self._open = self._open, None
         return opened, opened.reading.end() if opened and opened.reading else None
 
@@ -259,28 +256,14 @@ def _length(leaves: Sequence[Tensor]) -> int:
 
 def length_of(batch: Batch) -> int:
     """Return the numbers in one row of a batch; for samples, in the longest row."""
-    if isinstance(batch, SampleBatch):
-        with suppress(BatchError):
-            return max(1, sum(math.prod(sizes) for _, sizes in longest(batch)))
-    return _length(batch.leaves)
+    if not isinstance(batch, SampleBatch):
+        return _length(batch.leaves)
+    with suppress(BatchError, ValueError), rng.preserved():  # `collate` may return other kinds of objects
+        shapes = [*map(_shapes, batch.cut(COLLATED_AT_ONCE))]  # each is freed before the next is made
+        longest = [map(max, zip(*sizes, strict=True)) for sizes in zip(*shapes, strict=True)]
+        return max(1, sum(map(math.prod, longest)))
+    return 1
 
 
-def row_shape(value: object) -> Shape:
-    """Return dtype and sizes of each leaf of one row."""
-    return tuple([(str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in tree.flatten(value).leaves])
-
-
-def longest(batch: SampleBatch) -> Shape:
-    """Return the largest size of each axis over all samples, collated a few at a time."""
-    with rng.preserved():
-        shapes = [*map(row_shape, batch.cut(COLLATED_AT_ONCE))]  # each is freed before the next is made
-    for shape in shapes:
-        if [(name, len(sizes)) for name, sizes in shape] != [(n, len(s)) for n, s in shapes[0]]:
-            raise BatchError(
-                "Expected collate to return tensors of the same kinds for all rows, got "
-                f"{str(shape)[:80]} after {str(shapes[0])[:80]}. Return the same nest each time."
-            )
-    return tuple(
-        (name, tuple(max(sizes) for sizes in zip(*[shape[leaf][1] for shape in shapes], strict=True)))
-        for leaf, (name, _) in enumerate(shapes[0])
-    )
+def _shapes(rows: object) -> list[torch.Size]:
+    return [leaf.shape[1:] for leaf in tree.flatten(rows).leaves]

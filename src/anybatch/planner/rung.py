@@ -58,8 +58,8 @@ class Rung:
         self.updates = [0.0]  # temporary bytes of the update, foretold and read; all rungs share the list
         self.steps, self.is_random = 0, False
         self.fixed: dict[tuple[int, int], tuple[int, ...]] = {}  # cuts that are kept, by rows and length
-        self._cuts: dict[Want, tuple[int, ...]] = {}
-        self._parts: dict[Want, int] = {}  # micro-batches of the cut that these approach
+        # Cuts by these readings, each with the number of micro-batches of the cut that it approaches.
+        self._cuts: dict[Want, tuple[tuple[int, ...], int]] = {}
         self._known: tuple[float, ...] = ()  # the readings on which these are based
 
     def room(self, want: Want) -> float:
@@ -86,16 +86,19 @@ class Rung:
 
     def sizes(self, want: Want) -> tuple[int, ...]:
         """Return the rows of each micro-batch; empty if not even the smallest is known to fit."""
-        self._forget_old()
-        keeps = want.is_fixed and want.only is None
-        kept = self.fixed.get((want.rows, want.length)) if keeps else None
-        if kept is not None:
-            return kept
+        read, key, keeps = self.readings, (want.rows, want.length), want.is_fixed and want.only is None
+        count = sum(map(len, read.law.readings.values())), len(read.whole), len(read.first)
+        known = (*count, read.ran, max(self.updates), read.gradients)
+        if known != self._known:
+            self._known = known
+            self._cuts.clear()
+        if keeps and key in self.fixed:
+            return self.fixed[key]
         if want not in self._cuts:
             self._cuts[want] = self._fitting(want)
-        found = self._cuts[want]
+        found = self._cuts[want][0]
         if keeps and found:
-            self.fixed[want.rows, want.length] = found
+            self.fixed[key] = found
         return found
 
     @property
@@ -106,11 +109,12 @@ class Rung:
     @property
     def has_cut(self) -> bool:
         """True if rows of some step fit."""
-        return any(self._cuts.values())
+        return any(cut for cut, _ in self._cuts.values())
 
     def parts(self, want: Want) -> int:
         """Return the number of micro-batches of the cut that is approached."""
-        return self._parts.get(want, len(self.sizes(want)))
+        cut = self.sizes(want)
+        return self._cuts.get(want, (cut, len(cut)))[1]
 
     def spare(self, want: Want, cut: Sequence[int]) -> float:
         """Return the bytes that each micro-batch of a cut leaves free; 0 if none as large was read or ran."""
@@ -140,10 +144,6 @@ class Rung:
             own=want.own,
         )
 
-    def finish(self, *, is_random: bool) -> None:
-        """End a step."""
-        self.steps, self.is_random = self.steps + 1, self.is_random or is_random
-
     def state(self) -> dict[str, Any]:
         """Return readings and decisions as JSON values."""
         return {
@@ -169,38 +169,27 @@ class Rung:
     def _is_frozen(self) -> bool:
         return self.is_random and self.steps >= FROZEN
 
-    def _forget_old(self) -> None:
-        read = self.readings
-        count = sum(map(len, read.law.readings.values())), len(read.whole), len(read.first)
-        known = (*count, read.ran, max(self.updates), read.gradients)
-        if known != self._known:
-            self._known = known
-            self._cuts.clear()
-            self._parts.clear()
-
-    def _fitting(self, want: Want) -> tuple[int, ...]:
-        """Return the largest even cut that fits, or the next one on the way to it."""
+    def _fitting(self, want: Want) -> tuple[tuple[int, ...], int]:
+        """Return the largest even cut that fits, or one on the way to it; and the parts of that largest."""
         read, room, length = self.readings, self.room(want), want.length
         peak, left = read.first_pass(want.rows)
         if max(self.updates) > room + left or peak > room + left + read.gradients:
-            return ()
+            return (), 0
         if want.only is not None:
-            return tuple(cut_sizes(want.rows, want.only)) if self._may_run(want.size, want) else ()
+            cut = tuple(cut_sizes(want.rows, want.only)) if self._may_run(want.size, want) else ()
+            return cut, len(cut)
         most = max(1, want.rows // want.least)
-        top = next((size for size in _largest_first(want.rows, most) if self._fits_even(size, want, room)), 0)
-        if not top:
-            return ()
-        self._parts[want] = -(-want.rows // top)
+        for top in dict.fromkeys(-(-want.rows // count) for count in range(1, most + 1)):
+            cut, is_uncut = even(want.rows, -(-want.rows // top)), top == want.rows
+            if all(read.fits((size, length), room, is_uncut=is_uncut) for size in {*cut}):
+                break
+        else:
+            return (), 0
         is_far = top * length > BEYOND * read.seen and not self._is_frozen
-        if is_far and not (want.is_add or want.is_fixed):
-            top = max(want.least, min(top, self._next(top, length, room)))
-        return even(want.rows, -(-want.rows // top))
-
-    def _fits_even(self, most: int, want: Want, room: float) -> bool:
-        """Return True if an even cut into parts of at most so many rows fits."""
-        parts = {*even(want.rows, -(-want.rows // most))}
-        is_uncut = parts == {want.rows}
-        return all(self.readings.fits((size, want.length), room, is_uncut=is_uncut) for size in parts)
+        if not is_far or want.is_add or want.is_fixed:
+            return cut, len(cut)
+        near = max(want.least, min(top, self._next(top, length, room)))
+        return even(want.rows, -(-want.rows // near)), len(cut)
 
     def _may_run(self, size: int, want: Want) -> bool:
         """Return True if the one size that is allowed fits, or may be run because nothing else tells."""
@@ -223,10 +212,6 @@ def even(rows: int, parts: int) -> tuple[int, ...]:
     """Return the sizes of so many parts that differ by at most one row, the larger first."""
     size, more = divmod(rows, min(rows, parts))
     return (size + 1,) * more + (size,) * (min(rows, parts) - more)
-
-
-def _largest_first(rows: int, parts: int) -> list[int]:
-    return [*dict.fromkeys(-(-rows // count) for count in range(1, parts + 1))]
 
 
 def smallest(rung: Rung, want: Want) -> float:
