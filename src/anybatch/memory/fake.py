@@ -187,7 +187,17 @@ class Fakes:
         if is_lazy(tensor):
             return tensor
         if id(tensor) not in self._made:
-            fake = self._make(tensor)
+            if tensor.device.type == "meta":
+                # Nothing is trained on meta: a meta tensor stands for one that will be on the device.
+                with self._mode:
+                    fake = torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                    )
+                is_parameter = isinstance(tensor, nn.Parameter)
+                fake = nn.Parameter(fake, requires_grad=False) if is_parameter else fake
+                fake.requires_grad_(tensor.requires_grad)
+            else:
+                fake = self._mode.from_tensor(tensor, static_shapes=True)
             if tensor.is_leaf:
                 for name, value in vars(tensor).items():  # attributes set by the caller
                     vars(fake).setdefault(name, value)
@@ -196,16 +206,6 @@ class Fakes:
                         setattr(fake, name, hooks.copy())
             self._made[id(tensor)] = tensor, fake
         return self._made[id(tensor)][1]
-
-    def _make(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type != "meta":
-            return self._mode.from_tensor(tensor, static_shapes=True)
-        # Nothing is trained on meta: a meta tensor stands for one that will be on the device.
-        with self._mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        return fake.requires_grad_(tensor.requires_grad)
 
     def settings(self, value: Any) -> Any:
         """Return `within` of a dict, but keep the values of scalars: updates divide by them."""
