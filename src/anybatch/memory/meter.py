@@ -3,6 +3,7 @@
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -38,7 +39,7 @@ class Meter(private.TorchDispatchMode):
     Memory inside one kernel is not seen. Phases and modules come from hooks, which `__exit__` removes.
 
     `held` are other tensors alive from the start, `state` those counted as optimizer state from the start,
-    `cublas` the workspaces that cuBLAS keeps.
+    `cublas` the workspaces that cuBLAS keeps. `flops` counts operations of products, convolutions and attention.
     `as_accelerator` counts as on an accelerator, wherever the tensors are: in multiples of 512 bytes, without
     the host copies that offload makes. Tensors on another kind of device than the parameters never count.
     """
@@ -60,18 +61,26 @@ class Meter(private.TorchDispatchMode):
         self._optimizers = optimizers
         self._parameters = _named_parameters(loss_module, model, optimizers)
         kinds = {parameter.device.type for parameter in self._parameters}
-        self._storages = _Storages(kinds, as_accelerator=as_accelerator)
+        self._storages = seen = _Storages(kinds, as_accelerator=as_accelerator)
         for parameter, place in self._parameters.items():
-            self._storages.own(parameter, PARAMETERS, place)
+            seen.own(parameter, PARAMETERS, place)
         for name, buffer in (*loss_module.named_buffers(), *model.named_buffers()):
-            self._storages.own(buffer, OTHER, name.rpartition(".")[0])
+            seen.own(buffer, OTHER, name.rpartition(".")[0])
         self._own_what_is_held()
         for owner, tensors in ((INPUT, batch_leaves), (OTHER, held), (STATE, state), (WORKSPACE, cublas)):
             for tensor in tensors:
-                self._storages.own(tensor, owner, "cuBLAS" if owner == WORKSPACE else "")
-        self.held = self._storages.live
-        self._timeline = _Timeline(model, loss_module, self._storages, self._own_what_is_held)
-        self._take_off: list[Callable[[], None]] = []
+                seen.own(tensor, owner, "cuBLAS" if owner == WORKSPACE else "")
+        self.held = seen.live
+        of_loss = {*map(id, loss_module.modules())}
+        named = (*loss_module.named_modules(), *model.named_modules())
+        # By module: its name, and True for one of the loss.
+        self._names = {id(module): (name, id(module) in of_loss) for name, module in named}
+        self._stack: list[tuple[str, str]] = []  # phase and module before each module at work
+        self._phase, self.module, self._micro_batch = "start", "", -1  # the module is that at work, by name
+        self._begun = self._ended = 0  # backward passes
+        # So far; floating-point operations are those of products, convolutions and attention.
+        self.operations = self.flops = self.moved = 0
+        self._hooks = ExitStack()
 
     @property
     def live(self) -> int:
@@ -84,19 +93,10 @@ class Meter(private.TorchDispatchMode):
         return self._storages.peak
 
     @property
-    def flops(self) -> int:
-        """Floating-point operations so far, of products, convolutions and attention."""
-        return self._timeline.flops
-
-    @property
-    def module(self) -> str:
-        """Name of the module at work."""
-        return self._timeline.module
-
-    @property
     def recording(self) -> Recording:
         """The events seen so far."""
-        marks, seen = self._timeline.settled(), self._storages
+        seen = self._storages  # what follows the last backward is the update
+        marks = [one._replace(phase="update") if one.phase == _AFTER else one for one in seen.marks]
         owners, last = list[int](), len(marks) - 1
         for one, birth in enumerate(seen.births):
             end = seen.ends.get(one)
@@ -119,20 +119,19 @@ class Meter(private.TorchDispatchMode):
         return self.recording.ledger(source="measured", device=device)
 
     def __enter__(self) -> "Meter":
-        handles = [
-            register_module_forward_pre_hook(self._timeline.enter_module),
-            register_module_forward_hook(self._timeline.leave_module, always_call=True),
-            *[one.register_step_pre_hook(self._timeline.begin_update) for one in self._optimizers],
+        for handle in (
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+            *[one.register_step_pre_hook(self._begin_update) for one in self._optimizers],
             *[one.register_step_post_hook(self._own_what_is_held) for one in self._optimizers],
-        ]
-        self._take_off = [handle.remove for handle in handles]
+        ):
+            self._hooks.callback(handle.remove)
         return cast("Meter", super().__enter__())
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for take_off in self._take_off:
-            take_off()
-        self._timeline.is_open = self._storages.is_open = False
+        self._hooks.close()
+        self._storages.is_open = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -140,17 +139,16 @@ class Meter(private.TorchDispatchMode):
         kwargs = {} if kwargs is None else kwargs
         if func is _DEVICE:  # no operation: autograd asks every fake tensor for its device
             return getattr(args[0], "fake_device", None) or func(*args, **kwargs)
-        line = self._timeline
-        line.look()
+        self._look()
         result = func(*args, **kwargs)
-        line.operations += 1
+        self.operations += 1
         count = _COUNTS.get(private.operator_of(func))
         if count is not None:
-            line.flops += int(count(*args, **kwargs, out_val=result))
+            self.flops += int(count(*args, **kwargs, out_val=result))
         see = self._storages.see
         for leaf in tensors_in((args, kwargs, result)):
             see(leaf)
-            line.moved += leaf.numel() * leaf.element_size()
+            self.moved += leaf.numel() * leaf.element_size()
         return result
 
     def _own_what_is_held(self, *_: object) -> None:
@@ -161,6 +159,78 @@ class Meter(private.TorchDispatchMode):
             for parameter, slots in one.state.items():
                 for tensor in tensors_in(slots):
                     self._storages.own(tensor, STATE, self._parameters.get(parameter, ""))
+
+    def _look(self) -> None:
+        if self._stack or private.is_in_backward() is self._is_in_backward:
+            return
+        if self._is_in_backward:
+            self._ended += 1
+            self._turn(_AFTER, "")
+        else:
+            self._begun += 1
+            self._turn("backward", "")
+
+    @property
+    def _is_in_backward(self) -> bool:
+        return self._begun > self._ended
+
+    def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        known = self._names.get(id(module))
+        if known is None:
+            return
+        phase = self._phase if self._stack else self._begin(known, args)
+        self._stack.append((self._phase, self.module))
+        self._turn(phase, known[0])
+
+    def _leave_module(self, module: nn.Module, args: object, outputs: Any) -> None:
+        known = self._names.get(id(module))
+        if known is None or not self._stack:
+            return
+        name = known[0]
+        is_rebuilt = self._phase == "recompute"
+        phase, module_before = self._stack.pop()
+        for output in tensors_in(outputs):
+            node: Any = output.grad_fn
+            # An output made by a submodule belongs to the submodule.
+            if node is not None and not is_rebuilt and node.metadata.setdefault(_NAME, name) is name:
+                node.register_prehook(partial(self._enter_backward_of, name))
+        self._turn(phase if self._stack or is_rebuilt else "loss", module_before)
+
+    def _begin_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._look()
+        self._own_what_is_held()
+        self._turn("update", "")
+
+    def _begin(self, known: tuple[str, bool], args: tuple[Any, ...]) -> str:
+        """Return the phase of a module that begins."""
+        self._look()
+        if self._is_in_backward:
+            return "recompute"
+        if known[1]:
+            return "loss"
+        is_model = not known[0]
+        if is_model or self._phase not in ("forward", "loss"):
+            self._micro_batch += 1
+        self._own_what_is_held()
+        for leaf in tensors_in(args if is_model else ()):
+            if leaf.grad_fn is None:
+                self._storages.own(leaf, INPUT)
+        return "forward"
+
+    def _enter_backward_of(self, name: str, gradients: object) -> None:
+        if self._storages.is_open and not self._stack:
+            self._look()
+            self._turn("backward", name)
+
+    def _turn(self, phase: str, module: str) -> None:
+        self._phase, self.module = phase, module
+        event, last = len(self._storages.numbers), self._storages.marks[-1]
+        if last.phase == _AFTER:
+            self._storages.marks[-1] = last._replace(phase="update" if phase == "update" else "backward")
+        if event == last.event and self.operations == last.operations and event:
+            self._storages.marks.pop()  # an empty stretch
+        done = self.operations, self.flops, self.moved, self._begun, self._ended
+        self._storages.marks.append(Mark(event, phase, self._micro_batch, module, *done))
 
 
 class _Storages:
@@ -215,95 +285,6 @@ class _Storages:
         self.live += change
         if self.live > self.peak:
             self.peak = self.live
-
-
-class _Timeline:
-    def __init__(
-        self, model: nn.Module, loss_module: nn.Module, storages: _Storages, look_at_held: Callable[[], None]
-    ) -> None:
-        self._model, self._storages, self._look_at_held = model, storages, look_at_held
-        self._losses = {id(module) for module in loss_module.modules()}
-        named = (*loss_module.named_modules(), *model.named_modules())
-        self._names = {id(module): name for name, module in named}
-        self._stack: list[tuple[str, str]] = []  # phase and module before each module at work
-        self._phase, self.module, self._micro_batch = "start", "", -1
-        self._begun = self._ended = 0  # backward passes
-        self.operations = self.flops = self.moved = 0
-        self.is_open = True
-
-    def look(self) -> None:
-        if self._stack or private.is_in_backward() is self._is_in_backward:
-            return
-        if self._is_in_backward:
-            self._ended += 1
-            self._turn(_AFTER, "")
-        else:
-            self._begun += 1
-            self._turn("backward", "")
-
-    @property
-    def _is_in_backward(self) -> bool:
-        return self._begun > self._ended
-
-    def settled(self) -> list[Mark]:
-        """Return the marks; what follows the last backward is the update."""
-        return [one._replace(phase="update") if one.phase == _AFTER else one for one in self._storages.marks]
-
-    def enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        name = self._names.get(id(module))
-        if name is None:
-            return
-        phase = self._phase if self._stack else self._begin(module, args)
-        self._stack.append((self._phase, self.module))
-        self._turn(phase, name)
-
-    def leave_module(self, module: nn.Module, args: object, outputs: Any) -> None:
-        name = self._names.get(id(module))
-        if name is None or not self._stack:
-            return
-        is_rebuilt = self._phase == "recompute"
-        phase, module_before = self._stack.pop()
-        for output in tensors_in(outputs):
-            node: Any = output.grad_fn
-            # An output made by a submodule belongs to the submodule.
-            if node is not None and not is_rebuilt and node.metadata.setdefault(_NAME, name) is name:
-                node.register_prehook(partial(self._enter_backward_of, name))
-        self._turn(phase if self._stack or is_rebuilt else "loss", module_before)
-
-    def begin_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self.look()
-        self._look_at_held()
-        self._turn("update", "")
-
-    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> str:
-        self.look()
-        if self._is_in_backward:
-            return "recompute"
-        if id(module) in self._losses:
-            return "loss"
-        if module is self._model or self._phase not in ("forward", "loss"):
-            self._micro_batch += 1
-        self._look_at_held()
-        if module is self._model:
-            for leaf in tensors_in(args):
-                if leaf.grad_fn is None:
-                    self._storages.own(leaf, INPUT)
-        return "forward"
-
-    def _enter_backward_of(self, name: str, gradients: object) -> None:
-        if self.is_open and not self._stack:
-            self.look()
-            self._turn("backward", name)
-
-    def _turn(self, phase: str, module: str) -> None:
-        self._phase, self.module = phase, module
-        event, last = len(self._storages.numbers), self._storages.marks[-1]
-        if last.phase == _AFTER:
-            self._storages.marks[-1] = last._replace(phase="update" if phase == "update" else "backward")
-        if event == last.event and self.operations == last.operations and event:
-            self._storages.marks.pop()  # an empty stretch
-        done = self.operations, self.flops, self.moved, self._begun, self._ended
-        self._storages.marks.append(Mark(event, phase, self._micro_batch, module, *done))
 
 
 def _named_parameters(

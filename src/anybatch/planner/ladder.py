@@ -150,7 +150,11 @@ class Ladder:
                     if level == len(blocks) and rung.sizes(want):
                         self._give_back(blocks, want, read)
                     return True
-        return self._read_loss(last, want, read)
+        first = last.readings.first
+        if not first or want.rows in first:
+            return False
+        read(last, even(want.rows, -(-want.rows // want.size)))  # the loss over all rows was only guessed at
+        return want.rows in first
 
     def _may_not_change(self, want: Want) -> bool:
         """Return True if policies of blocks are given, or micro-batches hold collectives of all ranks."""
@@ -216,14 +220,6 @@ class Ladder:
                 read(rung, (size, size))
                 return (size, want.length) in found
         return False
-
-    def _read_loss(self, rung: Rung, want: Want, read: Read) -> bool:
-        """Read the loss over all rows if it was only guessed at; return True if it was read."""
-        first = rung.readings.first
-        if not first or want.rows in first:
-            return False
-        read(rung, even(want.rows, -(-want.rows // want.size)))
-        return want.rows in first
 
     def _update_one_by_one(self, want: Want) -> None:
         """Update parameter by parameter from now on if common operations take too much."""

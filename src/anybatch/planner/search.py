@@ -12,7 +12,7 @@ from anybatch.engine import Plan
 from anybatch.memory import OWNERS
 from anybatch.planner.ladder import update_to_come
 from anybatch.planner.report import Option, PlanReport, below_floor, refusal
-from anybatch.planner.request import Request, computes_in_half
+from anybatch.planner.request import Request
 from anybatch.planner.trace import Trace, trace
 from anybatch.recompute import WHOLE, Choice
 
@@ -32,10 +32,8 @@ class _Search:
     def __init__(self, request: Request) -> None:
         self._request, self._sizes = request, request.all_sizes
         self._limit = 2**62 if request.budget is None else request.budget
-        self._half = request.like.precision.is_short or computes_in_half(request.task)
-        self._traced: dict[Plan, Option] = {}
-        self._traces: dict[Plan, Trace] = {}  # of the traced plans
-        self._known: dict[Choice, dict[int, Option]] = {}  # by policies of blocks and by size
+        self._traced: dict[Plan, Trace] = {}
+        self._known: dict[Choice, dict[int, Trace]] = {}  # by policies of blocks and by size
         self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient
         self._tell_at, self._foreach = monotonic() + SILENT_S, request.like.foreach
 
@@ -62,8 +60,7 @@ class _Search:
         least = self._least(rung)
         if least.peak <= self._limit:
             return self._report(least, [])
-        ledger = self._traces[least.plan].ledger
-        raise refusal(least, ledger, self._limit, network.batch_norms, request.cut_refused)
+        raise refusal(least.plan, least.ledger, self._limit, network.batch_norms, request.cut_refused)
 
     def _largest(self, choice: Choice) -> int:
         """Return the index of the largest size that fits on a rung; the number of sizes if none does.
@@ -84,8 +81,8 @@ class _Search:
     def _guess(self, size: int, choice: Choice) -> float:
         """Estimate the peak of a size by the nearest traced one: activations grow with the rows."""
         known = self._known[choice].values()
-        near = min(known, key=lambda option: abs(option.plan.micro_batch - size))
-        ledger, scale = self._traces[near.plan].ledger, size / near.plan.micro_batch
+        near = min(known, key=lambda one: abs(one.plan.micro_batch - size))
+        ledger, scale = near.ledger, size / near.plan.micro_batch
         is_late = self._foreach is False and near.plan.foreach is None  # updates will take less
         gradients, peaks = max(moment.bytes[1] for moment in ledger.moments), list[float]()
         kept = self._request.device.workspace
@@ -104,12 +101,12 @@ class _Search:
         fits = 0 < again < most and self._option(size, choice[:again]).peak <= self._limit
         return choice[:again] if fits else choice
 
-    def _may_free(self, option: Option) -> bool:
+    def _may_free(self, option: Trace) -> bool:
         """Return True if a lower rung may fit or take clearly less: those free activations, nothing else."""
-        rest = max(one.total - one.bytes[ACTIVATIONS] for one in self._traces[option.plan].ledger.moments)
+        rest = max(one.total - one.bytes[ACTIVATIONS] for one in option.ledger.moments)
         return rest <= self._limit or CLOSE * rest < option.peak
 
-    def _least(self, choice: Choice) -> Option:
+    def _least(self, choice: Choice) -> Trace:
         """Return the fastest plan that fits of those with the fewest bytes, or the one with the fewest.
 
         A few rows may use less than one, as each micro-batch leaves some bytes; the whole batch may use less
@@ -117,7 +114,7 @@ class _Search:
         """
         sizes = self._sizes
         least = self._option(sizes[-1], choice)
-        copied = max(moment.bytes[1] for moment in self._traces[least.plan].ledger.moments)
+        copied = max(moment.bytes[1] for moment in least.ledger.moments)
         if self._guess(sizes[0], choice) - copied <= CLOSE * least.peak:
             self._option(sizes[0], choice)
         for size in sizes[-2::-1]:
@@ -128,13 +125,21 @@ class _Search:
         tried = [option for one in self._known.values() for option in one.values()]
         return min(tried, key=lambda one: (0, one.seconds) if one.peak <= self._limit else (1, one.peak))
 
-    def _option(self, size: int, choice: Choice) -> Option:
+    def _option(self, size: int, choice: Choice) -> Trace:
         """Trace a plan; from an update that does not fit on, updates are made parameter by parameter."""
-        plan = replace(self._request.like, micro_batch=size, blocks=choice, foreach=self._foreach)
-        option = self._trace(plan)
-        phases = self._traces[plan].ledger.phases()
+        asked = self._request
+        plan = replace(asked.like, micro_batch=size, blocks=choice, foreach=self._foreach)
+        if plan not in self._traced:
+            if monotonic() > self._tell_at:  # once
+                self._tell_at = inf
+                traced = counted(len(self._traced), "plan")
+                sys.stderr.write(f"anybatch is planning; {traced} traced so far\n")
+            found = trace(plan, asked.task, asked.batch, device=asked.device, idle=self._idle)
+            self._traced[plan], self._idle = found, found.idle
+        option = self._traced[plan]
+        phases = option.ledger.phases()
         update = phases.pop("update", None)
-        may_change = self._foreach is not False and self._request.may_disable_foreach
+        may_change = self._foreach is not False and asked.may_disable_foreach
         if update and update.total > self._limit and may_change:
             self._foreach = False
             if all(moment.total <= self._limit for moment in phases.values()):
@@ -142,28 +147,20 @@ class _Search:
         self._known.setdefault(choice, {})[size] = option
         return option
 
-    def _trace(self, plan: Plan) -> Option:
-        if plan not in self._traced:
-            if monotonic() > self._tell_at:  # once
-                self._tell_at = inf
-                traced = counted(len(self._traced), "plan")
-                sys.stderr.write(f"anybatch is planning; {traced} traced so far\n")
-            asked, device = self._request, self._request.device
-            found = trace(plan, asked.task, asked.batch, device=device, idle=self._idle)
-            self._idle, seconds = found.idle, device.seconds(*found.work, half=self._half)
-            self._traced[plan] = Option(plan=plan, peak=found.peak, seconds=seconds)
-            self._traces[plan] = found
-        return self._traced[plan]
-
-    def _report(self, best: Option, others: list[Option]) -> PlanReport:
-        fitting = [one for one in (*others, *self._traced.values()) if one.peak <= self._limit]
-        order = sorted(dict.fromkeys(fitting), key=lambda one: (one.seconds, -one.plan.micro_batch))
+    def _report(self, best: Trace, others: list[Trace]) -> PlanReport:
+        fitting = {one.plan: one for one in (*others, *self._traced.values()) if one.peak <= self._limit}
+        order = sorted(fitting.values(), key=lambda one: (one.seconds, -one.plan.micro_batch))
         return PlanReport(
             plan=best.plan,
-            ledger=self._traces[best.plan].ledger,
+            ledger=best.ledger,
             seconds=best.seconds,
             budget=self._request.budget,
             device=self._request.device.name,
-            options=tuple([option for option in order if option is not best][:SHOWN]),
-            notes=tuple([f"attention: {kernel}" for kernel in sorted(self._traces[best.plan].attention)]),
+            options=tuple(
+                [
+                    Option(plan=one.plan, peak=one.peak, seconds=one.seconds)
+                    for one in [one for one in order if one is not best][:SHOWN]
+                ]
+            ),
+            notes=tuple([f"attention: {kernel}" for kernel in sorted(best.attention)]),
         )

@@ -17,6 +17,7 @@ from anybatch.core import Batch, SampleBatch, TensorBatch, tensors_in, torch_pri
 from anybatch.engine import Plan, Task, carry_out, owned
 from anybatch.integrations import homes, wants_router_loss
 from anybatch.losses import Additive, Loss, ModelTerms, SummedLoss, Terms
+from anybatch.planner.request import computes_in_half
 from anybatch.state import Effects, ObjectState
 
 _ONE_AT_A_TIME = threading.RLock()
@@ -81,11 +82,11 @@ _LATE = 1000.0  # the step count set by `advance`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The bytes and the work of one step."""
+    """The bytes and the seconds of one step."""
 
     plan: Plan
     ledger: memory.Ledger  # bytes by owner, module and moment
-    work: tuple[int, ...]  # operations, FLOPs and bytes moved, up to the last update
+    seconds: float  # of one update, estimated from the device's figures
     idle: frozenset[nn.Parameter] = frozenset()  # parameters without gradient, so without state
     attention: frozenset[str] = frozenset()  # the kernels of a card that attention was taken to use
 
@@ -139,7 +140,8 @@ def trace(
         recording = memory.continued(recording, plan.micro_batches)
     ledger = recording.ledger(source="predicted", device=device.kind)
     attention = frozenset(kernels)
-    return Trace(plan=plan, ledger=ledger, work=recording.work, idle=found, attention=attention)
+    seconds = device.seconds(*recording.work, half=plan.precision.is_short or computes_in_half(task))
+    return Trace(plan=plan, ledger=ledger, seconds=seconds, idle=found, attention=attention)
 
 
 def run_on_fakes(

@@ -34,7 +34,11 @@ class State:
         self._tables = Contents(_tables(inside))
         self._registered = Contents(_registered(inside))
         buffers = [one for slots in map(private.buffers_of, inside.modules) for one in slots.values()]
-        self._copies = {one: one.detach().clone() for one in buffers if one is not None and _is_noted(one)}
+        self._copies = {
+            one: one.detach().clone()
+            for one in buffers
+            if one is not None and not (is_lazy(one) or one.requires_grad or one.is_inference())
+        }
         self._versions = {buffer: private.version(buffer) for buffer in self._copies}
 
     def _streams(self) -> rng.RandomState:
@@ -229,7 +233,3 @@ def _tables(inside: Reachable) -> list[Any]:
 def _registered(inside: Reachable) -> list[Any]:
     modules = inside.modules
     return [*map(private.parameters_of, modules), *map(private.buffers_of, modules)]
-
-
-def _is_noted(buffer: Tensor) -> bool:
-    return not (is_lazy(buffer) or buffer.requires_grad or buffer.is_inference())
