@@ -39,7 +39,7 @@ class Meter(private.TorchDispatchMode):
     Memory inside one kernel is not seen. Phases and modules come from hooks, which `__exit__` removes.
 
     `held` are other tensors alive from the start, `state` those counted as optimizer state from the start,
-    `cublas` the workspaces that cuBLAS keeps. `flops` counts operations of products, convolutions and attention.
+    `cublas` the workspaces that cuBLAS keeps. `flops` are those of products, convolutions and attention.
     `as_accelerator` counts as on an accelerator, wherever the tensors are: in multiples of 512 bytes, without
     the host copies that offload makes. Tensors on another kind of device than the parameters never count.
     """

@@ -13,7 +13,7 @@ from anybatch import core
 from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task
 from anybatch.memory import Following, room_of
-from anybatch.planner.rung import FROZEN, RAN_OUT, SURE, Rung, Want, even, smallest
+from anybatch.planner.rung import FROZEN, RAN_OUT, SURE, Rung, Want, even
 from anybatch.recompute import WHOLE, Choice
 
 Read = Callable[[Rung, tuple[int, ...]], None]  # runs micro-batches of a few rows, and puts all back
@@ -55,7 +55,7 @@ class Ladder:
     @property
     def has_looked(self) -> bool:
         """True if a few rows were read, or could not be, as those of a wrong batch."""
-        return bool(self.plain.readings.law.readings) or self.looks >= _LOOKS
+        return bool(self.plain.law.readings) or self.looks >= _LOOKS
 
     @property
     def plain(self) -> Rung:
@@ -122,8 +122,8 @@ class Ladder:
         Each micro-batch goes over the parameters once more, as its rows go over their activations. To
         recompute all blocks is a little more than a third of forward and backward; to offload is dearer.
         """
-        read, blocks = self.plain.readings, max(one.again for one in self.rungs.values())
-        each = read.gradients / read.law((want.rows, want.length)) if read.law.readings else 0.0
+        law, blocks = self.plain.law, max(one.again for one in self.rungs.values())
+        each = self.plain.gradients / law((want.rows, want.length)) if law.readings else 0.0
         return parts * each + _AGAIN * rung.again / max(1, blocks) + (WHOLE in rung.settings.blocks)
 
     def _read_blocks(self, rung: Rung, want: Want, read: Read, find: Find) -> bool:
@@ -150,7 +150,7 @@ class Ladder:
                     if level == len(blocks) and rung.sizes(want):
                         self._give_back(blocks, want, read)
                     return True
-        first = last.readings.first
+        first = last.first
         if not first or want.rows in first:
             return False
         read(last, even(want.rows, -(-want.rows // want.size)))  # the loss over all rows was only guessed at
@@ -183,35 +183,35 @@ class Ladder:
         """Read the smallest micro-batch if that is new; return True if it was."""
         size = want.size if want.size < want.rows else 1
         size = max(size if 2 * size <= want.rows else 1, want.least)
-        is_known = (size, want.length) in rung.readings.law.readings
+        is_known = (size, want.length) in rung.law.readings
         if 2 * size > want.rows or is_known or (want.is_whole and WHOLE in rung.settings.blocks):
             return False
-        before = len(rung.readings.law.readings)
+        before = len(rung.law.readings)
         read(rung, (size, size))
-        while not rung.readings.law.readings and size < _FEW and 4 * size <= want.rows:
+        while not rung.law.readings and size < _FEW and 4 * size <= want.rows:
             size *= 2  # a model may refuse fewer
             read(rung, (size, size))
         if want.is_whole and 8 * size <= want.rows and rung is not self.plain:  # two sizes tell what is fixed
             read(rung, (4 * size, 4 * size))
-        return len(rung.readings.law.readings) > before
+        return len(rung.law.readings) > before
 
     def _read_whole(self, rung: Rung, want: Want, read: Read) -> bool:
         """Read a batch that may not be cut, unless a few rows tell that it fits or does not."""
-        size, known = (want.rows, want.length), rung.readings
-        if not want.is_whole or size in known.whole or not (known.law.readings or rung is not self.plain):
+        size = want.rows, want.length
+        if not want.is_whole or size in rung.whole or not (rung.law.readings or rung is not self.plain):
             return False
-        if known.law.readings:
-            share = known.expected(size) / max(1.0, rung.room(want) + known.gradients)
+        if rung.law.readings:
+            share = rung.law.expected(size) / max(1.0, rung.room(want) + rung.gradients)
             if not SURE < share < 1 / SURE:
                 return False
         read(rung, (want.rows,))
-        known.whole.setdefault(size, RAN_OUT)
+        rung.whole.setdefault(size, RAN_OUT)
         return True
 
     def _read_more_rows(self, want: Want, read: Read) -> bool:
         """Read two and four rows where one may take more; return True if that is new."""
         rung = self.rungs[max(self.rungs)]
-        found = rung.readings.law.readings
+        found = rung.law.readings
         for size in (2, 4):
             fewer = found.get((size // 2, want.length))
             if want.only is None and 2 * size <= want.rows and fewer and (size, want.length) not in found:
@@ -249,20 +249,20 @@ class Ladder:
         """Return the rung of a level, which is new at first; what no policy changes is known from above."""
         if level not in self.rungs:
             made = Rung(self.num_bytes, replace(self.plain.settings, blocks=choice))
-            made.readings.gradients = self.plain.readings.gradients
+            made.gradients = self.plain.gradients
             made.updates = self.plain.updates
-            made.readings.first = self.plain.readings.first
+            made.first = self.plain.first
             self.rungs[level] = made
         return self.rungs[level]
 
     def _refusal(self, want: Want) -> core.BudgetError:
-        found = [one for one in (smallest(rung, want) for rung in self.rungs.values()) if one < RAN_OUT]
-        size = int(min(max(want.size, self.plain.readings.law.least), want.rows))
+        found = [one for one in (rung.smallest(want) for rung in self.rungs.values()) if one < RAN_OUT]
+        size = int(min(max(want.size, self.plain.law.least), want.rows))
         last = self.rungs[max(self.rungs)].settings.blocks
         how = ", all that is saved offloaded" if WHOLE in last else ", all blocks recomputed" * bool(last)
         how += " (a budget on shards recomputes nothing; Options(recompute=...) does)" * want.is_shared
         why = f" The batch may not be cut: {self.refused.rstrip('.')}." if self.refused else ""
-        floor = int(want.static + self.plain.readings.gradients)
+        floor = int(want.static + self.plain.gradients)
         least = int(_SLACK * min(found, default=floor))
         rows = core.counted(want.rows, "row")
         told = f"By readings the smallest budget for {rows} is {core.format_bytes(least)} ({least} bytes)."
@@ -280,15 +280,14 @@ class Ladder:
 
     def note(self, rung: Rung) -> str:
         """Return the basis of a cut, for a report."""
-        read = rung.readings
-        count = sum(map(len, read.law.readings.values())) + len(read.whole)
-        allowed = "" if read.is_exact else ", with an allowance for what readings cannot see here"
+        count = sum(map(len, rung.law.readings.values())) + len(rung.whole)
+        allowed = "" if rung.is_exact else ", with an allowance for what readings cannot see here"
         blocks = ""
         if rung is not self.plain and rung.again:
             why = "for larger micro-batches" if self.plain.has_cut else "as no row fits without"
             blocks = f"; {core.counted(rung.again, 'block')} recomputed, {why}"
         if WHOLE in rung.settings.blocks and rung is not self.plain:
-            blocks += f"; {core.format_bytes(read.host)} saved for backward wait in host memory"
+            blocks += f"; {core.format_bytes(rung.host)} saved for backward wait in host memory"
         return f"cut by memory that was read in {count} runs of micro-batches{allowed}{blocks}"
 
     def state(self) -> list[dict[str, Any]]:
