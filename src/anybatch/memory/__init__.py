@@ -10,7 +10,6 @@ from anybatch.memory.device import (
 from anybatch.memory.fake import (
     FakeMode as FakeMode,
     Fakes as Fakes,
-    dense_only as dense_only,
     drop_left_fakes as drop_left_fakes,
     replaced_by_fakes as replaced_by_fakes,
     sparse_refused as sparse_refused,
@@ -19,4 +18,4 @@ from anybatch.memory.fake import (
 from anybatch.memory.ledger import OWNERS as OWNERS, Ledger as Ledger
 from anybatch.memory.meter import Meter as Meter
 from anybatch.memory.reading import Following as Following, MemoryReading as MemoryReading
-from anybatch.memory.recording import Mark as Mark, Recording as Recording, continued as continued
+from anybatch.memory.recording import Recording as Recording, continued as continued

@@ -24,14 +24,13 @@ class Device:
     bandwidth: float  # bytes per second to and from its own memory
     num_bytes: int = 0  # the memory of a card that is not here; what is here is asked only if need be
     link: float = 0.0  # bytes per second to and from the host; 0 if it is the host
-    launch_s: float = 5e-6  # seconds that one operation costs, however small
     capability: float = 0.0  # compute capability, which decides on the kernels of attention
     is_here: bool = False  # this machine has it, so that it can be measured
 
     def seconds(self, operations: float, flops: float, moved: float, *, half: bool = False) -> float:
         """Return the seconds of some work: the roofline of Williams et al. 2009, as a sum, not a maximum."""
         rate = self.half_flops if half else self.flops
-        return operations * self.launch_s + flops / rate + moved / self.bandwidth
+        return operations * _LAUNCH_S + flops / rate + moved / self.bandwidth
 
     @property
     def workspace(self) -> int:
@@ -80,6 +79,7 @@ CARDS_BY_NAME = tuple(f"{_CARDS_ARE}:{card}" for card in _GPUS)
 _TYPICAL = "rtx3060"  # the card assumed where none is named, and for other accelerators
 _REACHED = 0.5  # share of the published figures that ordinary models reach
 _LINK = 20e9  # bytes per second over PCIe 4 with 16 lanes, as measured by many
+_LAUNCH_S = 5e-6  # seconds that one operation costs, however small
 _CPU_FLOPS_PER_THREAD = 40e9
 _CPU_BANDWIDTH = 10e9
 _AUTO = 0.9  # share of the free memory that is used if no budget is named
@@ -90,7 +90,10 @@ def find_device(name: str | torch.device) -> Device:
     text = str(name).lower()
     kind, _, model = text.partition(":")
     if kind == "cpu":
-        return _cpu(text)
+        flops = torch.get_num_threads() * _CPU_FLOPS_PER_THREAD
+        return Device(
+            name=text, kind=kind, flops=flops, half_flops=flops, bandwidth=_CPU_BANDWIDTH, is_here=True
+        )
     is_index = model.isdecimal() or not model
     if is_index and kind == accelerator.find() and int(model or 0) < torch.accelerator.device_count():
         return _here(text)
@@ -153,18 +156,6 @@ def _here(name: str) -> Device:
     squeezed = re.sub(r"[^a-z0-9]", "", accelerator.name_of(device).lower())
     model = next((one for one in sorted(_GPUS, key=len, reverse=True) if one in squeezed), _TYPICAL)
     return replace(_gpu(name, model), name=name, kind=device.type, num_bytes=0, is_here=True)
-
-
-def _cpu(name: str) -> Device:
-    threads = torch.get_num_threads()
-    return Device(
-        name=name,
-        kind="cpu",
-        flops=threads * _CPU_FLOPS_PER_THREAD,
-        half_flops=threads * _CPU_FLOPS_PER_THREAD,
-        bandwidth=_CPU_BANDWIDTH,
-        is_here=True,
-    )
 
 
 def _free_and_total(device: torch.device) -> tuple[int, int] | None:

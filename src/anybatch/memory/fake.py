@@ -187,7 +187,17 @@ class Fakes:
         if is_lazy(tensor):
             return tensor
         if id(tensor) not in self._made:
-            fake = self._make(tensor)
+            if tensor.device.type == "meta":
+                # Nothing is trained on meta: a meta tensor stands for one that will be on the device.
+                with self._mode:
+                    fake = torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                    )
+                is_parameter = isinstance(tensor, nn.Parameter)
+                fake = nn.Parameter(fake, requires_grad=False) if is_parameter else fake
+                fake.requires_grad_(tensor.requires_grad)
+            else:
+                fake = self._mode.from_tensor(tensor, static_shapes=True)
             if tensor.is_leaf:
                 for name, value in vars(tensor).items():  # attributes set by the caller
                     vars(fake).setdefault(name, value)
@@ -196,16 +206,6 @@ class Fakes:
                         setattr(fake, name, hooks.copy())
             self._made[id(tensor)] = tensor, fake
         return self._made[id(tensor)][1]
-
-    def _make(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type != "meta":
-            return self._mode.from_tensor(tensor, static_shapes=True)
-        # Nothing is trained on meta: a meta tensor stands for one that will be on the device.
-        with self._mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        return fake.requires_grad_(tensor.requires_grad)
 
     def settings(self, value: Any) -> Any:
         """Return `within` of a dict, but keep the values of scalars: updates divide by them."""
@@ -261,16 +261,21 @@ def replaced_by_fakes(
 
 
 @contextmanager
-def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object] = ()) -> Generator[ObjectState]:
-    """Restore random streams, gradients, warnings, the collector and all objects of `roots` on exit."""
+def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object]) -> Generator[ObjectState]:
+    """Restore random streams, warnings, the collector and all objects of `roots` on exit.
+
+    A PlanError is raised inside if a parameter gets a sparse gradient, whose bytes cannot be predicted.
+    """
     snapshot = ObjectState(roots)
-    gradients = [(parameter, parameter.grad) for parameter in parameters]
     collects = gc.isenabled()
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
         stack.enter_context(rng.preserved())
         if private.is_compiler_loaded():
             stack.enter_context(cast("Any", torch.compiler).set_stance("force_eager"))
+        for one in parameters:
+            if one.requires_grad and not is_lazy(one):
+                stack.callback(one.register_post_accumulate_grad_hook(_refuse_sparse).remove)
         gc.disable()  # objects in cycles stay alive, as they may in a real step
         torch.clear_autocast_cache()
         try:
@@ -278,22 +283,8 @@ def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object] = ()
         finally:
             torch.clear_autocast_cache()
             snapshot.put_back()
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
             if collects:
                 gc.enable()
-
-
-@contextmanager
-def dense_only(parameters: Iterable[Tensor]) -> Generator[None]:
-    """Raise a PlanError inside if a parameter gets a sparse gradient, whose bytes cannot be predicted."""
-    able = [one for one in parameters if one.requires_grad and not is_lazy(one)]
-    hooks = [one.register_post_accumulate_grad_hook(_refuse_sparse) for one in able]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _refuse_sparse(parameter: Tensor) -> None:

@@ -2,8 +2,8 @@
 
 import weakref
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ class Meter(private.TorchDispatchMode):
     Memory inside one kernel is not seen. Phases and modules come from hooks, which `__exit__` removes.
 
     `held` are other tensors alive from the start, `state` those counted as optimizer state from the start,
-    `cublas` the workspaces that cuBLAS keeps.
+    `cublas` the workspaces that cuBLAS keeps. `flops` are those of products, convolutions and attention.
     `as_accelerator` counts as on an accelerator, wherever the tensors are: in multiples of 512 bytes, without
     the host copies that offload makes. Tensors on another kind of device than the parameters never count.
     """
@@ -57,22 +57,30 @@ class Meter(private.TorchDispatchMode):
         as_accelerator: bool = False,
     ) -> None:
         super().__init__()
-        loss_module = nn.Identity() if loss_module is None else loss_module
+        loss_module = loss_module or nn.Identity()
         self._optimizers = optimizers
         self._parameters = _named_parameters(loss_module, model, optimizers)
         kinds = {parameter.device.type for parameter in self._parameters}
-        self._storages = _Storages(kinds, as_accelerator=as_accelerator)
+        self._storages = seen = _Storages(kinds, as_accelerator=as_accelerator)
         for parameter, place in self._parameters.items():
-            self._storages.own(parameter, PARAMETERS, place)
+            seen.own(parameter, PARAMETERS, place)
         for name, buffer in (*loss_module.named_buffers(), *model.named_buffers()):
-            self._storages.own(buffer, OTHER, name.rpartition(".")[0])
+            seen.own(buffer, OTHER, name.rpartition(".")[0])
         self._own_what_is_held()
         for owner, tensors in ((INPUT, batch_leaves), (OTHER, held), (STATE, state), (WORKSPACE, cublas)):
             for tensor in tensors:
-                self._storages.own(tensor, owner, "cuBLAS" if owner == WORKSPACE else "")
-        self.held = self._storages.live
-        self._timeline = _Timeline(model, loss_module, self._storages, self._own_what_is_held)
-        self._take_off: list[Callable[[], None]] = []
+                seen.own(tensor, owner, "cuBLAS" if owner == WORKSPACE else "")
+        self.held = seen.live
+        of_loss = {*map(id, loss_module.modules())}
+        named = (*loss_module.named_modules(), *model.named_modules())
+        # By module: its name, and True for one of the loss.
+        self._names = {id(module): (name, id(module) in of_loss) for name, module in named}
+        self._stack: list[tuple[str, str]] = []  # phase and module before each module at work
+        self._phase, self.module, self._micro_batch = "start", "", -1  # the module is that at work, by name
+        self._begun = self._ended = 0  # backward passes
+        # So far; floating-point operations are those of products, convolutions and attention.
+        self.operations = self.flops = self.moved = 0
+        self._hooks = ExitStack()
 
     @property
     def live(self) -> int:
@@ -85,32 +93,24 @@ class Meter(private.TorchDispatchMode):
         return self._storages.peak
 
     @property
-    def flops(self) -> int:
-        """Floating-point operations so far, of products, convolutions and attention."""
-        return self._timeline.flops
-
-    @property
-    def module(self) -> str:
-        """Name of the module at work."""
-        return self._timeline.module
-
-    @property
     def recording(self) -> Recording:
         """The events seen so far."""
-        marks, seen = self._timeline.settled(), self._storages
-        starts, count = [mark.event for mark in marks], len(seen.numbers)
-        born = [marks[bisect_right(starts, event) - 1] for event in seen.births]
-        died = [marks[bisect_right(starts, seen.ends.get(one, count)) - 1] for one in range(len(born))]
-        found = [
-            find_owner(*pair, has_ended=one in seen.ends)
-            for one, pair in enumerate(zip(born, died, strict=True))
-        ]
+        seen = self._storages  # what follows the last backward is the update
+        marks = [one._replace(phase="update") if one.phase == _AFTER else one for one in seen.marks]
+        owners, last = list[int](), len(marks) - 1
+        for one, birth in enumerate(seen.births):
+            end = seen.ends.get(one)
+            found = find_owner(marks[birth], marks[last if end is None else end], has_ended=end is not None)
+            owners.append(seen.owners.get(one, found))
         return Recording(
             storages=seen.numbers[:],
             changes=seen.changes[:],
             marks=tuple(marks),
-            owners=tuple([seen.owners.get(one, owner) for one, owner in enumerate(found)]),
-            places=tuple([seen.places.get(one, mark.module) for one, mark in enumerate(born)]),
+            owners=tuple(owners),
+            places=tuple(
+                [seen.places.get(one, marks[birth].module) for one, birth in enumerate(seen.births)]
+            ),
+            work=marks[-1][4:7],
         )
 
     def ledger(self) -> Ledger:
@@ -119,20 +119,19 @@ class Meter(private.TorchDispatchMode):
         return self.recording.ledger(source="measured", device=device)
 
     def __enter__(self) -> "Meter":
-        handles = [
-            register_module_forward_pre_hook(self._timeline.enter_module),
-            register_module_forward_hook(self._timeline.leave_module, always_call=True),
-            *[one.register_step_pre_hook(self._timeline.begin_update) for one in self._optimizers],
+        for handle in (
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+            *[one.register_step_pre_hook(self._begin_update) for one in self._optimizers],
             *[one.register_step_post_hook(self._own_what_is_held) for one in self._optimizers],
-        ]
-        self._take_off = [handle.remove for handle in handles]
+        ):
+            self._hooks.callback(handle.remove)
         return cast("Meter", super().__enter__())
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for take_off in self._take_off:
-            take_off()
-        self._timeline.is_open = self._storages.is_open = False
+        self._hooks.close()
+        self._storages.is_open = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -140,17 +139,16 @@ class Meter(private.TorchDispatchMode):
         kwargs = {} if kwargs is None else kwargs
         if func is _DEVICE:  # no operation: autograd asks every fake tensor for its device
             return getattr(args[0], "fake_device", None) or func(*args, **kwargs)
-        line = self._timeline
-        line.look()
+        self._look()
         result = func(*args, **kwargs)
-        line.operations += 1
+        self.operations += 1
         count = _COUNTS.get(private.operator_of(func))
         if count is not None:
-            line.flops += int(count(*args, **kwargs, out_val=result))
+            self.flops += int(count(*args, **kwargs, out_val=result))
         see = self._storages.see
         for leaf in tensors_in((args, kwargs, result)):
             see(leaf)
-            line.moved += leaf.numel() * leaf.element_size()
+            self.moved += leaf.numel() * leaf.element_size()
         return result
 
     def _own_what_is_held(self, *_: object) -> None:
@@ -162,79 +160,7 @@ class Meter(private.TorchDispatchMode):
                 for tensor in tensors_in(slots):
                     self._storages.own(tensor, STATE, self._parameters.get(parameter, ""))
 
-
-class _Storages:
-    def __init__(self, kinds: Collection[str], *, as_accelerator: bool) -> None:
-        self._kinds, self._host_apart = kinds, as_accelerator
-        self._granule = _GRANULE if as_accelerator else 1
-        self.live = self.peak = 0
-        self.numbers, self.changes = array("q"), array("q")  # by event
-        self.births: list[int] = []  # by storage: the event at which it began
-        self.ends: dict[int, int] = {}  # by storage: the event at which it ended
-        self.owners: dict[int, int] = {}  # by storage: its owner, if known
-        self.places: dict[int, str] = {}
-        self.is_open = True
-        self._followed: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # itself, number, bytes
-
-    def see(self, tensor: Tensor) -> None:
-        if tensor.layout is not torch.strided:
-            return  # a trace refuses sparse gradients
-        storage = tensor.untyped_storage()
-        key, size = id(storage), -(-storage.nbytes() // self._granule) * self._granule
-        known = self._followed.get(key)
-        if known is None:
-            is_other = bool(self._kinds) and tensor.device.type not in self._kinds
-            is_counted = not (is_other or (self._host_apart and is_moving()))
-            number = len(self.births) if is_counted else -1
-            # The callback runs when the storage itself ends, not a Python handle to it, so its id is unique.
-            self._followed[key] = weakref.ref(storage, partial(self._end, key)), number, size
-            if is_counted:
-                self.births.append(len(self.numbers))
-                self._note(number, size)
-        elif known[1] >= 0 and known[2] != size:
-            self._followed[key] = known[0], known[1], size
-            self._note(known[1], size - known[2])
-
-    def own(self, tensor: Tensor, owner: int, place: str = "") -> None:
-        self.see(tensor)
-        number = -1
-        if tensor.layout is torch.strided:
-            number = self._followed[id(tensor.untyped_storage())][1]
-        if number >= 0:
-            self.owners.setdefault(number, owner)
-            if place:
-                self.places.setdefault(number, place)
-
-    def _end(self, key: int, _: object) -> None:
-        _, number, size = self._followed.pop(key)
-        if self.is_open and number >= 0:
-            self.ends[number] = len(self.numbers)
-            self._note(number, -size)
-
-    def _note(self, number: int, change: int) -> None:
-        self.numbers.append(number)
-        self.changes.append(change)
-        self.live += change
-        if self.live > self.peak:
-            self.peak = self.live
-
-
-class _Timeline:
-    def __init__(
-        self, model: nn.Module, loss_module: nn.Module, storages: _Storages, look_at_held: Callable[[], None]
-    ) -> None:
-        self._model, self._storages, self._look_at_held = model, storages, look_at_held
-        self._losses = {id(module) for module in loss_module.modules()}
-        named = (*loss_module.named_modules(), *model.named_modules())
-        self._names = {id(module): name for name, module in named}
-        self._marks = [Mark(0, "start", -1, "")]
-        self._stack: list[tuple[str, str]] = []  # phase and module before each module at work
-        self._phase, self.module, self._micro_batch = "start", "", -1
-        self._begun = self._ended = 0  # backward passes
-        self.operations = self.flops = self.moved = 0
-        self.is_open = True
-
-    def look(self) -> None:
+    def _look(self) -> None:
         if self._stack or private.is_in_backward() is self._is_in_backward:
             return
         if self._is_in_backward:
@@ -248,22 +174,19 @@ class _Timeline:
     def _is_in_backward(self) -> bool:
         return self._begun > self._ended
 
-    def settled(self) -> list[Mark]:
-        """Return the marks; what follows the last backward is the update."""
-        return [one._replace(phase="update") if one.phase == _AFTER else one for one in self._marks]
-
-    def enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        name = self._names.get(id(module))
-        if name is None:
+    def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        known = self._names.get(id(module))
+        if known is None:
             return
-        phase = self._phase if self._stack else self._begin(module, args)
+        phase = self._phase if self._stack else self._begin(known, args)
         self._stack.append((self._phase, self.module))
-        self._turn(phase, name)
+        self._turn(phase, known[0])
 
-    def leave_module(self, module: nn.Module, args: object, outputs: Any) -> None:
-        name = self._names.get(id(module))
-        if name is None or not self._stack:
+    def _leave_module(self, module: nn.Module, args: object, outputs: Any) -> None:
+        known = self._names.get(id(module))
+        if known is None or not self._stack:
             return
+        name = known[0]
         is_rebuilt = self._phase == "recompute"
         phase, module_before = self._stack.pop()
         for output in tensors_in(outputs):
@@ -273,40 +196,95 @@ class _Timeline:
                 node.register_prehook(partial(self._enter_backward_of, name))
         self._turn(phase if self._stack or is_rebuilt else "loss", module_before)
 
-    def begin_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self.look()
-        self._look_at_held()
+    def _begin_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._look()
+        self._own_what_is_held()
         self._turn("update", "")
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> str:
-        self.look()
+    def _begin(self, known: tuple[str, bool], args: tuple[Any, ...]) -> str:
+        """Return the phase of a module that begins."""
+        self._look()
         if self._is_in_backward:
             return "recompute"
-        if id(module) in self._losses:
+        if known[1]:
             return "loss"
-        if module is self._model or self._phase not in ("forward", "loss"):
+        is_model = not known[0]
+        if is_model or self._phase not in ("forward", "loss"):
             self._micro_batch += 1
-        self._look_at_held()
-        if module is self._model:
-            for leaf in tensors_in(args):
-                if leaf.grad_fn is None:
-                    self._storages.own(leaf, INPUT)
+        self._own_what_is_held()
+        for leaf in tensors_in(args if is_model else ()):
+            if leaf.grad_fn is None:
+                self._storages.own(leaf, INPUT)
         return "forward"
 
     def _enter_backward_of(self, name: str, gradients: object) -> None:
-        if self.is_open and not self._stack:
-            self.look()
+        if self._storages.is_open and not self._stack:
+            self._look()
             self._turn("backward", name)
 
     def _turn(self, phase: str, module: str) -> None:
         self._phase, self.module = phase, module
-        event, last = len(self._storages.numbers), self._marks[-1]
+        event, last = len(self._storages.numbers), self._storages.marks[-1]
         if last.phase == _AFTER:
-            self._marks[-1] = last._replace(phase="update" if phase == "update" else "backward")
+            self._storages.marks[-1] = last._replace(phase="update" if phase == "update" else "backward")
         if event == last.event and self.operations == last.operations and event:
-            self._marks.pop()  # an empty stretch
+            self._storages.marks.pop()  # an empty stretch
         done = self.operations, self.flops, self.moved, self._begun, self._ended
-        self._marks.append(Mark(event, phase, self._micro_batch, module, *done))
+        self._storages.marks.append(Mark(event, phase, self._micro_batch, module, *done))
+
+
+class _Storages:
+    def __init__(self, kinds: Collection[str], *, as_accelerator: bool) -> None:
+        self._kinds, self._granule = kinds, _GRANULE if as_accelerator else 1
+        self.marks = [Mark(0, "start", -1, "")]
+        self.live = self.peak = 0
+        self.numbers, self.changes = array("q"), array("q")  # by event
+        self.births: list[int] = []  # by storage: the last mark before it began
+        self.ends: dict[int, int] = {}  # by storage: the last mark before it ended
+        self.owners: dict[int, int] = {}  # by storage: its owner, if known
+        self.places: dict[int, str] = {}
+        self.is_open = True
+        self._followed: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # itself, number, bytes
+
+    def see(self, tensor: Tensor) -> int:
+        """Follow the storage of a tensor; return its number, -1 if it does not count."""
+        if tensor.layout is not torch.strided:
+            return -1  # a trace refuses sparse gradients
+        storage = tensor.untyped_storage()
+        key, size = id(storage), -(-storage.nbytes() // self._granule) * self._granule
+        if key not in self._followed:
+            is_other = self._kinds and tensor.device.type not in self._kinds
+            is_counted = not (is_other or (self._granule > 1 and is_moving()))
+            number = len(self.births) if is_counted else -1
+            # The callback runs when the storage itself ends, not a Python handle to it, so its id is unique.
+            self._followed[key] = weakref.ref(storage, partial(self._end, key)), number, 0
+            if is_counted:
+                self.births.append(len(self.marks) - 1)
+        reference, number, known = self._followed[key]
+        if known != size and number >= 0:
+            self._followed[key] = reference, number, size
+            self._note(number, size - known)
+        return number
+
+    def own(self, tensor: Tensor, owner: int, place: str = "") -> None:
+        number = self.see(tensor)
+        if number >= 0:
+            self.owners.setdefault(number, owner)
+            if place:
+                self.places.setdefault(number, place)
+
+    def _end(self, key: int, _: object) -> None:
+        _, number, size = self._followed.pop(key)
+        if self.is_open and number >= 0:
+            self.ends[number] = len(self.marks) - 1
+            self._note(number, -size)
+
+    def _note(self, number: int, change: int) -> None:
+        self.numbers.append(number)
+        self.changes.append(change)
+        self.live += change
+        if self.live > self.peak:
+            self.peak = self.live
 
 
 def _named_parameters(

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Set
 from functools import cache, partial
@@ -31,13 +30,11 @@ class MemoryReading:
 
     def __init__(self, start: "_Start", *, is_exact: bool, counted: Set[torch.device] = frozenset()) -> None:
         """Use `begin`."""
-        began = time.thread_time()
         self.events, self.is_exact = 0, is_exact  # allocations and releases; all bytes were seen
         self.allocated = self.unused = 0  # bytes of all tensors of the devices at the peak; reserved beside
         self._counted = counted
         self._in_use, self._at_mark = held_by_malloc(), 0
         self._stop: Callable[[], list[int] | None] | None = start()
-        self._seconds = time.thread_time() - began
 
     @classmethod
     def begin(cls, devices: Iterable[torch.device | str]) -> "MemoryReading | None":
@@ -66,14 +63,13 @@ class MemoryReading:
         self._at_mark = held_by_malloc()
         torch.UntypedStorage(_MARK)  # no operation: modes of the caller do not see it
 
-    def end(self) -> tuple[int, float, int] | None:
-        """Return peak bytes, seconds of overhead and the bytes that are left; None if nothing was read.
+    def end(self) -> tuple[int, int] | None:
+        """Return peak bytes and the bytes that are left; None if nothing was read.
 
         A reading is lost if it was closed, or if another profiler took over.
         """
         if self._stop is None:
             return None
-        began = time.thread_time()
         try:
             sizes = self._stop()
         finally:
@@ -92,9 +88,8 @@ class MemoryReading:
             elif self._at_mark:
                 besides = max(0, self._at_mark - self._in_use - level)
         self.events = len(sizes)
-        seconds = self._seconds + time.thread_time() - began + 1e-6 * self.events
         peak += besides + self.unused
-        return int(peak if self.is_exact else _ALLOWANCE * peak), seconds, max(0, level)
+        return int(peak if self.is_exact else _ALLOWANCE * peak), max(0, level)
 
 
 # Starts a source, and returns a function that stops it and returns the changes in bytes, or their peak.

@@ -33,6 +33,7 @@ class Recording:
     marks: tuple[Mark, ...]  # changes of phase and module, in order; the first at event 0
     owners: tuple[int, ...]  # by storage: index in `OWNERS`
     places: tuple[str, ...]  # by storage: name of the module
+    work: tuple[int, ...]  # operations, FLOPs and bytes moved before the last mark
 
     @property
     def forwards(self) -> int:
@@ -90,25 +91,20 @@ def continued(recording: Recording, wanted: int) -> Recording:
     second = marks[at]
     # Both backward passes end with the same gradients.
     first_ended, ended = [next(m.event for m in marks if m.ended >= end.ended * k // 2) for k in (1, 2)]
-    left = sum(recording.changes[first_ended:ended])
-
-    def moved(index: int, mark: Mark) -> Mark:
-        times = more if index >= at else 0
-        return mark._replace(
-            event=mark.event + (index > at),
-            micro_batch=mark.micro_batch + times * each,
-            operations=mark.operations + times * (end.operations - second.operations),
-            flops=mark.flops + times * (end.flops - second.flops),
-            moved=mark.moved + times * (end.moved - second.moved),
-        )
-
     storages, changes = recording.storages[:], recording.changes[:]
     storages.insert(second.event, len(recording.owners))
-    changes.insert(second.event, left * more)
+    changes.insert(second.event, more * sum(recording.changes[first_ended:ended]))
+    moved, added = more * each, second.event  # forwards, and where the new event is
+    later = [
+        one._replace(event=one.event + (one.event > added), micro_batch=one.micro_batch + moved)
+        for one in marks[at:]
+    ]
+    counts = zip(recording.work, second[4:7], end[4:7], strict=True)
     return Recording(
         storages=storages,
         changes=changes,
-        marks=tuple([moved(index, mark) for index, mark in enumerate(marks)]),
+        marks=(*marks[:at], *later),
         owners=(*recording.owners, ACTIVATIONS),
         places=(*recording.places, ""),
+        work=tuple([total + more * (after - before) for total, before, after in counts]),
     )

@@ -7,7 +7,11 @@ from anybatch.planner.budget import (
     refuse_lazy as refuse_lazy,
 )
 from anybatch.planner.ladder import Ladder as Ladder, refuse_unread as refuse_unread
-from anybatch.planner.readings import MemoryReader as MemoryReader, length_of as length_of
 from anybatch.planner.report import PlanReport as PlanReport
 from anybatch.planner.request import Request as Request
-from anybatch.planner.rung import Rung as Rung, Want as Want
+from anybatch.planner.rung import (
+    MemoryReader as MemoryReader,
+    Rung as Rung,
+    Want as Want,
+    length_of as length_of,
+)

@@ -13,10 +13,11 @@ from anybatch import core
 from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task
 from anybatch.memory import Following, room_of
-from anybatch.planner.rung import FROZEN, RAN_OUT, SURE, Rung, Want, even, smallest
+from anybatch.planner.rung import FROZEN, RAN_OUT, SURE, Rung, Want, even
 from anybatch.recompute import WHOLE, Choice
 
 Read = Callable[[Rung, tuple[int, ...]], None]  # runs micro-batches of a few rows, and puts all back
+Find = Callable[[], Sequence[str]]  # returns the blocks that may run again, in the order of the model
 
 _LOOKS = 3  # looks without a reading, before they are given up
 _FEW = 4  # rows that are read at most where fewer raise an error
@@ -46,38 +47,36 @@ class Ladder:
         self.refused = ""  # the reason why the batch must not be cut
         self.short = ""  # the reason why nothing is offloaded: the host lacks memory
         self.looks = 0  # looks at a few rows, with readings or without
-        self._static: tuple[Task | None, int, int] = None, 0, 0
-        self._to_come = self._at_first = 0  # bytes of optimizer state to be made; states that are there
-        self._steps = 0
+        self.held = 0  # bytes of parameters, buffers and optimizer state, as of the last step
+        self._task: Task | None = None  # that holds them
+        self._states = self._at_first = 0  # of its optimizers, and before the first step
+        self._to_come = 0  # bytes of optimizer state to be made
 
     @property
     def has_looked(self) -> bool:
         """True if a few rows were read, or could not be, as those of a wrong batch."""
-        return bool(self.plain.readings.law.readings) or self.looks >= _LOOKS
+        return bool(self.plain.law.readings) or self.looks >= _LOOKS
 
     @property
     def plain(self) -> Rung:
         """The rung that keeps all blocks."""
         return self.rungs[0]
 
-    @property
-    def held(self) -> int:
-        """Bytes of parameters, buffers and optimizer state, as of the last step."""
-        return self._static[2]
-
     def static_bytes(self, task: Task, batch: core.Batch) -> int:
         """Return the bytes alive throughout a step, without its gradient sums."""
         states = sum(len(one.state) for one in task.optimizers)
-        if self._static[:2] != (task, states) or self._steps < FROZEN:
-            if self._static[0] is None:
+        is_early = sum(one.steps for one in self.rungs.values()) < FROZEN
+        if is_early or (self._task, self._states) != (task, states):
+            if self._task is None:
                 self._to_come, update = update_to_come(task, as_set=self.plain.settings.foreach is None)
                 self._at_first = states
                 self.plain.updates.append(update)
-            self._static = task, states, _held(task) + self._to_come * (states == self._at_first)
+            self._task, self._states = task, states
+            self.held = _held(task) + self._to_come * (states == self._at_first)
         grads = [core.local(p.grad) for p in task.network.everyone if p.grad is not None]
         found = [one for one in grads if one.layout is torch.strided]
         # Existing gradients are kept and added to the step's, hence twice.
-        return self._static[2] + sum(one.nbytes for one in (*batch.leaves, *found, *found))
+        return self.held + sum(one.nbytes for one in (*batch.leaves, *found, *found))
 
     def known(self, want: Want) -> tuple[Rung, tuple[int, ...]] | None:
         """Return the rung with the least work of those that fit by what was read, and its cut."""
@@ -86,9 +85,7 @@ class Ladder:
             found.sort(key=lambda one: self._work(one[0], want, one[0].parts(want)))
         return found[0] if found else None
 
-    def choose(
-        self, want: Want, read: Read, find: Callable[[], Sequence[str]]
-    ) -> tuple[Rung, tuple[int, ...]]:
+    def choose(self, want: Want, read: Read, find: Find) -> tuple[Rung, tuple[int, ...]]:
         """Return the first rung that fits, and its cut; read further rungs if none does.
 
         Args:
@@ -117,8 +114,7 @@ class Ladder:
 
     def finish(self, rung: Rung, *, is_random: bool) -> None:
         """End a step on a rung."""
-        self._steps += 1
-        rung.finish(is_random=is_random)
+        rung.steps, rung.is_random = rung.steps + 1, rung.is_random or is_random
 
     def _work(self, rung: Rung, want: Want, parts: int) -> float:
         """Return the work of a step in that of the uncut batch, by counts, which no clock disturbs.
@@ -126,27 +122,27 @@ class Ladder:
         Each micro-batch goes over the parameters once more, as its rows go over their activations. To
         recompute all blocks is a little more than a third of forward and backward; to offload is dearer.
         """
-        read, blocks = self.plain.readings, max(one.again for one in self.rungs.values())
-        each = read.gradients / read.law((want.rows, want.length)) if read.law.readings else 0.0
+        law, blocks = self.plain.law, max(one.again for one in self.rungs.values())
+        each = self.plain.gradients / law((want.rows, want.length)) if law.readings else 0.0
         return parts * each + _AGAIN * rung.again / max(1, blocks) + (WHOLE in rung.settings.blocks)
 
-    def _read_blocks(self, rung: Rung, want: Want, read: Read, find: Callable[[], Sequence[str]]) -> bool:
+    def _read_blocks(self, rung: Rung, want: Want, read: Read, find: Find) -> bool:
         """Read the rung with all blocks recomputed if its larger micro-batches may be less work than these.
 
         Return True if it was read.
         """
         may_gain = self._work(rung, want, rung.parts(want)) > self._work(self.plain, want, 1) + _AGAIN
-        if rung.again or not may_gain or want.is_fixed or want.is_shared or self.plain.settings.blocks:
+        if rung.again or not may_gain or want.is_fixed or self._may_not_change(want):
             return False
-        blocks = tuple(find())
+        blocks = find()
         if not blocks or len(blocks) in self.rungs:
             return False
         return self._read_smallest(self._rung(len(blocks), _again(blocks)), want, read)
 
-    def _climb(self, want: Want, read: Read, find: Callable[[], Sequence[str]]) -> bool:
+    def _climb(self, want: Want, read: Read, find: Find) -> bool:
         """Read something that may fit where nothing known does; return False if there is nothing left."""
         top, last = max(self.rungs), self.rungs[max(self.rungs)]
-        blocks = () if self.plain.settings.blocks or want.is_shared else tuple(find())
+        blocks = () if self._may_not_change(want) else find()
         for level, choice in self._levels(blocks, want):
             if level >= top:
                 rung = last = self._rung(level, choice)
@@ -154,7 +150,15 @@ class Ladder:
                     if level == len(blocks) and rung.sizes(want):
                         self._give_back(blocks, want, read)
                     return True
-        return self._read_loss(last, want, read)
+        first = last.first
+        if not first or want.rows in first:
+            return False
+        read(last, even(want.rows, -(-want.rows // want.size)))  # the loss over all rows was only guessed at
+        return want.rows in first
+
+    def _may_not_change(self, want: Want) -> bool:
+        """Return True if policies of blocks are given, or micro-batches hold collectives of all ranks."""
+        return bool(self.plain.settings.blocks) or want.is_shared
 
     def _levels(self, blocks: Sequence[str], want: Want) -> Iterator[tuple[int, Choice]]:
         """Yield number and policies of the rungs but for those that keep some blocks, the fastest first."""
@@ -164,7 +168,7 @@ class Ladder:
             yield len(blocks), again
         # A cut that must stay is chosen once, and what offload takes is not in proportion to the rows.
         may_differ = want.is_whole or not want.is_fixed
-        if self.offloads and may_differ and not (self.plain.settings.blocks or want.is_shared):
+        if self.offloads and may_differ and not self._may_not_change(want):
             needed, free = self.plain.takes(want), room_of(torch.device("cpu"))
             self.short = ""
             if free is not None and needed > free:
@@ -179,35 +183,35 @@ class Ladder:
         """Read the smallest micro-batch if that is new; return True if it was."""
         size = want.size if want.size < want.rows else 1
         size = max(size if 2 * size <= want.rows else 1, want.least)
-        is_known = (size, want.length) in rung.readings.law.readings
+        is_known = (size, want.length) in rung.law.readings
         if 2 * size > want.rows or is_known or (want.is_whole and WHOLE in rung.settings.blocks):
             return False
-        before = len(rung.readings.law.readings)
+        before = len(rung.law.readings)
         read(rung, (size, size))
-        while not rung.readings.law.readings and size < _FEW and 4 * size <= want.rows:
+        while not rung.law.readings and size < _FEW and 4 * size <= want.rows:
             size *= 2  # a model may refuse fewer
             read(rung, (size, size))
         if want.is_whole and 8 * size <= want.rows and rung is not self.plain:  # two sizes tell what is fixed
             read(rung, (4 * size, 4 * size))
-        return len(rung.readings.law.readings) > before
+        return len(rung.law.readings) > before
 
     def _read_whole(self, rung: Rung, want: Want, read: Read) -> bool:
         """Read a batch that may not be cut, unless a few rows tell that it fits or does not."""
-        size, known = (want.rows, want.length), rung.readings
-        if not want.is_whole or size in known.whole or not (known.law.readings or rung is not self.plain):
+        size = want.rows, want.length
+        if not want.is_whole or size in rung.whole or not (rung.law.readings or rung is not self.plain):
             return False
-        if known.law.readings:
-            share = known.expected(size) / max(1.0, rung.room(want) + known.gradients)
+        if rung.law.readings:
+            share = rung.law.expected(size) / max(1.0, rung.room(want) + rung.gradients)
             if not SURE < share < 1 / SURE:
                 return False
         read(rung, (want.rows,))
-        known.whole.setdefault(size, RAN_OUT)
+        rung.whole.setdefault(size, RAN_OUT)
         return True
 
     def _read_more_rows(self, want: Want, read: Read) -> bool:
         """Read two and four rows where one may take more; return True if that is new."""
         rung = self.rungs[max(self.rungs)]
-        found = rung.readings.law.readings
+        found = rung.law.readings
         for size in (2, 4):
             fewer = found.get((size // 2, want.length))
             if want.only is None and 2 * size <= want.rows and fewer and (size, want.length) not in found:
@@ -217,23 +221,15 @@ class Ladder:
                 return (size, want.length) in found
         return False
 
-    def _read_loss(self, rung: Rung, want: Want, read: Read) -> bool:
-        """Read the loss over all rows if it was only guessed at; return True if it was read."""
-        first = rung.readings.first
-        if not first or want.rows in first:
-            return False
-        read(rung, even(want.rows, -(-want.rows // want.size)))
-        return want.rows in first
-
     def _update_one_by_one(self, want: Want) -> None:
         """Update parameter by parameter from now on if common operations take too much."""
-        task, updates = self._static[0], self.plain.updates
+        task, updates = self._task, self.plain.updates
         if task and self.plain.settings.foreach is None and max(updates) > self.plain.room(want):
             updates[:] = [update_to_come(task)[1]]
             for rung in self.rungs.values():
                 rung.settings = replace(rung.settings, foreach=False)
 
-    def _give_back(self, blocks: tuple[str, ...], want: Want, read: Read) -> None:
+    def _give_back(self, blocks: Sequence[str], want: Want, read: Read) -> None:
         """Find the fewest blocks that must run again, by a line between two rungs of which one fits."""
         low, high = 0, len(blocks)  # `high` fits, `low` does not
         for _ in range(_TRIES):
@@ -253,20 +249,20 @@ class Ladder:
         """Return the rung of a level, which is new at first; what no policy changes is known from above."""
         if level not in self.rungs:
             made = Rung(self.num_bytes, replace(self.plain.settings, blocks=choice))
-            made.readings.gradients = self.plain.readings.gradients
+            made.gradients = self.plain.gradients
             made.updates = self.plain.updates
-            made.readings.first = self.plain.readings.first
+            made.first = self.plain.first
             self.rungs[level] = made
         return self.rungs[level]
 
     def _refusal(self, want: Want) -> core.BudgetError:
-        found = [one for one in (smallest(rung, want) for rung in self.rungs.values()) if one < RAN_OUT]
-        size = int(min(max(want.size, self.plain.readings.law.least), want.rows))
+        found = [one for one in (rung.smallest(want) for rung in self.rungs.values()) if one < RAN_OUT]
+        size = int(min(max(want.size, self.plain.law.least), want.rows))
         last = self.rungs[max(self.rungs)].settings.blocks
         how = ", all that is saved offloaded" if WHOLE in last else ", all blocks recomputed" * bool(last)
         how += " (a budget on shards recomputes nothing; Options(recompute=...) does)" * want.is_shared
         why = f" The batch may not be cut: {self.refused.rstrip('.')}." if self.refused else ""
-        floor = int(want.static + self.plain.readings.gradients)
+        floor = int(want.static + self.plain.gradients)
         least = int(_SLACK * min(found, default=floor))
         rows = core.counted(want.rows, "row")
         told = f"By readings the smallest budget for {rows} is {core.format_bytes(least)} ({least} bytes)."
@@ -284,15 +280,14 @@ class Ladder:
 
     def note(self, rung: Rung) -> str:
         """Return the basis of a cut, for a report."""
-        read = rung.readings
-        count = sum(map(len, read.law.readings.values())) + len(read.whole)
-        allowed = "" if read.is_exact else ", with an allowance for what readings cannot see here"
+        count = sum(map(len, rung.law.readings.values())) + len(rung.whole)
+        allowed = "" if rung.is_exact else ", with an allowance for what readings cannot see here"
         blocks = ""
         if rung is not self.plain and rung.again:
             why = "for larger micro-batches" if self.plain.has_cut else "as no row fits without"
             blocks = f"; {core.counted(rung.again, 'block')} recomputed, {why}"
         if WHOLE in rung.settings.blocks and rung is not self.plain:
-            blocks += f"; {core.format_bytes(read.host)} saved for backward wait in host memory"
+            blocks += f"; {core.format_bytes(rung.host)} saved for backward wait in host memory"
         return f"cut by memory that was read in {count} runs of micro-batches{allowed}{blocks}"
 
     def state(self) -> list[dict[str, Any]]:
@@ -306,7 +301,6 @@ class Ladder:
             rung.updates = self.plain.updates
             rung.load(one)
             self.rungs[int(one["again"])] = rung
-            self._steps = max(self._steps, rung.steps)
 
 
 def _again(blocks: Sequence[str]) -> Choice:

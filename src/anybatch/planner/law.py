@@ -12,6 +12,8 @@ Size = tuple[int, int]  # rows of a micro-batch, and the length of a row: number
 _ROUNDS = 4  # rounds of reweighting
 _PER_COLUMN = 0.003  # price of a term, in the mean relative error
 _SURE, _PER_DOUBLING, _MOST_MISFIT = 0.01, 0.04, 0.15
+_SEGMENTS = 22 * 2**20  # bytes of one segment of each pool of CUDA's allocator, which may be nearly empty
+_PACKED = 1 / 8  # share that tensors of 1 to 10 MB leave empty in its segments of 20 MB; on average 0.115
 
 
 class Law:
@@ -27,12 +29,19 @@ class Law:
 
     def __init__(self, readings: Iterable[tuple[Size, Sequence[float]]] = ()) -> None:
         self.readings: dict[Size, list[float]] = {size: [*found] for size, found in readings}
+        # Of an allocator with a cache: bytes reserved and not used, by size; their largest share in the bytes
+        # of tensors, beyond a segment of each pool; bytes of tensors on the device before a micro-batch.
+        self.unused, self.unusable, self.below = dict[Size, int](), 0.0, 0
         self._fitted: tuple[Tensor, float, dict[int, float]] | None = None
 
-    def add(self, size: Size, num_bytes: float) -> None:
-        """Add a reading: the bytes that a micro-batch of this size used."""
+    def add(self, size: Size, num_bytes: float, *, unused: int = 0, allocated: int = 0) -> None:
+        """Add a reading: the bytes that a micro-batch used; and those reserved beside all allocated ones."""
         self.readings.setdefault(size, []).append(max(1.0, float(num_bytes)))
         self._fitted = None
+        if unused:
+            self.unused[size] = max(self.unused.get(size, 0), unused)
+            self.below = max(self.below, int(allocated - num_bytes))
+            self.unusable = max(self.unusable, (unused - _SEGMENTS) / allocated)
 
     @property
     def largest(self) -> int:
@@ -59,9 +68,8 @@ class Law:
         if size in self.readings:
             return _typical(self.readings[size])
         rows, length = size
-        least = min(m for m, _ in self.readings)
-        if rows < least:  # the constant part is not known well enough to predict less
-            return self((least, length))
+        if rows < self.least:  # the constant part is not known well enough to predict less
+            return self((int(self.least), length))
         terms, _, odd = self._fit()
         if rows in odd:
             return odd[rows] * length
@@ -84,13 +92,22 @@ class Law:
         below = [(top - least) / (most - fewer) for fewer, least in found if 2 * fewer <= most]
         return top + (rows - most) * below[-1] if below else 0.0
 
+    def expected(self, size: Size) -> float:
+        """Return the bytes expected of a size, with those that an allocator reserves."""
+        return self._reserved(size, self(size))
+
     def bound(self, size: Size) -> float:
         """Return the bytes to allow for: more, the further a size is from the readings."""
-        if size in self.readings:
-            return self(size) * (1 + _SURE)
-        doublings = math.log2(max(1.0, size[0] * size[1] / self.largest))
-        misfit = min(_MOST_MISFIT, 2 * self.misfit)
-        return self(size) * (1 + _SURE + misfit + _PER_DOUBLING * doublings)
+        misfit = doublings = 0.0
+        if size not in self.readings:
+            doublings = math.log2(max(1.0, size[0] * size[1] / self.largest))
+            misfit = min(_MOST_MISFIT, 2 * self.misfit)
+        return self._reserved(size, self(size) * (1 + _SURE + misfit + _PER_DOUBLING * doublings))
+
+    def _reserved(self, size: Size, used: float) -> float:
+        if size in self.unused or not self.below:
+            return used + self.unused.get(size, 0)
+        return used + _SEGMENTS + max(_PACKED * used, self.unusable * (self.below + used))
 
     def _fit(self) -> tuple[Tensor, float, dict[int, float]]:
         """Return coefficients, the 90 % quantile of relative errors, and bytes per length of odd sizes."""

@@ -145,15 +145,15 @@ def below_floor(floor: int, budget: int) -> BudgetError:
 
 
 def refusal(
-    least: Option, ledger: Ledger, budget: int, batch_norms: Sequence[BatchNorm], cut_refused: str
+    least: Plan, ledger: Ledger, budget: int, batch_norms: Sequence[BatchNorm], cut_refused: str
 ) -> BudgetError:
     """Return the error that nothing fits; it names as many of the largest holders as there is room for."""
     told = (
         f"Expected a plan within {format_bytes(budget)}, got none. The smallest budget for "
-        f"{counted(least.plan.rows, 'row')} is {format_bytes(least.peak)} ({least.peak} bytes), "
-        f"{counted(least.plan.micro_batch, 'row')} at a time"
+        f"{counted(least.rows, 'row')} is {format_bytes(ledger.peak)} ({ledger.peak} bytes), "
+        f"{counted(least.micro_batch, 'row')} at a time"
     )
-    ways = " ".join(_ways_out(ledger, batch_norms, cut_refused, least.plan.precision))
+    ways = " ".join(_ways_out(ledger, batch_norms, cut_refused, least.precision))
     ways = ways or "Allow that much, or use a smaller model or smaller rows."
     held = [
         f"{format_bytes(one.bytes)} {one.owner} of {repr(one.module) if one.module else 'the model'}"
@@ -162,7 +162,7 @@ def refusal(
     while held and len(f"{told}; largest: {', '.join(held)}. {ways}") > _LONGEST:
         held.pop()
     told = f"{told}; largest: {', '.join(held)}" if held else told
-    return BudgetError(f"{told}. {ways}", smallest=least.peak)
+    return BudgetError(f"{told}. {ways}", smallest=ledger.peak)
 
 
 def _ways_out(

@@ -1,15 +1,13 @@
 """Requests for a plan: the step, the budget, and what may be chosen."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from anybatch.core import Batch
 from anybatch.engine import Plan, Task
 from anybatch.memory import Device, find_device
-from anybatch.recompute import WHOLE
-
-KEEP = "keep"  # the policy of a rung that keeps all
+from anybatch.recompute import WHOLE, Choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,11 +24,13 @@ class Request:
     sizes: tuple[int, ...] = ()  # the allowed micro-batch sizes; empty for all
 
     @property
-    def policies(self) -> tuple[str, ...]:
-        """The rungs below "keep": blocks run again; their inputs are offloaded, too; all is offloaded."""
-        recompute, is_offloading = bool(self.blocks), bool(self.device.link) and not self.like.blocks
-        chosen = {"recompute": recompute, "inputs": recompute and is_offloading, "offload": is_offloading}
-        return tuple(name for name, is_there in chosen.items() if is_there)
+    def rungs(self) -> list[Choice]:
+        """Policies of blocks: as they are; blocks run again; their inputs are offloaded, too; all is."""
+        again = tuple((block, "recompute") for block in self.blocks)
+        found = [self.like.blocks, again] if again else [self.like.blocks]
+        if self.device.link and not self.like.blocks:
+            found += dict.fromkeys([(WHOLE, *again), (WHOLE,)])
+        return found
 
     @property
     def depends_on_cut(self) -> bool:
@@ -59,20 +59,12 @@ class Request:
     @property
     def may_disable_foreach(self) -> bool:
         """True if an optimizer would update all parameters at once, and foreach=False is possible."""
-        groups = [group for one in self.task.optimizers for group in one.param_groups]
+        default = None if self.device.kind != "cpu" else True  # without a setting, the CPU goes one by one
         return any(
-            not group.get("fused")
-            and (group["foreach"] or (self.device.kind != "cpu" and group["foreach"] is None))
-            for group in groups
-            if "foreach" in group
+            group.get("foreach", False) in (True, default) and not group.get("fused")
+            for one in self.task.optimizers
+            for group in one.param_groups
         )
-
-    def uniform(self, size: int, policy: str, again: int | None = None) -> Plan:
-        """Return a plan of this micro-batch on a rung; of its blocks the first `again` run again."""
-        blocks = self.blocks[:again] if policy in ("recompute", "inputs") else ()
-        chosen = tuple((block, "recompute") for block in blocks)
-        chosen = (WHOLE, *chosen) if policy in ("inputs", "offload") else chosen
-        return replace(self.like, micro_batch=size, blocks=chosen or self.like.blocks)
 
 
 def computes_in_half(task: Task) -> bool:

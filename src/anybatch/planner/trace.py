@@ -1,7 +1,7 @@
 """A step run on fake tensors: all of its bytes, without memory."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,27 +13,23 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from anybatch import memory
-from anybatch.core import Batch, SampleBatch, TensorBatch, torch_private as private, tree
+from anybatch.core import Batch, SampleBatch, TensorBatch, tensors_in, torch_private as private, tree
 from anybatch.engine import Plan, Task, carry_out, owned
 from anybatch.integrations import homes, wants_router_loss
 from anybatch.losses import Additive, Loss, ModelTerms, SummedLoss, Terms
-from anybatch.state import Effects
+from anybatch.planner.request import computes_in_half
+from anybatch.state import Effects, ObjectState
 
 _ONE_AT_A_TIME = threading.RLock()
 
 
 def run_sizes(plan: Plan, loss: Loss, model: nn.Module) -> tuple[int, ...]:
-    """Return the rows of the micro-batches to run: of many alike two."""
-    if plan.cut or plan.micro_batches <= 2 or not is_one_pass(loss, model):
-        return plan.sizes
-    return plan.sizes[:2]
-
-
-def is_one_pass(loss: Loss, model: nn.Module) -> bool:
-    """Return True if a finished micro-batch keeps almost no memory (no first pass)."""
-    if isinstance(loss, ModelTerms):  # a router loss keeps scores of all rows
-        return not (homes(model) and wants_router_loss(model))
-    return isinstance(loss, SummedLoss | Terms | Additive)
+    """Return the rows of the micro-batches to run: two of many alike that keep almost nothing once done."""
+    # A first pass keeps outputs of all rows, and a router's loss their scores.
+    is_one_pass = isinstance(loss, SummedLoss | Terms | Additive | ModelTerms)
+    if isinstance(loss, ModelTerms):
+        is_one_pass = not (homes(model) and wants_router_loss(model))
+    return plan.sizes[:2] if is_one_pass and not plan.cut else plan.sizes
 
 
 def fake_batch(batch: Batch, rows: int, traced: int, loss: Loss) -> tuple[Batch, list[Tensor]]:
@@ -46,8 +42,10 @@ def fake_batch(batch: Batch, rows: int, traced: int, loss: Loss) -> tuple[Batch,
     full = TensorBatch(nest.build(iter(leaves)))
     if traced == rows:
         return full, leaves
-    # Losses of torch take weights from the whole batch; others must count only the rows that run.
-    return _Head(full, traced) if isinstance(loss, SummedLoss) else full.only(range(traced)), leaves
+    head = full.only(range(traced))
+    if isinstance(loss, SummedLoss):  # takes weights from the whole batch; others count the rows that run
+        head.given = head.whole = full.whole
+    return head, leaves
 
 
 def _of_rows(leaf: Tensor, rows: int, bases: dict[int, Tensor]) -> Tensor:
@@ -63,14 +61,6 @@ def _of_rows(leaf: Tensor, rows: int, bases: dict[int, Tensor]) -> Tensor:
             bases[id(storage)] = base
         fake = base.as_strided((rows, *leaf.shape[1:]), leaf.stride(), leaf.storage_offset() % step)
     return fake.requires_grad_(leaf.requires_grad)
-
-
-class _Head(TensorBatch):
-    __slots__ = ()
-
-    def __init__(self, full: TensorBatch, rows: int) -> None:
-        super().__init__(full.only(range(rows)).whole)
-        self.given = self.whole = full.whole
 
 
 def _collated(batch: Batch, rows: int) -> Batch:
@@ -92,13 +82,11 @@ _LATE = 1000.0  # the step count set by `advance`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The bytes and the work of one step."""
+    """The bytes and the seconds of one step."""
 
     plan: Plan
     ledger: memory.Ledger  # bytes by owner, module and moment
-    marks: tuple[
-        memory.Mark, ...
-    ]  # changes of phase and module, with running counts of operations, FLOPs and bytes
+    seconds: float  # of one update, estimated from the device's figures
     idle: frozenset[nn.Parameter] = frozenset()  # parameters without gradient, so without state
     attention: frozenset[str] = frozenset()  # the kernels of a card that attention was taken to use
 
@@ -136,19 +124,15 @@ def trace(
         _ONE_AT_A_TIME,  # `drop_left_fakes` acts on all threads
         private.disable_current_modes(),  # hides the trace from a meter around it
         memory.undisturbed(parameters, roots) as snapshot,
-        memory.dense_only(parameters),
     ):
-        modules = list(dict.fromkeys((*task.network.modules, *snapshot.modules)))
         settled: Any = {"rows": plan.rows, "task": task, "batch": batch, "device": device}
-        run = partial(run_on_fakes, **settled, modules=modules, kernels=kernels)
+        run = partial(run_on_fakes, **settled, snapshot=snapshot, kernels=kernels)
         known = task.effects.buffers
         recording, found, wrongly = run(reduced, idle=idle)
         if reduced is not plan and (not recording.forwards or recording.forwards % len(sizes)):
             reduced = plan  # micro-batches differ
-            snapshot.put_back()
             recording, found, wrongly = run(plan, idle=idle)
         if wrongly or task.effects.buffers != known:
-            snapshot.put_back()  # tensors kept by the first run would count in the second
             recording, found, _ = run(reduced, idle=found)
         snapshot.put_back()
         memory.drop_left_fakes()
@@ -156,7 +140,8 @@ def trace(
         recording = memory.continued(recording, plan.micro_batches)
     ledger = recording.ledger(source="predicted", device=device.kind)
     attention = frozenset(kernels)
-    return Trace(plan=plan, ledger=ledger, marks=recording.marks, idle=found, attention=attention)
+    seconds = device.seconds(*recording.work, half=plan.precision.is_short or computes_in_half(task))
+    return Trace(plan=plan, ledger=ledger, seconds=seconds, idle=found, attention=attention)
 
 
 def run_on_fakes(
@@ -166,7 +151,7 @@ def run_on_fakes(
     task: Task,
     batch: Batch,
     device: memory.Device,
-    modules: Sequence[nn.Module],
+    snapshot: ObjectState,
     kernels: set[str],
     idle: Set[nn.Parameter],
 ) -> tuple[memory.Recording, frozenset[nn.Parameter], bool]:
@@ -174,7 +159,13 @@ def run_on_fakes(
 
     Add the kernels of attention to `kernels`.
     """
-    mode = memory.FakeMode()
+    snapshot.put_back()  # tensors kept by an earlier run would count in this one
+    mode, is_card, model = memory.FakeMode(), device.kind != "cpu", {*task.model.modules()}
+    modules = [*dict.fromkeys((*task.network.modules, *snapshot.modules))]
+
+    def note(optimizer: Optimizer, *_: object) -> None:
+        updated.update(p for p in owned([optimizer]) if p.grad is not None)
+
     with memory.replaced_by_fakes(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)
         twins = {one: fakes.of(one) for one in (*task.network.parameters, *task.network.others)}
@@ -185,25 +176,27 @@ def run_on_fakes(
         updated: set[Tensor] = set()
         with mode.explained(), mode:
             logical, leaves = fake_batch(batch, rows, plan.rows, task.loss)
-            _set_foreach(task, device)
+            for group in [group for one in task.optimizers for group in one.param_groups if is_card]:
+                if group.get("foreach", True) is None and not group.get("fused"):
+                    group["foreach"] = True
             made = make_state(fake, lacks)
             advance(fake)
             cublas = torch.empty(device.workspace, dtype=torch.uint8, device=next(iter(fake.network.devices)))
             meter = memory.Meter(
                 task.model,
                 task.optimizers,
-                loss_module=loss_module_of(task),
+                loss_module=nn.ModuleList([one for one in task.network.modules if one not in model]),
                 batch_leaves=leaves,
                 state=fake.masters.tensors,
                 cublas=[cublas],
-                as_accelerator=device.kind != "cpu",
+                as_accelerator=is_card,
             )
             mode.where = lambda: meter.module
             del leaves
             for one in task.optimizers:
-                one.register_step_pre_hook(partial(_note_updated, updated))
+                one.register_step_pre_hook(note)
             on_card = private.kernels_before_autocast(_kernels_of(device, kernels))
-            with meter, on_card if device.kind != "cpu" else nullcontext():
+            with meter, on_card if is_card else nullcontext():
                 carry_out(plan, fake, logical)
         written = set(fake.effects.parameters)
         task.effects.writes([parameter for parameter, twin in twins.items() if twin in written])
@@ -276,10 +269,6 @@ def _cast(rule: str, operator: Any, *args: Any, **named: Any) -> Any:
         return operator(*args, **named)
 
 
-def _note_updated(updated: set[Tensor], optimizer: Optimizer, args: object, kwargs: object) -> None:
-    updated.update(p for p in owned([optimizer]) if p.grad is not None)
-
-
 def faked(task: Task, fakes: memory.Fakes) -> Task:
     """Return the task on fake tensors, without callbacks."""
 
@@ -305,19 +294,6 @@ def faked(task: Task, fakes: memory.Fakes) -> Task:
     )
 
 
-def loss_module_of(task: Task) -> nn.Module:
-    """Return the modules of the loss that are not part of the model."""
-    own = set(task.model.modules())
-    return nn.ModuleList([module for module in task.network.modules if module not in own])
-
-
-def _set_foreach(task: Task, device: memory.Device) -> None:
-    for optimizer in task.optimizers if device.kind != "cpu" else ():
-        for group in optimizer.param_groups:
-            if group.get("foreach", True) is None and not group.get("fused"):
-                group["foreach"] = True
-
-
 def advance(task: Task) -> None:
     """Set step counts to a late step: some optimizers, such as RAdam, use less memory in early ones."""
     for optimizer in task.optimizers:
@@ -327,18 +303,14 @@ def advance(task: Task) -> None:
                 slots["step"] = torch.tensor(_LATE, dtype=step.dtype, device=step.device)
 
 
-def _takes_sparse(optimizer: Optimizer) -> bool:
-    held = (one for slots in optimizer.state.values() for one in slots.values())
-    is_sparse = any(isinstance(one, Tensor) and one.is_sparse for one in held)
-    return is_sparse or isinstance(optimizer, torch.optim.SparseAdam)
-
-
 def make_state(task: Task, idle: Set[Tensor]) -> set[Tensor]:
     """Make the state of the first update, if it is missing; return the parameters it was made for."""
     made: set[Tensor] = set()
     for optimizer in task.optimizers:
         trained = [p for p in owned([optimizer]) if p.requires_grad and p not in idle]
-        if trained and _takes_sparse(optimizer):
+        held = tensors_in([*optimizer.state.values()])
+        takes_sparse = isinstance(optimizer, torch.optim.SparseAdam) or any(one.is_sparse for one in held)
+        if trained and takes_sparse:
             raise memory.sparse_refused(f"a {type(optimizer).__name__} that takes sparse ones")
         lacking = [p for p in trained if not optimizer.state.get(p)]
         if not lacking:

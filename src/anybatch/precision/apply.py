@@ -30,9 +30,9 @@ def at_work(model: nn.Module, precision: str | Precision, optimizers: Iterable[O
     """Apply a precision to a model, see `lower`; convert 16-bit state of its optimizers to float32."""
     chosen, known = find_precision(precision), list(optimizers)
     trained = [p for one in known for g in one.param_groups for p in g["params"]]
-    short = {parameter for parameter in trained if parameter.dtype in SHORT_DTYPES}
+    short = {p for p in trained if p.dtype in SHORT_DTYPES}
     masters = lower(model, chosen, trained)
-    long_now = {parameter for parameter in short if parameter.dtype not in SHORT_DTYPES}
+    long_now = short - {p for p in trained if p.dtype in SHORT_DTYPES}
     lengthen_states(known, [p for p in trained if p in long_now or masters.of(p) is not None])
     for one in known:
         masters.keep_states(one)
@@ -63,7 +63,7 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
     if dtype is None:
         for module in called:
             if not isinstance(module, BatchNorm):  # autocast handles it
-                AutocastOff(module).put_on()
+                AutocastOff(module)
         return masters
     for module in model.modules():
         cast = cast_of(module)
@@ -79,7 +79,7 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
         like = _first(model, dtype)
         if like is not None:
             for module in called:
-                Inner(module, like).put_on()
+                Inner(module, like)
     return masters
 
 
@@ -100,7 +100,7 @@ def _store(
         if module is model or isinstance(cast_of(module), Outer):
             like = _first(module, dtype)
             if like is not None:
-                Outer(module, like).put_on()
+                Outer(module, like)
 
 
 def _first(module: nn.Module, dtype: torch.dtype) -> nn.Parameter | None:

@@ -72,10 +72,6 @@ class Masters:
         backup.refresh(parameter)
         return backup.weights
 
-    def hold(self, parameter: nn.Parameter, weights: Tensor) -> None:
-        """Use this tensor (not copied) as the parameter's master weight."""
-        self._hold(parameter, _Backup(parameter, weights))
-
     def shorten(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """Store a parameter in 16 bits, and keep its master weight: another step's, or its own values."""
         backup = _known(parameter)
@@ -130,7 +126,8 @@ class Masters:
         """Return the master weights for the stand-ins that `of` returns, as for a traced step."""
         twin = Masters(is_needed=self._is_needed)
         for parameter, backup in self._held.items():
-            twin.hold(of(parameter), of(backup.weights))
+            stand_in = of(parameter)
+            twin._hold(stand_in, _Backup(stand_in, of(backup.weights)))
         return twin
 
     def keep_states(self, optimizer: Optimizer) -> None:

@@ -75,7 +75,14 @@ class Precision:
             raise PlanError(
                 f'Expected accumulate to name a floating dtype, got {self.accumulate!r}. Write "float32".'
             )
-        _check_scale(self.loss_scale)
+        scale: Any = self.loss_scale
+        is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+        is_power = is_number and 1 <= scale < math.inf and math.frexp(scale)[0] == 0.5
+        if not (is_power or scale in (None, "dynamic")):
+            raise PlanError(
+                f"Expected loss_scale to be a power of two of at least 1, which changes no digit, got "
+                f'{scale!r}. Pass 1024, or "dynamic".'
+            )
         if self.store is not None and self.compute not in (None, self.store):
             raise PlanError(
                 f"Expected weights that are stored in {self.store} to be computed with in {self.store}, got "
@@ -160,17 +167,6 @@ def _patterns(given: Any) -> tuple[str, ...]:
             f'Expected keep_float32 to be a list of patterns, got {given!r}. Write ["LayerNorm", "*.router"].'
         )
     return tuple(given)
-
-
-def _check_scale(value: Any) -> None:
-    if value is None or value == "dynamic":
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and 1 <= value < math.inf and math.frexp(value)[0] == 0.5):
-        raise PlanError(
-            f"Expected loss_scale to be a power of two of at least 1, which changes no digit, got {value!r}. "
-            'Pass 1024, or "dynamic".'
-        )
 
 
 NAMED: Mapping[PrecisionName, Precision] = {

@@ -1,7 +1,7 @@
 """Policies applied to the blocks of a model for a while"""
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial, wraps
 from itertools import count
 from typing import Any
@@ -21,7 +21,6 @@ from anybatch.state import Reachable
 
 Forward = Callable[..., Any]
 
-_ABSENT = object()
 #: (policy, training mode) of verified recomputations of each block in this process.
 _VERIFIED: WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = WeakKeyDictionary()
 
@@ -66,27 +65,24 @@ def _applied(model: nn.Module, choice: Choice, verify: bool) -> Generator[None]:
     is_all = WHOLE in choice
     # Blocks that run again need room for all that one of them saves; copies that come early fit in there.
     offload = Offload((*model.parameters(), *model.buffers()), is_tight=is_all and not blocks)
-    found: list[tuple[dict[str, Any], str, Any]] = []
-    try:
+    with ExitStack() as stack:
+        stack.callback(offload.close)
         for name, block, policy in blocks:
             # A compiled block has another method, and stays compiled.
             slot = "forward" if private.compiled_call_of(block) is None else private.COMPILED_CALL
-            evaluate = getattr(block, slot)
+            evaluate, attributes = getattr(block, slot), vars(block)
             if policy == "offload":
                 evaluate = _moved(block, evaluate, offload)
             else:
                 evaluate = _rebuilt(policy, name, block, evaluate, verify)
-            found.append((vars(block), slot, vars(block).get(slot, _ABSENT)))
-            vars(block)[slot] = evaluate
-        with offload.saving(_kind(model)) if is_all else nullcontext():
-            yield
-    finally:
-        for attributes, slot, value in reversed(found):
-            if value is _ABSENT:
-                attributes.pop(slot, None)
+            if slot in attributes:
+                stack.callback(attributes.__setitem__, slot, attributes[slot])
             else:
-                attributes[slot] = value
-        offload.close()
+                stack.callback(attributes.pop, slot, None)
+            attributes[slot] = evaluate
+        if is_all:
+            stack.enter_context(offload.saving(_kind(model)))
+        yield
 
 
 def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify: bool) -> Forward:

@@ -32,10 +32,13 @@ class State:
         self._inside = inside
         self._random = self._streams()
         self._tables = Contents(_tables(inside))
-        self._parameters = Contents(map(private.parameters_of, inside.modules))
-        self._slots = [(slots, slots.copy()) for slots in map(private.buffers_of, inside.modules) if slots]
-        buffers = [one for _, slots in self._slots for one in slots.values() if one is not None]
-        self._copies = {buffer: buffer.detach().clone() for buffer in buffers if _is_noted(buffer)}
+        self._registered = Contents(_registered(inside))
+        buffers = [one for slots in map(private.buffers_of, inside.modules) for one in slots.values()]
+        self._copies = {
+            one: one.detach().clone()
+            for one in buffers
+            if one is not None and not (is_lazy(one) or one.requires_grad or one.is_inference())
+        }
         self._versions = {buffer: private.version(buffer) for buffer in self._copies}
 
     def _streams(self) -> rng.RandomState:
@@ -60,16 +63,15 @@ class State:
                 )
         # Copies replace the buffers, so that autograd sees no write to the buffers themselves.
         fresh = {buffer: value.clone() for buffer, value in self._copies.items()}
-        random, modules = self._streams(), self._inside.modules
-        parameters, buffers = map(private.parameters_of, modules), map(private.buffers_of, modules)
-        now = Contents([*_tables(self._inside), *parameters, *buffers])
+        random, now = self._streams(), Contents([*_tables(self._inside), *_registered(self._inside)])
         try:
             rng.restore(self._random)
             self._tables.put_back()
-            self._parameters.put_back()
-            for slots, before in self._slots:
-                slots.clear()
-                slots.update({key: fresh.get(b, b) if b is not None else b for key, b in before.items()})
+            self._registered.put_back()
+            for slots in map(private.buffers_of, self._inside.modules):
+                slots.update(
+                    {key: fresh[one] for key, one in slots.items() if one is not None and one in fresh}
+                )
             yield
         finally:
             now.put_back()
@@ -228,5 +230,6 @@ def _tables(inside: Reachable) -> list[Any]:
     return [*map(vars, inside.modules), *inside.containers]
 
 
-def _is_noted(buffer: Tensor) -> bool:
-    return not (is_lazy(buffer) or buffer.requires_grad or buffer.is_inference())
+def _registered(inside: Reachable) -> list[Any]:
+    modules = inside.modules
+    return [*map(private.parameters_of, modules), *map(private.buffers_of, modules)]

@@ -91,14 +91,8 @@ class _Moved:
             self.is_changed = True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Saved:
-    """A tensor that autograd saved: a view of a moved storage."""
-
-    moved: _Moved
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+#: A tensor that autograd saved, as a view of a moved storage: sizes, strides and offset.
+Saved = tuple[_Moved, torch.Size, tuple[int, ...], int]
 
 
 class Offload:
@@ -174,7 +168,7 @@ class Offload:
             self._order.append(ref(moved))
             self._new.append((operation, ref(moved)))
         self._send(operation)
-        return Saved(moved, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return moved, tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
     def _send(self, operation: float) -> None:
         """Copy what was saved before this operation, which may itself still fill what it saved (RReLU)."""
@@ -200,7 +194,8 @@ class Offload:
     def _unpack(self, saved: Tensor | Saved) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        return self._take(saved.moved).as_strided(saved.size, saved.stride, saved.offset)
+        moved, size, stride, offset = saved
+        return self._take(moved).as_strided(size, stride, offset)
 
     def _bring(self, moved: _Moved) -> None:
         self._coming[moved] = self._link(moved.device).back(moved.host, moved.device)
