@@ -51,11 +51,14 @@ class Outcome:
     ) -> None:
         self.gradient: dict[str, Tensor] = {}
         self.rows, self.draws = batch.rows, draws
-        task = task.alone()  # first, so that its loss gathers no rows of other ranks
+        task, effects = task.alone(), Effects()  # first, so that its loss gathers no rows of other ranks
+        # A step that looks takes more, which a reading of memory has to see.
+        looks = not isinstance(task.reader, None | _AfterForward)
+        effects.begin(task.network.modules, looks=looks)
         task = replace(
             task,
             loss=ModelTerms(task.loss.call) if isinstance(task.loss, ModelTerms) else task.loss,
-            effects=Effects(),
+            effects=effects,
             scale=LossScale(Precision()),  # a dry run neither looks for overflow nor divides by a scale
             callbacks=core.Callbacks.of([self]),
             optimizers=task.optimizers if has_graph else (),
