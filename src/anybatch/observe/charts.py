@@ -244,7 +244,7 @@ def pack_flow(flow: FlowLog) -> dict[str, Any]:
     if len(starts) < len(values):
         ends.append(np.fmin.reduceat(values, starts))
     norms = values[:, FIGURES.index("norm")]
-    there = np.isfinite(norms).any(axis=0).tolist()  # a log has null for NaN and for no gradient
+    there = np.isfinite(norms).sum(axis=0).tolist()  # a log has null for NaN and for no gradient
     return {
         "layers": flow.layers,
         "classes": (*flow.classes, *[""] * count)[:count],

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from anybatch.core import Collate, DataError, PlanError, tree
-from anybatch.data import hold_out_rows
+from anybatch.data import DataSplit, hold_out_rows
 from anybatch.state import rng
 from anybatch.step import DEFAULT, Options
 
@@ -94,6 +94,22 @@ class Recipe:
         with rng.preserved():
             torch.manual_seed(seed)
             return self.make(self.data if data is None else data, **asked)
+
+
+def classifier(
+    rows: DataSplit, model: nn.Module, label_smoothing: float, options: Options = DEFAULT
+) -> Training:
+    """Return the training of a model whose outputs are scores of the classes."""
+    train, test = [(part.inputs, part.targets) for part in rows]
+    return Training(
+        model=model,
+        loss=nn.CrossEntropyLoss(label_smoothing=label_smoothing),
+        train=train,
+        test=test,
+        name=rows.train.name,
+        scores=lambda scores: scores,
+        options=options,
+    )
 
 
 def one_of(name: str, value: str, choices: Mapping[str, Any]) -> Any:
