@@ -97,9 +97,7 @@ class EarlyStopping(TrainerCallback):
                 f"{sorted(report.validation)}."
             )
         value = report.validation[self.by]
-        sign = 1 if self.larger_is_better else -1
-        first = self.best is None and not math.isnan(value)
-        if first or (self.best is not None and sign * (value - self.best) > self.least_change):
+        if is_better(value, self.best, self.least_change, larger=self.larger_is_better):
             self.best, self.waited = value, 0
         else:
             self.waited += 1
@@ -116,6 +114,13 @@ class EarlyStopping(TrainerCallback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the best value and the epochs since then."""
         self.best, self.waited = state["best"], state["waited"]
+
+
+def is_better(value: float, best: float | None, least_change: float = 0.0, *, larger: bool) -> bool:
+    """Return True if a value is the first or better than the best so far; NaN never is."""
+    if best is None:
+        return not math.isnan(value)
+    return (value - best if larger else best - value) > least_change
 
 
 def records(trainer: Any) -> dict[str, dict[str, Any]]:

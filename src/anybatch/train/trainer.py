@@ -13,14 +13,16 @@ from anybatch.losses import summed_loss
 from anybatch.parallel import checkpoint
 from anybatch.state import rng
 from anybatch.step import Step, known_keywords
-from anybatch.train.callbacks import load_states, states
+from anybatch.train.callbacks import is_better, load_states, states
 from anybatch.train.files import make_folder
 from anybatch.train.identity import check_config, check_run, identity
 from anybatch.train.interrupt import Interruption, deferred
 from anybatch.train.loader import Rows, Stream, open_data
 from anybatch.train.loggers import JsonLog
 from anybatch.train.metrics import RunningLoss, evaluate, metrics_of
-from anybatch.train.progress import ProgressBar, peak_bytes
+from anybatch.train.progress import ProgressBar
+
+_COUNTED = ("epoch", "steps", "updates", "seconds", "best")  # attributes that a checkpoint has
 
 
 class Trainer:
@@ -120,7 +122,7 @@ class Trainer:
         there = [one for one in own if getattr(one, "on_every_rank", True) or not self._share.rank]
         self.callbacks: tuple[Any, ...] = (*bars, *there)
         log = None if self.out is None or self._share.rank else self.out / "log.jsonl"
-        self._log = None if log is None else JsonLog(log, peak_bytes)
+        self._log = None if log is None else JsonLog(log)
         self._own = self.callbacks if self._log is None else (*self.callbacks, self._log)
         self._everyone = (*step.callbacks, *self._own)
         self.epoch = self.steps = self.updates = 0
@@ -237,7 +239,8 @@ class Trainer:
     def _rest(self) -> dict[str, Any]:
         if self._log is not None:
             self._log.flush()  # a resume from here needs every update in the log
-        digest = self.train.digest() if 0 < self._batch == self.train.loaded else ""
+        is_last = isinstance(self.train, Stream) and 0 < self._batch == self.train.loaded
+        digest = self.train.digest() if is_last else ""
         place = {"batch": self._batch, "digest": digest, "totals": self.epoch_loss.totals}
         progress = _progress(self) | place | {"counts": self.epoch_loss.counts}
         return {"progress": progress, "random": rng.capture_process()}
@@ -261,9 +264,9 @@ class Trainer:
         check_run(found, identity(self))
         checkpoint.restore(found, **_parts(self.step), group=self._share.group)
         then = found.progress
-        self.epoch, self._batch, self.updates = then["epoch"], then["batch"], then["updates"]
-        self.seconds, self.best = then["seconds"], then["best"]
-        self.steps, self._digest = then["steps"], then["digest"]
+        for name in _COUNTED:
+            setattr(self, name, then[name])
+        self._batch, self._digest = then["batch"], then["digest"]
         self.epoch_loss = RunningLoss(then["totals"], **then["counts"])
         self.step.scale.load(then["scale"])
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
@@ -365,11 +368,10 @@ class Trainer:
         if validation and self.best_by not in validation:
             raise _unknown_best(self.best_by, validation)
         value = validation.get(self.best_by, math.nan)
-        sign = 1 if self.larger_is_better else -1
-        is_better = sign * value > (-math.inf if self.best is None else sign * self.best)  # NaN never is
-        if is_better:
-            self.best = value
-        return is_better
+        if not is_better(value, self.best, larger=self.larger_is_better):
+            return False
+        self.best = value
+        return True
 
     @contextmanager
     def _saved_upon_error(self) -> Generator[None]:
@@ -419,8 +421,7 @@ def _report(trainer: Trainer, validation: Mapping[str, float], rows: int, second
 
 
 def _progress(trainer: Trainer) -> dict[str, Any]:
-    names = "epoch", "steps", "updates", "seconds", "best", "config"
-    return {name: getattr(trainer, name) for name in names} | {
+    return {name: getattr(trainer, name) for name in (*_COUNTED, "config")} | {
         "scale": trainer.step.scale.state(),
         "run": identity(trainer),
         "plans": [] if trainer.step.planning.budget is None else trainer.step.planning.budget.state(),
