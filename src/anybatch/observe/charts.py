@@ -156,7 +156,11 @@ def _sparse(name: str, steps: Numbers, series: Numbers) -> list[Chart]:
 def _shared(name: str, series: Numbers, weights: Numbers | None = None) -> Chart:
     """Return a series; values that share a point become their mean, smallest and largest."""
     starts = evenly(len(series), MOST_POINTS)
-    told: Chart = {"name": name, "label": _say(name, series), "log": _is_wide(series)}
+    ends = series[np.isfinite(series)].tolist()
+    low, high = min(ends), max(ends)
+    first, last, least, most = (f"{one:.4g}" for one in (ends[0], ends[-1], low, high))
+    label = f"{name}: first {first}, last {last}, smallest {least}, largest {most}."
+    told: Chart = {"name": name, "label": label, "range": high / low if low > 0 else 0.0}
     if len(starts) == len(series):
         return told | {"y": rounded(series)}
     with np.errstate(all="ignore"):
@@ -175,24 +179,10 @@ def _epochs(run: RunLog, name: str, field: str) -> list[Chart]:
 def _chart(place: str, title: str, series: list[Chart], unit: str = "") -> Chart:
     """Return a chart; its axis is logarithmic if all values are positive and differ widely."""
     label = f"{title} over updates. " + " ".join(one["label"] for one in series)
-    logs = {one["log"] for one in series}
-    log = True in logs and False not in logs
-    shown = [{key: one[key] for key in one if key not in ("label", "log")} for one in series]
+    ranges = [one["range"] for one in series]
+    log = min(ranges, default=0.0) > 0 and max(ranges) > 50
+    shown = [{key: one[key] for key in one if key not in ("label", "range")} for one in series]
     return {"id": place, "title": title, "unit": unit, "log": log, "label": label, "series": shown}
-
-
-def _is_wide(series: Numbers) -> bool | None:
-    """Return True for a range above a factor of 50, None below; False if a value is not positive."""
-    finite = series[np.isfinite(series)]
-    if (finite <= 0).any():
-        return False
-    return bool(finite.max() > 50 * finite.min()) or None
-
-
-def _say(name: str, series: Numbers) -> str:
-    finite = series[np.isfinite(series)]
-    first, last, low, high = (f"{one:.4g}" for one in (finite[0], finite[-1], finite.min(), finite.max()))
-    return f"{name}: first {first}, last {last}, smallest {low}, largest {high}."
 
 
 def rounded(series: Numbers) -> list[float | None]:

@@ -88,8 +88,8 @@ def _one(run: RunLog) -> str:
     flow = pack_flow(run.flow) if run.flow.updates else None
     layers = _LAYER_CHARTS if flow and flow["figures"] else []
     start: Line = run.starts[0] if run.starts else {}
-    model, name = run.settings.get("recipe") or start.get("model"), run.folder.resolve().name
-    name = f"{model}: {name}" if model else name
+    model = run.settings.get("recipe") or start.get("model")
+    name = f"{model}: {run.name}" if model else run.name
     body = [
         f"<header><h1>{_text(name)}</h1><p>{_text(_status(run))}</p>{_cards(_totals(run))}</header>",
         *map(_note, run.notes),
@@ -132,8 +132,7 @@ def _varying(found: Iterable[Chart]) -> tuple[list[Chart], str]:
 
 def _short(run: RunLog, runs: Sequence[RunLog]) -> str:
     """Return the name of a run's folder, or its whole path if another run's folder has the same name."""
-    alike = [one for one in runs if one.folder.resolve().name == run.folder.resolve().name]
-    return str(run.folder) if len(alike) > 1 else run.folder.resolve().name
+    return run.name if [one.name for one in runs].count(run.name) == 1 else str(run.folder)
 
 
 def _side_by_side(head: Sequence[str], columns: Sequence[Mapping[str, Any]], *, differ: bool = False) -> str:
@@ -205,11 +204,10 @@ def _totals(run: RunLog) -> dict[str, str]:
 
 
 def _cards(totals: Mapping[str, str]) -> str:
-    parts = [(name, *told.partition(", ")) for name, told in totals.items()]  # such as "0.25, epoch 3"
-    cards = "".join(
-        f"<div><dt>{_text(name + comma + more)}</dt><dd>{_text(value)}</dd></div>"
-        for name, value, comma, more in parts
-    )
+    cards = ""
+    for name, told in totals.items():
+        value, comma, more = told.partition(", ")  # such as "0.25, epoch 3"
+        cards += f"<div><dt>{_text(name + comma + more)}</dt><dd>{_text(value)}</dd></div>"
     return f'<dl class="totals">{cards}</dl>' if cards else ""
 
 
@@ -218,8 +216,10 @@ def _note(note: str) -> str:
 
 
 def _updates(drawn: Sequence[Chart], same: str, count: int, happened: Sequence[RunEvent]) -> str:
-    names = enumerate(dict.fromkeys(event.kind for event in happened))
-    kinds = [f'<span><i class="event e{index}"></i> {_text(one)}</span>' for index, one in names]
+    kinds = [
+        f'<span><i class="event e{index}"></i> {_text(kind)}</span>'
+        for index, kind in enumerate(dict.fromkeys(event.kind for event in happened))
+    ]
     told = (
         "Drag over a chart to zoom in all of them; double-click to see all again. Keys: left and right move "
         "the line, + and - zoom, Escape shows all. "
@@ -322,9 +322,11 @@ def _epochs(run: RunLog) -> str:
 
 
 def _plans(plans: Sequence[Line]) -> str:
-    told = [(plan.get("step"), str(plan.get("text") or "")) for plan in plans[-10:]]
-    found = [f"<h3>From update {_text(_value(step))} on</h3>{_pre(text)}" for step, text in told if text]
-    return "".join(found)
+    return "".join(
+        f"<h3>From update {_text(_value(plan.get('step')))} on</h3>{_pre(str(plan['text']))}"
+        for plan in plans[-10:]
+        if plan.get("text")
+    )
 
 
 def _machine(start: Line) -> Mapping[str, Any]:
@@ -342,9 +344,11 @@ def _pre(text: str) -> str:
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-    rows = ((name, _value(value)) for name, value in values.items() if value is not None)
-    row = '<tr><th scope="row">{}</th><td>{}</td></tr>'.format
-    inside = "".join(row(_text(name), _text(value)) for name, value in rows)
+    inside = "".join(
+        f'<tr><th scope="row">{_text(name)}</th><td>{_text(_value(value))}</td></tr>'
+        for name, value in values.items()
+        if value is not None
+    )
     return f'<div class="scroll"><table class="pairs">{inside}</table></div>' if inside else ""
 
 
@@ -352,20 +356,19 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     rows = [*rows]
     if not rows:
         return ""
-    left_out = len(rows) - MOST_ROWS
-    if left_out > 0:
-        gap = [f"{left_out:,} more rows", *[""] * (len(head) - 1)]
-        rows = [*rows[: MOST_ROWS // 2], gap, *rows[-MOST_ROWS // 2 :]]
+    if len(rows) > MOST_ROWS:
+        gap = [f"{len(rows) - MOST_ROWS:,} more rows", *[""] * (len(head) - 1)]
+        rows[MOST_ROWS // 2 : -MOST_ROWS // 2] = [gap]
     lines = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
     return f'<div class="scroll" tabindex="0"><table>{_head(head)}<tbody>{lines}</tbody></table></div>'
 
 
 def _head(names: Iterable[str]) -> str:
-    return f"<thead><tr>{''.join(f'<th>{_text(name)}</th>' for name in names)}</tr></thead>"
+    return f"<thead><tr>{_cells(names, 'th')}</tr></thead>"
 
 
-def _cells(texts: Iterable[str]) -> str:
-    return "".join(f"<td>{_text(text)}</td>" for text in texts)
+def _cells(texts: Iterable[str], kind: str = "td") -> str:
+    return "".join(f"<{kind}>{_text(text)}</{kind}>" for text in texts)
 
 
 def _value(value: object) -> str:

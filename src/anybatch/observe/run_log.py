@@ -70,6 +70,7 @@ class RunLog:
     or was killed. Unreadable lines are counted in `notes`.
 
     Attributes:
+        folder, name: its path, and its name.
         starts: the first start and each resume.
         steps: numbers of the updates, ascending.
         values: [updates] by name, such as "loss" or "terms.ce"; NaN for no value.
@@ -86,6 +87,7 @@ class RunLog:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self.name = self.folder.resolve().name
         if not self.folder.is_dir():
             raise DataError(f"{folder}: expected the folder of a run, got no folder. Check the path.")
         self.starts: list[Line] = []
