@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,11 @@ class Trainer:
         progress: bool = True,
         callbacks: Iterable[core.CallbackLike] = (),
     ) -> None:
-        self.step = _checked(step)
+        if not isinstance(step, Step):
+            raise core.PlanError(
+                f"Expected an ab.Step, got {core.kind_of(step)}. Make one: ab.Step(model, loss, optimizer)."
+            )
+        self.step = step
         self.train = open_data(train, step)
         self.validation = None if validation is None else open_data(validation, step)
         if batch_size is not None or isinstance(self.train, Rows):
@@ -155,10 +159,16 @@ class Trainer:
             RankError: another rank failed, ended, or has other data.
         """
         core.check_whole("epochs", epochs, least=1)
-        with deferred() as interruption, self._share.told(interruption):
-            return self._fit(epochs, interruption)
+        with deferred() as interruption, self._share.told(interruption), ExitStack() as stops:
+            self._begin(epochs, stops)
+            reports: list[core.EpochReport] = []
+            while self.epoch < epochs and not self.stopped:
+                reports += self._run_epoch(interruption)
+                interruption.obey(_how_to_go_on(self))
+        return reports
 
-    def _fit(self, epochs: int, interruption: Interruption) -> list[core.EpochReport]:
+    def _begin(self, epochs: int, stops: ExitStack) -> None:
+        """Start the callbacks; the stack stops those that were started, after a save if an error came."""
         if self.out is not None:
             self._refuse_other_run(self.out)
         per_epoch = self.train.per_epoch(self.batch_size)
@@ -169,21 +179,15 @@ class Trainer:
             total_updates=None if per_epoch is None else epochs * per_epoch,
             rows=self.train.count,
         )
-        reports: list[core.EpochReport] = []
         self.stopped, self._saved = "", time.monotonic()
-        with ExitStack() as stops:
-            stops.callback(self.step.attach)
-            self.step.attach(self._own, first=(self._reports.append,))
-            for callback in self._everyone:
-                for start in core.bound([callback], "start"):
-                    start(self, info)
-                for stop in core.bound([callback], "stop"):
-                    stops.callback(stop, self)
-            stops.enter_context(self._saved_upon_error())
-            while self.epoch < epochs and not self.stopped:
-                reports += self._run_epoch(interruption)
-                interruption.obey(_how_to_go_on(self))
-        return reports
+        stops.callback(self.step.attach)
+        self.step.attach(self._own, first=(self._reports.append,))
+        for callback in self._everyone:
+            for start in core.bound([callback], "start"):
+                start(self, info)
+            for stop in core.bound([callback], "stop"):
+                stops.callback(stop, self)
+        stops.push(self._save_upon_error)
 
     def stop(self, reason: str) -> None:
         """End the training after this update or epoch, and save a checkpoint; for callbacks."""
@@ -239,10 +243,20 @@ class Trainer:
     def _rest(self) -> dict[str, Any]:
         if self._log is not None:
             self._log.flush()  # a resume from here needs every update in the log
-        is_last = isinstance(self.train, Stream) and 0 < self._batch == self.train.loaded
-        digest = self.train.digest() if is_last else ""
-        place = {"batch": self._batch, "digest": digest, "totals": self.epoch_loss.totals}
-        progress = _progress(self) | place | {"counts": self.epoch_loss.counts}
+        digest = ""
+        if isinstance(self.train, Stream) and 0 < self._batch == self.train.loaded:
+            digest = self.train.digest()
+        budget = self.step.planning.budget
+        progress = {name: getattr(self, name) for name in (*_COUNTED, "config")} | {
+            "batch": self._batch,
+            "digest": digest,
+            "totals": self.epoch_loss.totals,
+            "counts": self.epoch_loss.counts,
+            "scale": self.step.scale.state(),
+            "run": identity(self),
+            "plans": [] if budget is None else budget.state(),
+            "callbacks": states([*self.callbacks, *self.step.callbacks]),
+        }
         return {"progress": progress, "random": rng.capture_process()}
 
     def resume(self, path: str | Path) -> None:
@@ -297,9 +311,8 @@ class Trainer:
         # Before the save: a checkpoint's epochs are in the logs and in the state of callbacks.
         errors = self._tell(self._everyone, "epoch", self, done)
         if is_best:
-            self._save(
-                checkpoint.BEST
-            )  # first, so that the last checkpoint never refers to a missing best one
+            # First, so that the last checkpoint never refers to a missing best one.
+            self._save(checkpoint.BEST)
         self._save()
         if errors:
             raise errors[0]
@@ -331,8 +344,9 @@ class Trainer:
             self.epoch_loss.add(report)
             errors += self._tell(self._own, "update", report)
             stop = interruption.signal  # read once: a later signal waits for the next update
-            is_due = bool(stop or errors or self.stopped or self._is_time_to_save())
-            if self._share.agrees(f"batch {self.steps}", is_due):
+            is_late = self.save_minutes and time.monotonic() - self._saved >= 60 * self.save_minutes
+            is_due = is_late or (self.save_every and self._batch % self.save_every == 0)
+            if self._share.agrees(f"batch {self.steps}", bool(stop or errors or self.stopped or is_due)):
                 self._save()
             if errors:
                 raise errors[0]
@@ -353,10 +367,6 @@ class Trainer:
                 yield batch
                 self._share.draw_apart(self.seed, self.steps)
 
-    def _is_time_to_save(self) -> bool:
-        is_late = self.save_minutes and time.monotonic() - self._saved >= 60 * self.save_minutes
-        return bool(is_late or (self.save_every and self._batch % self.save_every == 0))
-
     def _evaluate(self, rows: Rows | Stream) -> dict[str, float]:
         budget = self.step.planning.budget
         size = self.step.micro_batch or (self.batch_size if budget is None else self._fitted)
@@ -373,14 +383,10 @@ class Trainer:
         self.best = value
         return True
 
-    @contextmanager
-    def _saved_upon_error(self) -> Generator[None]:
-        try:
-            yield
-        except BaseException as error:  # between updates, or in one that was not begun to write
-            if self._share.can_save(error, self.steps) and self._written != (self.epoch, self.steps):
-                self._save()
-            raise
+    def _save_upon_error(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # Between updates, or in one that was not begun to write.
+        if error and self._share.can_save(error, self.steps) and self._written != (self.epoch, self.steps):
+            self._save()
 
     def _save(self, name: str = "") -> None:
         if self.out is not None:
@@ -420,15 +426,6 @@ def _report(trainer: Trainer, validation: Mapping[str, float], rows: int, second
     )
 
 
-def _progress(trainer: Trainer) -> dict[str, Any]:
-    return {name: getattr(trainer, name) for name in (*_COUNTED, "config")} | {
-        "scale": trainer.step.scale.state(),
-        "run": identity(trainer),
-        "plans": [] if trainer.step.planning.budget is None else trainer.step.planning.budget.state(),
-        "callbacks": states([*trainer.callbacks, *trainer.step.callbacks]),
-    }
-
-
 def _parts(step: Step) -> dict[str, Any]:
     return {
         "model": step.model,
@@ -445,14 +442,6 @@ def _refuse_window(step: Step, wish: str) -> None:
             f"Expected a step without an open window to {wish}, got one with {step.open_window.rows} rows in "
             "it. Close or discard it first."
         )
-
-
-def _checked(step: object) -> Step:
-    if isinstance(step, Step):
-        return step
-    raise core.PlanError(
-        f"Expected an ab.Step, got {core.kind_of(step)}. Make one: ab.Step(model, loss, optimizer)."
-    )
 
 
 def _check_saving(out: object, minutes: float, keep: int) -> None:
