@@ -104,10 +104,11 @@ class JsonLog(TrainerCallback):
 
     def _observed(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for name, record in found.items():
-            if "layers" in record and self._layers.get(name) == record["layers"]:
+            layers = record.get("layers")
+            if layers and layers == self._layers.get(name):
                 del record["layers"]
                 record.pop("classes", None)
-            self._layers[name] = record.get("layers", self._layers.get(name))
+            self._layers[name] = layers or self._layers.get(name)
         return {name: record for name, record in found.items() if record}
 
     def _tell_plan(self, run: Any, report: StepReport) -> None:

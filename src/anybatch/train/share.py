@@ -123,11 +123,6 @@ class Share:
                 "Leave out samplers for ranks, such as DistributedSampler: the trainer shares out each batch."
             )
 
-    def meet_with_signal(self, place: str, interruption: Interruption, stopped: str) -> None:
-        """Meet; a signal of one rank interrupts all ranks at the same place."""
-        said = self.meet(place + ", to stop" * bool(stopped), signal=interruption.signal)
-        interruption.signal = max(one["signal"] for one in said)
-
     def meet_with_buffers(self, place: str) -> None:
         """Meet; warn if buffers, which are not summed over ranks, differ between them."""
         if self.is_many:

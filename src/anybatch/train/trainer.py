@@ -316,7 +316,9 @@ class Trainer:
         self._save()
         if errors:
             raise errors[0]
-        self._share.meet_with_signal(f"the checkpoint of epoch {self.epoch}", interruption, self.stopped)
+        place = f"the checkpoint of epoch {self.epoch}{', to stop' * bool(self.stopped)}"
+        said = self._share.meet(place, signal=interruption.signal)
+        interruption.signal = max(one["signal"] for one in said)  # a signal of one rank is one of all
         return [done]
 
     def _tell(self, callbacks: Iterable[object], event: str, *given: Any) -> list[Exception]:
