@@ -74,14 +74,11 @@ def _function(name: str) -> Callable[[], Any]:
     except (ValueError, TypeError) as error:  # an empty or a relative name
         raise PlanError(f"Expected the name of a module, got {module_name!r} ({error}). {HINT}.") from None
     function = getattr(module, function_name, None)
-    if function is None:
-        raise PlanError(
-            f"Expected a function, got {function_name!r}, which {module_name} does not have. {HINT}."
-        )
     if not callable(function):
-        raise PlanError(
-            f"Expected a function, got {name}, which is of type {type(function).__name__}. {HINT}."
-        )
+        got = f"{name}, which is of type {type(function).__name__}"
+        if function is None:
+            got = f"{function_name!r}, which {module_name} does not have"
+        raise PlanError(f"Expected a function, got {got}. {HINT}.")
     return function
 
 

@@ -17,8 +17,7 @@ HELD_OUT_EVERY = 5  # images of each class, if there is no folder of test images
 
 def has_images(folder: Path) -> bool:
     """Return True if a folder, or its folder `train`, has a folder of images for each class."""
-    root = folder / TRAIN if (folder / TRAIN).is_dir() else folder
-    return any(map(_images_of, root.iterdir()))
+    return any(map(_images_of, _root(folder).iterdir()))
 
 
 def read_images(folder: Path, image_size: int | None = None) -> DataSplit:
@@ -28,7 +27,7 @@ def read_images(folder: Path, image_size: int | None = None) -> DataSplit:
     in memory: float32 of shape (rows, 3, size, size), each channel normalized, 12 bytes per pixel. With an
     `image_size` the shorter side is scaled, and the center is cropped; without it all have one size.
     """
-    root = folder / TRAIN if (folder / TRAIN).is_dir() else folder
+    root = _root(folder)
     held = next((folder / name for name in TEST if root != folder and (folder / name).is_dir()), None)
     found = {child.name: paths for child in sorted(root.iterdir()) if (paths := _images_of(child))}
     classes = tuple(found)
@@ -57,6 +56,10 @@ def read_images(folder: Path, image_size: int | None = None) -> DataSplit:
         name=folder.resolve().name,
         classes=classes,
     )
+
+
+def _root(folder: Path) -> Path:
+    return folder / TRAIN if (folder / TRAIN).is_dir() else folder
 
 
 def _images_of(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,9 @@ def _ratios(flow: Flow, panel: Any) -> None:
 
 def _over_time(records: Sequence[Flow], panel: Any) -> None:
     rows = [[math.log10(n) if n and math.isfinite(n) else math.nan for n in one.norm] for one in records]
-    edges = [records[0].update - 0.5]
-    for one, after in zip(records, [*records[1:], None], strict=True):
-        edges.append((one.update + after.update) / 2 if after else 1.5 * one.update - edges[-1] / 2)
+    updates = [one.update for one in records]
+    edges = [updates[0] - 0.5, *[sum(pair) / 2 for pair in pairwise(updates)]]
+    edges.append(1.5 * updates[-1] - edges[-1] / 2)
     mesh = panel.pcolormesh([x - 0.5 for x in range(len(records[0].layers) + 1)], edges, rows, cmap="cividis")
     panel.set(ylabel="update")
     panel.invert_yaxis()
