@@ -270,13 +270,14 @@ def to_keep(options: Command) -> dict[str, Any]:
 
 def check_same(options: Run) -> None:
     """Raise CheckpointError for options that would change a resumed run."""
-    folder, changed = Path(options.resume or ""), list[str]()
-    if (folder / SETTINGS).exists():
-        had = read(folder / SETTINGS)
-        for name, one in options_of(Run).items():
-            was, now = had.get(name, one.default), getattr(options, name)
-            if now != was and not {LATER, APART} & {*one.marks}:
-                changed.append(f"{one.flag} {now} where it had {was}")
+    folder = Path(options.resume or "")
+    had = read(folder / SETTINGS) if (folder / SETTINGS).exists() else asdict(options)
+    changed = [
+        f"{one.flag} {now} where it had {was}"
+        for name, one in options_of(Run).items()
+        if not {LATER, APART} & {*one.marks}
+        and (now := getattr(options, name)) != (was := had.get(name, one.default))
+    ]
     if options.out and Path(options.out).resolve() != folder.resolve():
         changed.append(f"--out {options.out}")
     if changed:

@@ -56,8 +56,9 @@ def train(options: kinds.Run) -> tuple[dict[str, Any], str]:
         _write_settings(options, out / kinds.SETTINGS)
     before_updates, before_seconds = trainer.updates, trainer.seconds
     strategy = trainer.step.strategy
+    servers = strategy if isinstance(strategy, ParameterServer) else None
     try:
-        with strategy if isinstance(strategy, ParameterServer) else nullcontext():
+        with servers or nullcontext():
             trainer.fit(epochs=options.epochs)
     except errors.AnybatchError:
         if not (trainer.updates or rank()):
@@ -82,7 +83,7 @@ def train(options: kinds.Run) -> tuple[dict[str, Any], str]:
         "peak_bytes": peak_bytes(device),
         "checkpoint": str((checkpoint.folders(out) or [out])[0]),
         "log": str(out / "log.jsonl"),
-        **({"servers": dict(strategy.counts)} if isinstance(strategy, ParameterServer) else {}),
+        **({"servers": dict(servers.counts)} if servers else {}),
     }
     return result, _summary(result, out, trainer)
 

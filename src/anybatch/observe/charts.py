@@ -122,8 +122,10 @@ def _observed(run: RunLog) -> Iterable[Chart]:
 def served(run: RunLog) -> dict[str, int | str]:
     """Return the totals of parameter servers over all updates."""
     totals = {name[7:]: np.nansum(one) for name, one in run.values.items() if name.startswith("counts.")}
-    of_bytes = {name: format_bytes(total) for name, total in totals.items() if name.startswith("bytes")}
-    return {name: int(total) for name, total in totals.items()} | of_bytes
+    return {
+        name: format_bytes(total) if name.startswith("bytes") else int(total)
+        for name, total in totals.items()
+    }
 
 
 def _is_full(run: RunLog) -> Numbers:

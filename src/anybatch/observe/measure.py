@@ -1,5 +1,6 @@
 """Sizes of many tensors at once, in float64, with one synchronization per device."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
@@ -17,7 +18,7 @@ def sizes_of(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for names, values, wide in _by_device(gradients):
         sums = private.foreach_norm(values, 1, dtype=wide)
         norms = private.foreach_norm(values, 2, dtype=wide)
-        largest = [_largest(value).to(wide) for value in values]
+        largest = private.foreach_norm(values, math.inf, dtype=wide)
         counts = [value.count_nonzero().to(wide) for value in values]
         table = torch.stack([*sums, *norms, *largest, *counts]).view(4, len(names))
         found |= zip(names, table.unbind(1), strict=True)
@@ -48,11 +49,6 @@ def dense(gradient: Tensor) -> Tensor:
     elif gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
     return gradient.abs() if gradient.is_complex() else gradient
-
-
-def _largest(values: Tensor) -> Tensor:
-    least, most = values.aminmax()
-    return torch.maximum(-least, most)
 
 
 def to_host(*tables: Mapping[str, Tensor]) -> list[Table]:

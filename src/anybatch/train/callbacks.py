@@ -131,8 +131,11 @@ def records(trainer: Any) -> dict[str, dict[str, Any]]:
 
 def states(ones: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return class name and state of the objects that have a state."""
-    found = [(type(one).__name__, dict(one.state_dict())) for one in ones if hasattr(one, "state_dict")]
-    return [(name, state) for name, state in found if state]
+    return [
+        (type(one).__name__, dict(state))
+        for one in ones
+        if hasattr(one, "state_dict") and (state := one.state_dict())
+    ]
 
 
 def load_states(path: Path, ones: Sequence[Any], saved: Iterable[tuple[str, Mapping[str, Any]]]) -> None:

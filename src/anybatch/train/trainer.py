@@ -125,9 +125,8 @@ class Trainer:
         bars = [ProgressBar(next(step.model.parameters()).device)] if is_shown else []
         there = [one for one in own if getattr(one, "on_every_rank", True) or not self._share.rank]
         self.callbacks: tuple[Any, ...] = (*bars, *there)
-        log = None if self.out is None or self._share.rank else self.out / "log.jsonl"
-        self._log = None if log is None else JsonLog(log)
-        self._own = self.callbacks if self._log is None else (*self.callbacks, self._log)
+        self._logs = [] if self.out is None or self._share.rank else [JsonLog(self.out / "log.jsonl")]
+        self._own = (*self.callbacks, *self._logs)
         self._everyone = (*step.callbacks, *self._own)
         self.epoch = self.steps = self.updates = 0
         self.seconds, self.stopped, self._saved = 0.0, "", time.monotonic()
@@ -241,8 +240,8 @@ class Trainer:
         return home
 
     def _rest(self) -> dict[str, Any]:
-        if self._log is not None:
-            self._log.flush()  # a resume from here needs every update in the log
+        for log in self._logs:
+            log.flush()  # a resume from here needs every update in the log
         digest = ""
         if isinstance(self.train, Stream) and 0 < self._batch == self.train.loaded:
             digest = self.train.digest()
@@ -372,8 +371,6 @@ class Trainer:
     def _evaluate(self, rows: Rows | Stream) -> dict[str, float]:
         budget = self.step.planning.budget
         size = self.step.micro_batch or (self.batch_size if budget is None else self._fitted)
-        if size is not None and rows.count is not None:
-            size = min(size, rows.count)
         return evaluate(self.step, rows, self.metrics, micro_batch=size, batch_size=self.batch_size)
 
     def _is_best(self, validation: Mapping[str, float]) -> bool:
