@@ -7,11 +7,11 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from anybatch.core import BatchError, CheckpointError, SampleBatch, TensorBatch, accelerator, tree
+from anybatch.core import BatchError, CheckpointError, TensorBatch, accelerator, tree
 from anybatch.parallel import Packer, digest_of
 from anybatch.state import rng
 from anybatch.step import Step
-from anybatch.train.share import Share
+from anybatch.train.share import Share, as_batch
 
 
 class Rows:
@@ -23,9 +23,7 @@ class Rows:
 
     def __init__(self, data: Any, step: Step) -> None:
         self._step, self._data, self.share = step, data, Share(step)
-        self._samples = step.collate is not None
-        batch = TensorBatch(data) if step.collate is None else SampleBatch(data, step.collate)
-        self.count = batch.rows
+        self.count = as_batch(data, step).rows
 
     def per_epoch(self, batch_size: int | None) -> int:
         """Return the number of batches of an epoch."""
@@ -51,7 +49,7 @@ class Rows:
                 yield self._take(chosen)
 
     def _take(self, chosen: torch.Tensor) -> Any:
-        if self._samples:
+        if self._step.collate is not None:
             return [cast("Sequence[Any]", self._data)[row] for row in chosen.tolist()]
         here = {one: chosen.to(one) for one in {leaf.device for leaf in tree.flatten(self._data).leaves}}
         rows = tree.map_leaves(lambda leaf: leaf.index_select(0, here[leaf.device]), self._data)
@@ -168,9 +166,9 @@ class Stream:
     def _split(self, held: list[Any], size: int) -> tuple[Any, list[Any]]:
         if self._step.collate is not None:
             return held[:size], held[size:]
-        whole = _joined(held)
-        rest = [] if TensorBatch(whole).rows == size else [tree.map_leaves(lambda leaf: leaf[size:], whole)]
-        return tree.map_leaves(lambda leaf: leaf[:size], whole), rest
+        whole = TensorBatch(_joined(held))
+        rest = [whole.only(range(size, whole.rows)).given] if whole.rows > size else []
+        return whole.only(range(size)).given, rest
 
     def _samples(self, item: Any) -> list[Any]:
         if not self._gives_lists:

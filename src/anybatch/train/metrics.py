@@ -15,6 +15,7 @@ from anybatch.state import evaluating
 from anybatch.step import Step
 from anybatch.train.callbacks import TrainerCallback
 from anybatch.train.loader import Rows, Stream
+from anybatch.train.share import as_batch
 
 Metric = Callable[[Any, Any], core.Total] | core.Fold[Any, Any, Any]
 """A function `(outputs, targets) -> Total` of some rows, or a `Fold` over such pairs."""
@@ -138,7 +139,7 @@ def _totals(
     computing = partial(step.precision.computing, kinds)
     # A loss may need whole batches, and the sizes of micro-batches may differ between ranks.
     for group in rows.in_order(batch_size if loss.divided or rows.share.is_many else micro_batch):
-        batch = core.TensorBatch(group) if step.collate is None else core.SampleBatch(group, step.collate)
+        batch = as_batch(group, step)
         sizes = core.cut_sizes(batch.rows, micro_batch or batch.rows)
         whole = loss.along(batch, sizes, model, lambda: None) if loss.divided else nullcontext()
         with ExitStack() as stack:
