@@ -162,16 +162,16 @@ class Flag:
         kind, self.purpose, *self.marks = get_args(hint)
         self.is_open = type(None) in get_args(kind)
         kind = get_args(kind)[0] if self.is_open else kind
-        self.is_many, is_choice = get_origin(kind) is list, get_origin(kind) is Literal
-        self.choices: tuple[str, ...] | None = get_args(kind) if is_choice else None
-        self.type: type = str if self.is_many or is_choice else kind
+        self.is_many = get_origin(kind) is list
+        self.choices: tuple[str, ...] | None = get_args(kind) if get_origin(kind) is Literal else None
+        self.type: type = str if get_origin(kind) else kind
         self.range: Range | None = next((mark for mark in self.marks if isinstance(mark, tuple)), None)
         self.name, self.default, self.is_required = name, default, default is MISSING
         self.flag = name if WORD in self.marks else f"--{name.replace('_', '-')}"
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Add the option to a parser."""
-        given: dict[str, Any] = {} if self.is_required else {"default": self.default}
+        given: dict[str, Any] = {"default": self.default}
         if self.type is bool:
             given["action"] = argparse.BooleanOptionalAction
         else:
@@ -213,10 +213,12 @@ def parse(parser: argparse.ArgumentParser, command: type[C], given: Sequence[str
     for one in known.values():
         one.add_to(parser)
     found, unknown = parser.parse_known_args(given)
-    for number, path in enumerate(_files(found)):
-        options = read(path, command)  # what a config leaves open stays as the resumed run had it
-        parser.set_defaults(**{name: one for name, one in options.items() if one is not None or not number})
-        found, unknown = parser.parse_known_args(given)
+    run, config = getattr(found, "resume", None), getattr(found, "config", None)
+    had = read(Path(run, SETTINGS), command) if run and Path(run, SETTINGS).exists() else {}
+    asked = read(Path(config), command) if config else {}
+    # What a config leaves open stays as the resumed run had it.
+    parser.set_defaults(**had | {name: one for name, one in asked.items() if one is not None or not had})
+    found, unknown = parser.parse_known_args(given)
     for word in sorted(unknown, key=lambda word: not word.startswith("-"))[:1]:
         raise core.PlanError(
             f"Expected options of {parser.prog}, got {word}. "
@@ -229,13 +231,6 @@ def parse(parser: argparse.ArgumentParser, command: type[C], given: Sequence[str
                 f"Expected {one.flag} to be {one.range[0]}, got {value}. See {parser.prog} --help."
             )
     return command(**vars(found))
-
-
-def _files(found: argparse.Namespace) -> list[Path]:
-    """Return the settings of a run that is resumed, if it has any, and a config."""
-    run, config = getattr(found, "resume", None), getattr(found, "config", None)
-    settings = [Path(run, SETTINGS)] if run and Path(run, SETTINGS).exists() else []
-    return settings + ([Path(config)] if config else [])
 
 
 def nearest(name: str, known: Mapping[str, str]) -> str:
@@ -275,13 +270,14 @@ def to_keep(options: Command) -> dict[str, Any]:
 
 def check_same(options: Run) -> None:
     """Raise CheckpointError for options that would change a resumed run."""
-    folder, changed = Path(options.resume or ""), list[str]()
-    if (folder / SETTINGS).exists():
-        had = read(folder / SETTINGS)
-        for name, one in options_of(Run).items():
-            was, now = had.get(name, one.default), getattr(options, name)
-            if now != was and not {LATER, APART} & {*one.marks}:
-                changed.append(f"{one.flag} {now} where it had {was}")
+    folder = Path(options.resume or "")
+    had = read(folder / SETTINGS) if (folder / SETTINGS).exists() else asdict(options)
+    changed = [
+        f"{one.flag} {now} where it had {was}"
+        for name, one in options_of(Run).items()
+        if not {LATER, APART} & {*one.marks}
+        and (now := getattr(options, name)) != (was := had.get(name, one.default))
+    ]
     if options.out and Path(options.out).resolve() != folder.resolve():
         changed.append(f"--out {options.out}")
     if changed:

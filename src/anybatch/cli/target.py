@@ -24,12 +24,11 @@ HINT = (
 
 def find(name: str, data_name: str | None, asked: Mapping[str, Any] | None = None) -> Training:
     """Return a target of `anybatch check` and `anybatch plan`, whose training rows are one batch."""
-    if ":" in name:
-        return find_training(name, None, 0, asked or {})
-    if name not in RECIPES:
+    is_recipe = ":" not in name
+    if is_recipe and name not in RECIPES:
         raise PlanError(f"Expected a target, got {name!r}. {HINT}: {', '.join(RECIPES)}.")
-    found = find_training(name, data_name, 0, asked or {})
-    return replace(found, train=found.first(FIRST_ROWS))
+    found = find_training(name, data_name if is_recipe else None, 0, asked or {})
+    return replace(found, train=found.first(FIRST_ROWS)) if is_recipe else found
 
 
 def find_training(name: str, data_name: str | None, seed: int, asked: Mapping[str, Any]) -> Training:
@@ -44,26 +43,22 @@ def find_training(name: str, data_name: str | None, seed: int, asked: Mapping[st
     with _importable_from_here():
         returned = _function(name)()
     parts: list[Any] = list(cast("list[Any]", returned)) if isinstance(returned, tuple | list) else []
-    optimizers = [part for part in parts if isinstance(part, Optimizer)]
-    # A batch may be a callable mapping; a collate is callable and no mapping.
-    collates = [part for part in parts[3:] if callable(part) and not isinstance(part, Mapping)]
-    rest = [part for part in parts if not any(part is one for one in (*optimizers, *collates))]
-    is_unclear = max(len(optimizers), len(collates)) > 1 or len(rest) not in (3, 4)
-    if is_unclear or not isinstance(rest[0], nn.Module):
+    more = [(_kind_of(part), part) for part in parts[3:]]
+    if len(parts) < 3 or not isinstance(parts[0], nn.Module) or len(dict(more)) < len(more):
         kinds = [type(part).__name__ for part in parts] or type(returned).__name__
         raise PlanError(
             f"Expected {name} to return (model, loss, batch) and perhaps validation rows and a collate, got "
             f"{kinds}. {HINT}."
         )
-    return Training(
-        model=rest[0],
-        loss=rest[1],
-        train=rest[2],
-        test=rest[3] if len(rest) == 4 else None,
-        name=name,
-        collate=collates[0] if collates else None,
-        optimizer=optimizers[0] if optimizers else None,
-    )
+    return Training(model=parts[0], loss=parts[1], train=parts[2], name=name, **dict(more))
+
+
+def _kind_of(part: Any) -> str:
+    """Return the field of a training for a part that may follow the batch."""
+    if isinstance(part, Optimizer):
+        return "optimizer"
+    # Rows may be a callable mapping.
+    return "collate" if callable(part) and not isinstance(part, Mapping) else "test"
 
 
 def _function(name: str) -> Callable[[], Any]:
@@ -79,14 +74,11 @@ def _function(name: str) -> Callable[[], Any]:
     except (ValueError, TypeError) as error:  # an empty or a relative name
         raise PlanError(f"Expected the name of a module, got {module_name!r} ({error}). {HINT}.") from None
     function = getattr(module, function_name, None)
-    if function is None:
-        raise PlanError(
-            f"Expected a function, got {function_name!r}, which {module_name} does not have. {HINT}."
-        )
     if not callable(function):
-        raise PlanError(
-            f"Expected a function, got {name}, which is of type {type(function).__name__}. {HINT}."
-        )
+        got = f"{name}, which is of type {type(function).__name__}"
+        if function is None:
+            got = f"{function_name!r}, which {module_name} does not have"
+        raise PlanError(f"Expected a function, got {got}. {HINT}.")
     return function
 
 

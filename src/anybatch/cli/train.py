@@ -33,6 +33,8 @@ from anybatch.train import (
     to_json,
 )
 
+_FILES = (kinds.SETTINGS, "log.jsonl")  # of a run, besides its checkpoints
+
 #: The optimizers of `--optimizer`.
 OPTIMIZERS: dict[str, Any] = {name.lower(): getattr(torch.optim, name) for name in ("SGD", "AdamW", "Adam")}
 
@@ -40,9 +42,10 @@ OPTIMIZERS: dict[str, Any] = {name.lower(): getattr(torch.optim, name) for name 
 def train(options: kinds.Run) -> tuple[dict[str, Any], str]:
     """Run `anybatch train`: train a recipe or a target; return the result as numbers and as text."""
     if options.print_config:
+        kept = kinds.to_keep(options)
         if ":" not in options.recipe:
             find_recipe(options.recipe)
-        return kinds.to_keep(options), json.dumps(kinds.to_keep(options), indent=2)
+        return kept, json.dumps(kept, indent=2)
     _check(options)
     start_under_torchrun()
     torch.manual_seed(options.seed)  # before the user's function makes its model
@@ -53,8 +56,9 @@ def train(options: kinds.Run) -> tuple[dict[str, Any], str]:
         _write_settings(options, out / kinds.SETTINGS)
     before_updates, before_seconds = trainer.updates, trainer.seconds
     strategy = trainer.step.strategy
+    servers = strategy if isinstance(strategy, ParameterServer) else None
     try:
-        with strategy if isinstance(strategy, ParameterServer) else nullcontext():
+        with servers or nullcontext():
             trainer.fit(epochs=options.epochs)
     except errors.AnybatchError:
         if not (trainer.updates or rank()):
@@ -72,14 +76,14 @@ def train(options: kinds.Run) -> tuple[dict[str, Any], str]:
     rows_per_update = (trainer.train.count or 0) / (trainer.train.per_epoch(options.batch_size) or 1)
     rows = (trainer.updates - before_updates) * rows_per_update
     result = {
-        **{name: test[name] for name in ("accuracy", "loss") if name in test},
+        **_told(test),
         "updates": trainer.updates,
         "seconds": seconds,
         "samples_per_second": rows / seconds if seconds else 0.0,
         "peak_bytes": peak_bytes(device),
         "checkpoint": str((checkpoint.folders(out) or [out])[0]),
         "log": str(out / "log.jsonl"),
-        **({"servers": dict(strategy.counts)} if isinstance(strategy, ParameterServer) else {}),
+        **({"servers": dict(servers.counts)} if servers else {}),
     }
     return result, _summary(result, out, trainer)
 
@@ -126,14 +130,12 @@ def _found(options: kinds.Run) -> tuple[Training, kinds.Run]:
 
 def _check(options: kinds.Run) -> None:
     """Raise an error for options that do not go together."""
-    for name, holds, range_ in (
-        ("ranks", options.servers is None or options.ranks == 1, "1 with --servers"),
-        ("patience", options.patience is None or options.validation > 0, "given with --validation above 0"),
-    ):
-        if not holds:
-            raise errors.PlanError(
-                f"Expected --{name} to be {range_}, got {getattr(options, name)}. Change it."
-            )
+    if options.servers is not None and options.ranks > 1:
+        raise errors.PlanError(f"Expected --ranks to be 1 with --servers, got {options.ranks}. Change it.")
+    if options.patience is not None and not options.validation:
+        raise errors.PlanError(
+            f"Expected --patience to be given with --validation above 0, got {options.patience}. Change it."
+        )
     _servers(options)
     if options.resume and not checkpoint.has_run(Path(options.resume)):
         raise errors.CheckpointError(
@@ -153,7 +155,7 @@ def _check(options: kinds.Run) -> None:
 
 
 def _remove_files(folder: Path) -> None:
-    for name in (kinds.SETTINGS, "log.jsonl"):
+    for name in _FILES:
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):  # folders with other files stay
         folder.rmdir()
@@ -188,7 +190,7 @@ def _prepare(options: kinds.Run, training: Training, device: torch.device) -> tu
         options=replace(
             training.options,
             non_finite=options.non_finite,
-            scheduler=[_warm_up(optimizer, options.warm_up)] if options.warm_up else [],
+            scheduler=_warm_up(optimizer, options.warm_up),
             strategy=servers or "auto",
         ),
     )
@@ -250,9 +252,9 @@ def _make_optimizer(options: kinds.Run, model: torch.nn.Module) -> torch.optim.O
     return OPTIMIZERS[options.optimizer or "adamw"](model.parameters(), lr=options.lr, **more)
 
 
-def _warm_up(optimizer: torch.optim.Optimizer, updates: int) -> LinearLR:
+def _warm_up(optimizer: torch.optim.Optimizer, updates: int) -> list[LinearLR]:
     """Return a scheduler that makes update k at k / updates of the learning rate (Goyal et al. 2017)."""
-    return LinearLR(optimizer, start_factor=1 / updates, total_iters=updates - 1)
+    return [LinearLR(optimizer, start_factor=1 / updates, total_iters=updates - 1)] if updates else []
 
 
 def _metrics(training: Training) -> Metrics:
@@ -269,27 +271,32 @@ def _config(options: kinds.Run, training: Training) -> dict[str, Any]:
         config |= {**find_recipe(options.recipe).options, **recipe_options(options)}
     if options.optimizer != "sgd":
         config["optimizer"] = options.optimizer
-    return config | ({"vocabulary": training.vocabulary} if training.vocabulary else {})
+    if training.vocabulary:
+        config["vocabulary"] = training.vocabulary
+    return config
 
 
 def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
     done = (
         f"trained     {format_count(result['updates'])} updates in {format_seconds(result['seconds'])}, "
         f"{format_count(result['samples_per_second'])} samples/s, peak memory "
-        f"{format_bytes(result['peak_bytes'])}\n"
+        f"{format_bytes(result['peak_bytes'])}"
     )
     if not result["seconds"]:
-        done = f"finished    already, after {counted(trainer.epoch, 'epoch')}; train on with --epochs\n"
-    best = f"stopped     {trainer.stopped}\n" if trainer.stopped else ""
+        done = f"finished    already, after {counted(trainer.epoch, 'epoch')}; train on with --epochs"
+    lines = [done, f"checkpoint  {result['checkpoint']}"]
+    if trainer.stopped:
+        lines.append(f"stopped     {trainer.stopped}")
     if trainer.best is not None:
-        best += f"best        {out / checkpoint.BEST}  (validation {trainer.best_by} {trainer.best:.4f})\n"
-    if told := {name: many for name, many in result.get("servers", {}).items() if many}:
-        best += f"servers     {', '.join(f'{name} {many:,}' for name, many in told.items())}\n"
-    return (
-        f"{done}checkpoint  {result['checkpoint']}\n{best}"
-        f"log         {result['log']}\n"
-        f"page        written by: anybatch report {out}{_figures(result)}"
-    )
+        best = f"(validation {trainer.best_by} {trainer.best:.4f})"
+        lines.append(f"best        {out / checkpoint.BEST}  {best}")
+    if told := [f"{name} {many:,}" for name, many in result.get("servers", {}).items() if many]:
+        lines.append(f"servers     {', '.join(told)}")
+    lines += [
+        f"log         {result['log']}",
+        f"page        written by: anybatch report {out}{_figures(result)}",
+    ]
+    return "\n".join(lines)
 
 
 def export(options: kinds.ExportOptions) -> tuple[dict[str, Any], str]:
@@ -317,8 +324,12 @@ def _best(path: Path) -> Path:
     return best if checkpoint.folders(best) else path
 
 
+def _told(values: dict[str, Any]) -> dict[str, float]:
+    return {name: values[name] for name in ("loss", "accuracy") if name in values}
+
+
 def _figures(result: dict[str, Any]) -> str:
-    return "".join(f"\ntest {name} {result[name]:.4f}" for name in ("loss", "accuracy") if name in result)
+    return "".join(f"\ntest {name} {value:.4f}" for name, value in _told(result).items())
 
 
 def evaluate(options: kinds.EvalOptions) -> tuple[dict[str, Any], str]:
@@ -346,36 +357,28 @@ def evaluate(options: kinds.EvalOptions) -> tuple[dict[str, Any], str]:
     training = training.to(find_device(options.device))
     checkpoint.restore(found, model=training.model)
     optimizer = torch.optim.SGD(training.model.parameters(), lr=1.0)  # makes no update
-    model, loss, collate = training.model, training.loss, training.collate
-    step = Step(model, loss, optimizer, micro_batch=options.micro_batch, collate=collate)
+    size, collate = options.micro_batch, training.collate
+    step = Step(training.model, training.loss, optimizer, micro_batch=size, collate=collate)
     rows = training.train if training.test is None else training.test
     # The batch size of the training, because a whole-batch loss depends on it.
     trainer = Trainer(
         step, rows, batch_size=found.progress["run"]["batch_size"], callbacks=[_metrics(training)]
     )
     values = trainer.evaluate(rows)
-    told = {name: values[name] for name in ("accuracy", "loss") if name in values}
-    result = {**told, "rows": trainer.train.count, "checkpoint": str(path)}
+    result = {**_told(values), "rows": trainer.train.count, "checkpoint": str(path)}
     return result, f"checkpoint  {path}{_figures(result)}"
 
 
 def _folder(options: kinds.Run) -> Path:
     if options.resume:
         return Path(options.resume)
-    wanted = Path(options.out or f"runs/{(options.recipe or '').replace(':', '.')}")
-    folder = _free_folder(wanted)
-    if folder != wanted and not rank():
-        sys.stderr.write(f"{wanted} holds another run; this one goes into {folder}\n")
-    return folder
-
-
-def _free_folder(wanted: Path) -> Path:
-    folder, number = wanted, 1
-    while checkpoint.has_run(folder) or any(
-        (folder / name).exists() for name in (kinds.SETTINGS, "log.jsonl")
-    ):
+    wanted = folder = Path(options.out or f"runs/{options.recipe.replace(':', '.')}")
+    number = 1
+    while checkpoint.has_run(folder) or any((folder / name).exists() for name in _FILES):
         number += 1
         folder = wanted.with_name(f"{wanted.name}-{number}")
+    if folder != wanted and not rank():
+        sys.stderr.write(f"{wanted} holds another run; this one goes into {folder}\n")
     return folder
 
 

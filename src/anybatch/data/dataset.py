@@ -1,7 +1,9 @@
 """A data set in memory: normalized inputs, targets and class names."""
 
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +25,7 @@ class Dataset:
         return len(self.targets)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DataSplit:
+class DataSplit(NamedTuple):
     """Training rows and held-out rows of one shape, with the same classes."""
 
     train: Dataset
@@ -61,6 +62,17 @@ def unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"{path}: expected a readable file, got: {reason}; check its name and permissions")
 
 
+def import_extra(module: str, what: str, extra: str) -> Any:
+    """Return a module of an extra; raise DataError if it is not installed.
+
+    It is imported when it is needed: libraries that take seconds are no part of `import anybatch`.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise DataError(f'expected {what}, got: {error}; run: pip install "anybatch[{extra}]"') from None
+
+
 def normalised(
     train: tuple[Tensor, Tensor],
     test: tuple[Tensor, Tensor],
@@ -70,10 +82,10 @@ def normalised(
     held_out: str = "test",
 ) -> DataSplit:
     """Return byte images, `(rows, channels, height, width)`, and their targets as a normalized split."""
-    train_inputs, test_inputs = normalise(train[0], test[0])
+    inputs = normalise(train[0], test[0])
     return DataSplit(
-        train=Dataset(inputs=train_inputs, targets=train[1], name=f"{name}, training", classes=classes),
-        test=Dataset(inputs=test_inputs, targets=test[1], name=f"{name}, {held_out}", classes=classes),
+        train=Dataset(inputs=inputs[0], targets=train[1], name=f"{name}, training", classes=classes),
+        test=Dataset(inputs=inputs[1], targets=test[1], name=f"{name}, {held_out}", classes=classes),
     )
 
 

@@ -1,14 +1,10 @@
 """Scikit-learn's handwritten digits, 8x8 scaled to 32x32, with a fixed held-out split."""
 
-from importlib import import_module
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from anybatch.core import DataError
-from anybatch.data.dataset import DataSplit, normalised
+from anybatch.data.dataset import DataSplit, import_extra, normalised
 
 HELD_OUT_EVERY = 4  # one row in four of each class, scikit-learn's default share
 TOP_LEVEL = 16  # pixels are ink counts of 4x4 blocks: 0 to 16
@@ -22,7 +18,8 @@ def read_digits() -> DataSplit:
 
     Source: Alpaydin and Kaynak, "Optical recognition of handwritten digits", UCI, 1998 (its test set).
     """
-    images, targets = _load()
+    digits = import_extra("sklearn.datasets", "scikit-learn, which holds the digits", "digits").load_digits()
+    images, targets = torch.as_tensor(digits.images).float(), torch.as_tensor(digits.target).long()
     large = functional.interpolate(images[:, None], scale_factor=4, mode="bilinear", align_corners=False)
     images = (large * (255 / TOP_LEVEL)).round().to(torch.uint8)  # bytes, like the other readers
     held_out = held_out_rows(targets)
@@ -34,15 +31,3 @@ def held_out_rows(targets: Tensor) -> Tensor:
     """Return a mask of every fourth row of each class, counted within the class."""
     seen_in_class = functional.one_hot(targets).cumsum(0).gather(1, targets[:, None]).squeeze(1)
     return seen_in_class % HELD_OUT_EVERY == 0
-
-
-def _load() -> tuple[Tensor, Tensor]:
-    try:
-        # Imported here: an extra that takes seconds must not be part of `import anybatch`.
-        digits: Any = import_module("sklearn.datasets").load_digits()
-    except ImportError as error:
-        raise DataError(
-            f"expected scikit-learn, which holds the digits, got: {error}; "
-            'run: pip install "anybatch[digits]"'
-        ) from None
-    return torch.as_tensor(digits.images).float(), torch.as_tensor(digits.target).long()

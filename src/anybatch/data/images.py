@@ -1,16 +1,14 @@
 """Folders of images, one for each class: decoded with Pillow, held in memory."""
 
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from anybatch.core import DataError
-from anybatch.data.dataset import DataSplit, normalised
+from anybatch.data.dataset import DataSplit, import_extra, normalised
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 TRAIN, TEST = "train", ("test", "val", "valid", "validation")
@@ -19,8 +17,7 @@ HELD_OUT_EVERY = 5  # images of each class, if there is no folder of test images
 
 def has_images(folder: Path) -> bool:
     """Return True if a folder, or its folder `train`, has a folder of images for each class."""
-    root = folder / TRAIN if (folder / TRAIN).is_dir() else folder
-    return any(_images_of(child) for child in root.iterdir() if child.is_dir())
+    return any(map(_images_of, _root(folder).iterdir()))
 
 
 def read_images(folder: Path, image_size: int | None = None) -> DataSplit:
@@ -30,20 +27,21 @@ def read_images(folder: Path, image_size: int | None = None) -> DataSplit:
     in memory: float32 of shape (rows, 3, size, size), each channel normalized, 12 bytes per pixel. With an
     `image_size` the shorter side is scaled, and the center is cropped; without it all have one size.
     """
-    root = folder / TRAIN if (folder / TRAIN).is_dir() else folder
-    held = [folder / name for name in TEST if root != folder and (folder / name).is_dir()][:1]
-    found = {child.name: _images_of(child) for child in sorted(root.iterdir()) if child.is_dir()}
-    classes = tuple(name for name, paths in found.items() if paths)
+    root = _root(folder)
+    held = next((folder / name for name in TEST if root != folder and (folder / name).is_dir()), None)
+    found = {child.name: paths for child in sorted(root.iterdir()) if (paths := _images_of(child))}
+    classes = tuple(found)
     train = [(path, label) for label, name in enumerate(classes) for path in found[name]]
     if held:
-        test = [(path, label) for label, name in enumerate(classes) for path in _images_of(held[0] / name)]
-        others = [child.name for child in sorted(held[0].iterdir()) if child.is_dir()]
+        found = {name: _images_of(held / name) for name in classes}
+        others = [child.name for child in sorted(held.iterdir()) if child.is_dir()]
         if extra := [name for name in others if name not in classes]:
-            raise DataError(f"{held[0]}: expected the classes {list(classes)}, got also {extra}; move them")
+            raise DataError(f"{held}: expected the classes {list(classes)}, got also {extra}; move them")
     else:
-        places = [place for name in classes for place in range(1, len(found[name]) + 1)]
-        test = [row for row, place in zip(train, places, strict=True) if place % HELD_OUT_EVERY == 0]
-        train = [row for row, place in zip(train, places, strict=True) if place % HELD_OUT_EVERY]
+        found = {name: paths[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY] for name, paths in found.items()}
+        held_out = {path for paths in found.values() for path in paths}
+        train = [row for row in train if row[0] not in held_out]
+    test = [(path, label) for label, name in enumerate(classes) for path in found[name]]
     if len(classes) < 2 or not test:
         raise DataError(
             f"{folder}: expected folders of two classes or more, with images to test on, got "
@@ -60,6 +58,10 @@ def read_images(folder: Path, image_size: int | None = None) -> DataSplit:
     )
 
 
+def _root(folder: Path) -> Path:
+    return folder / TRAIN if (folder / TRAIN).is_dir() else folder
+
+
 def _images_of(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
@@ -67,13 +69,9 @@ def _images_of(folder: Path) -> list[Path]:
 
 
 def _decoded(paths: Sequence[Path], size: int | None) -> Tensor:
-    try:
-        pillow: Any = import_module("PIL.Image")
-        fit: Any = import_module("PIL.ImageOps").fit
-    except ImportError as error:
-        raise DataError(
-            f'expected Pillow, which decodes images, got: {error}; run: pip install "anybatch[images]"'
-        ) from None
+    pillow, ops = (
+        import_extra(name, "Pillow, which decodes images", "images") for name in ("PIL.Image", "PIL.ImageOps")
+    )
     images: list[Tensor] = []
     for path in paths:
         try:
@@ -83,7 +81,7 @@ def _decoded(paths: Sequence[Path], size: int | None) -> Tensor:
         except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
             raise DataError(f"{path}: expected an image, got: {error}; repair or remove it") from None
         if size is not None:
-            image = fit(image, (size, size), pillow.Resampling.BICUBIC)
+            image = ops.fit(image, (size, size), pillow.Resampling.BICUBIC)
         images.append(torch.from_numpy(np.array(image)).permute(2, 0, 1))
         if images[-1].shape != images[0].shape:
             sizes = [f"{one.shape[2]} x {one.shape[1]}" for one in (images[0], images[-1])]

@@ -22,37 +22,30 @@ def load(source: str | os.PathLike[str], image_size: int | None = None) -> DataS
     A folder has MNIST in IDX form (gzipped or not), CIFAR-10 in binary form, or images in one folder for each
     class, which are brought to `image_size` pixels if it is given.
     """
-    if source == "digits":
-        _refuse_size(source, image_size)
-        return read_digits()
-    folder = Path(source)
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise DataError(
-            f"{folder}: expected 'digits' or a folder that can be read, "
-            f"got: {error.strerror or error}; {_looked_for()}"
-        ) from None
-    found = [
-        kind
-        for kind, (patterns, _) in FORMATS.items()
-        if any(Path(name).match(pattern) for name in names for pattern in patterns)
-    ]
-    if not found and images.has_images(folder):
-        return images.read_images(folder, image_size)
-    _refuse_size(source, image_size)
-    if len(found) != 1:
-        kinds = " and ".join(found) or f"{len(names)} other files"
-        raise DataError(f"{folder}: expected files of one data set, got {kinds}; {_looked_for()}")
-    _, read = FORMATS[found[0]]
-    return read(folder)
-
-
-def _refuse_size(source: object, image_size: int | None) -> None:
+    folder, found = Path(source), list[str]()
+    if source != "digits":
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError as error:
+            raise DataError(
+                f"{folder}: expected 'digits' or a folder that can be read, "
+                f"got: {error.strerror or error}; {_looked_for()}"
+            ) from None
+        found = [
+            kind
+            for kind, (patterns, _) in FORMATS.items()
+            if any(Path(name).match(pattern) for name in names for pattern in patterns)
+        ]
+        if not found and images.has_images(folder):
+            return images.read_images(folder, image_size)
+        if len(found) != 1:
+            kinds = " and ".join(found) or f"{len(names)} other files"
+            raise DataError(f"{folder}: expected files of one data set, got {kinds}; {_looked_for()}")
     if image_size is not None:
         raise DataError(
             f"{source}: expected folders of images with an image size, got {image_size}; leave it out"
         )
+    return FORMATS[found[0]][1](folder) if found else read_digits()
 
 
 def _looked_for() -> str:

@@ -2,7 +2,6 @@
 
 import gzip
 import zlib
-from io import BufferedIOBase
 from math import prod
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from anybatch.data.dataset import DataSplit, check_classes, normalised, unreadab
 
 # Two zero bytes, and the code of unsigned bytes (http://yann.lecun.com/exdb/mnist/, "the IDX file format").
 START = b"\0\0\x08"
-PIECE_BYTES = 1 << 20
 STEMS = ("train-images", "train-labels", "t10k-images", "t10k-labels")
 MARGIN = 2  # pixels of padding on each side, from 28x28 to the 32x32 of LeNet-5
 
@@ -26,7 +24,7 @@ def read_idx(path: Path) -> Tensor:
         with path.open("rb") as raw:
             gzipped = raw.read(2) == b"\x1f\x8b"
         with gzip.open(path) if gzipped else path.open("rb") as file:
-            return _parse(file, path)
+            return _parse(bytearray(file.read()), path)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             f"{path}: expected a whole gzip file, got one that does not unpack ({error}); fetch it again"
@@ -79,33 +77,26 @@ def _read_pair(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
     return functional.pad(images, (MARGIN,) * 4).unsqueeze(1), labels.long()
 
 
-def _parse(file: BufferedIOBase, path: Path) -> Tensor:
-    magic = bytes(_read(file, 4))
-    if len(magic) < 4 or magic[:3] != START:
+def _parse(data: bytearray, path: Path) -> Tensor:
+    if len(data) < 4 or not data.startswith(START):
         raise DataError(
             f"{path}: expected an IDX file of unsigned bytes (00 00 08, the number of dimensions), "
-            f"got {magic.hex(' ') or 'an empty file'}; check the path"
+            f"got {data[:4].hex(' ') or 'an empty file'}; check the path"
         )
-    num_dims = magic[3]
-    dims = _read(file, 4 * num_dims)
-    shape = tuple(int.from_bytes(dims[i : i + 4], "big") for i in range(0, len(dims), 4))
-    expected_bytes = prod(shape)
-    # One byte more than expected detects extra bytes; at the end of a gzip file the checksum is verified.
-    body = _read(file, expected_bytes + 1)
-    is_short = len(dims) < 4 * num_dims or len(body) < expected_bytes
-    if is_short or len(body) > expected_bytes:
-        found = f"{len(body)}: the file is truncated"
+    start = 4 + 4 * data[3]  # of the values
+    shape = tuple(int.from_bytes(data[at : at + 4], "big") for at in range(4, min(start, len(data)), 4))
+    expected, found = prod(shape), len(data) - start
+    if found != expected:
+        got = f"{max(found, 0)}: the file is truncated"
+        if found > expected:
+            got = "more: the header or the file is damaged"
         raise DataError(
-            f"{path}: expected {expected_bytes} bytes after the header, for shape {shape}, "
-            f"got {found if is_short else 'more: the header or the file is damaged'}; fetch it again"
+            f"{path}: expected {expected} bytes after the header, for shape {shape}, got {got}; "
+            "fetch it again"
         )
-    flat = torch.frombuffer(body, dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
+    flat = (
+        torch.frombuffer(data, dtype=torch.uint8, offset=start)
+        if expected
+        else torch.empty(0, dtype=torch.uint8)
+    )
     return flat.view(shape)
-
-
-def _read(file: BufferedIOBase, num_bytes: int) -> bytearray:
-    """Read up to `num_bytes` in pieces: a damaged header may give more than fits in memory."""
-    data = bytearray()
-    while piece := file.read(min(PIECE_BYTES, num_bytes - len(data))):
-        data += piece
-    return data

@@ -86,11 +86,11 @@ def read_lines(source: str, *, labelled: bool) -> Lines:
     classes = sorted({label for label, _ in rows})
     if labelled and len(classes) < 2:
         raise DataError(f"{source}: expected two labels or more, got only {classes[0]!r}; add another")
-    train = [row for number, row in enumerate(rows, 1) if number % HELD_OUT_EVERY]
     test = rows[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    del rows[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     return Lines(
-        train=[text for _, text in train],
-        train_labels=[classes.index(label) for label, _ in train],
+        train=[text for _, text in rows],
+        train_labels=[classes.index(label) for label, _ in rows],
         test=[text for _, text in test],
         test_labels=[classes.index(label) for label, _ in test],
         classes=tuple(classes),

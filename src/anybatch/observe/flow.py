@@ -135,8 +135,11 @@ class GradientFlow(core.Callback):
 
 class _FlowReading:
     def __init__(self, model: nn.Module, gradients: Mapping[str, Tensor], *, keeps_weights: bool) -> None:
-        wanted = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not is_lazy(p)]
-        named = {private.plain_name(name): p for name, p in wanted}
+        named = {
+            private.plain_name(name): parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and not is_lazy(parameter)
+        }
         # A step's name for parameters that are not the model's.
         of_loss = all(name.startswith("parameter ") for name in gradients)
         if not of_loss and not gradients.keys() & named.keys():
@@ -144,8 +147,10 @@ class _FlowReading:
                 f"Expected the gradients of {type(model).__name__}, got {next(iter(gradients))!r} and others "
                 "that it does not have. Give GradientFlow the model that the step has."
             )
-        modules = [(private.plain_name(f"{name}.")[:-1], module) for name, module in model.named_modules()]
-        self._classes = {name or _MODEL: type(module).__name__ for name, module in modules}
+        self._classes = {
+            private.plain_name(f"{name}.")[:-1] or _MODEL: type(module).__name__
+            for name, module in model.named_modules()
+        }
         self._layers: dict[str, list[str]] = {}  # layer -> names of its parameters
         for name in (*named, *[name for name in gradients if name not in named]):
             layer = _LOSS if name not in named else name.rpartition(".")[0] or _MODEL

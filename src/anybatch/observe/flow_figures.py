@@ -87,8 +87,7 @@ class Flow:
 
     def marked(self, mark: str) -> tuple[str, ...]:
         """Return the layers with this mark."""
-        pairs = zip(self.layers, self.marks, strict=True)
-        return tuple([layer for layer, found in pairs if found == mark])
+        return tuple([layer for layer, one in zip(self.layers, self.marks, strict=True) if one == mark])
 
     def named(self) -> tuple[str, ...]:
         """Return the layers' names, each with its class."""
@@ -97,7 +96,10 @@ class Flow:
 
     def record(self) -> dict[str, Any]:
         """Return the figures for a log, with four significant digits."""
-        figures = {name: [*map(_rounded, getattr(self, name))] for name in FIGURES}
+        figures = {
+            name: [None if value is None else float(f"{value:.4g}") for value in getattr(self, name)]
+            for name in FIGURES
+        }
         return {"layers": self.layers, "classes": self.classes, **figures}
 
     def __repr__(self) -> str:
@@ -113,16 +115,12 @@ class Flow:
         head = f"{'layer':{width}}  {'mean':>8}  {'largest':>8}  {'norm':>8}  {'zeros':>6}  update/weight"
         columns = zip(named, *[getattr(self, name) for name in FIGURES], self.marks, strict=True)
         lines = [head]
-        for layer, mean, largest, norm, zeros, ratio, mark in columns:
-            sizes = "  ".join([f"{_told(value):>8}" for value in (mean, largest, norm)])
-            share = "-" if zeros is None else f"{zeros:.1%}"
-            lines.append(f"{layer:{width}}  {sizes}  {share:>6}  {_told(ratio):>13}  {mark}".rstrip())
+        for layer, *sizes, zeros, ratio, mark in columns:
+            told = [f"{_told(value):>8}" for value in sizes] + [f"{_told(zeros, '.1%'):>6}"]
+            told += [f"{_told(ratio):>13}", mark]
+            lines.append("  ".join([f"{layer:{width}}", *told]).rstrip())
         return "\n".join(lines)
 
 
-def _told(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2g}"
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
+def _told(value: float | None, form: str = ".2g") -> str:
+    return "-" if value is None else format(value, form)

@@ -1,7 +1,9 @@
 """Pictures of gradient flow: figures over the layers, and norms over the updates."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +24,22 @@ def draw(records: Flow | Sequence[Flow], path: str | Path, *, title: str = "grad
         raise PlanError(f"Expected records to draw, got {shown}. Make an update first, or lower `every`.")
     path = checked(path)
     last, several = shown[-1], [one for one in shown if one.layers == shown[-1].layers]
-    has_ratios = any(ratio is not None for ratio in last.ratio)
-    heights = [3.0, 1.2, *([1.8] if has_ratios else []), *([2.4] if len(several) > 1 else [])]
+    drawn: list[tuple[float, Callable[[Any], None]]] = [
+        (3.0, partial(_sizes, last)),
+        (1.2, partial(_zeros, last)),
+    ]
+    if any(ratio is not None for ratio in last.ratio):
+        drawn.append((1.8, partial(_ratios, last)))
+    if len(several) > 1:
+        drawn.append((2.4, partial(_over_time, several)))
+    heights = [height for height, _ in drawn]
     names = max([len(name) for name in last.named()], default=0)
-    width = min(max(0.2 * len(last.layers), 8), 16)
-    figure = new_figure(width, sum(heights) + 1.2 + 0.06 * names)
+    figure = new_figure(min(max(0.2 * len(last.layers), 8), 16), sum(heights) + 1.2 + 0.06 * names)
     figure.suptitle(title)
     panels = [*figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]]
-    rest = iter(panels)
-    _sizes(next(rest), last)
-    _zeros(next(rest), last)
-    if has_ratios:
-        _ratios(next(rest), last)
-    if len(several) > 1:
-        _over_time(figure, next(rest), several)
-    _shade(panels, last)
+    for panel, (_, fill) in zip(panels, drawn, strict=True):
+        fill(panel)
+    _shade(panels[:2], last)
     _name_layers(panels[-1], last)
     entries = panels[0].get_legend_handles_labels()
     figure.legend(*entries, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
@@ -48,7 +51,7 @@ def _line(panel: Any, values: Figures, **look: Any) -> None:
     panel.plot(range(len(shown)), shown, marker=".", **look)
 
 
-def _sizes(panel: Any, flow: Flow) -> None:
+def _sizes(flow: Flow, panel: Any) -> None:
     _line(panel, flow.largest, color="#E69F00", linewidth=0.8, markersize=3, label="largest")
     _line(panel, flow.mean, color="#009E73", linewidth=0.8, markersize=3, label="mean of absolute values")
     _line(panel, flow.norm, color="black", linewidth=1.2, label="2-norm")
@@ -65,29 +68,28 @@ def _limit(panel: Any, height: float, label: str) -> None:
     panel.annotate(label, **place, textcoords="offset points", va="bottom", fontsize=7)
 
 
-def _zeros(panel: Any, flow: Flow) -> None:
-    shares = [value or 0.0 for value in flow.zeros]
-    panel.bar(range(len(shares)), shares, width=0.9, color="#555555")
+def _zeros(flow: Flow, panel: Any) -> None:
+    panel.bar(range(len(flow.zeros)), [value or 0.0 for value in flow.zeros], width=0.9, color="#555555")
     panel.set(ylabel="zeros", ylim=(0, 1))
     panel.yaxis.set_major_formatter("{x:.0%}")
 
 
-def _ratios(panel: Any, flow: Flow) -> None:
+def _ratios(flow: Flow, panel: Any) -> None:
     _line(panel, flow.ratio, color="#009E73", linewidth=1.2)
     _limit(panel, 1e-3, "1e-3 is common")
     panel.set(ylabel="update / weight", yscale="log")
 
 
-def _over_time(figure: Any, panel: Any, records: Sequence[Flow]) -> None:
+def _over_time(records: Sequence[Flow], panel: Any) -> None:
     rows = [[math.log10(n) if n and math.isfinite(n) else math.nan for n in one.norm] for one in records]
-    edges = [records[0].update - 0.5]
-    for one, after in zip(records, [*records[1:], None], strict=True):
-        edges.append((one.update + after.update) / 2 if after else 1.5 * one.update - edges[-1] / 2)
+    updates = [one.update for one in records]
+    edges = [updates[0] - 0.5, *[sum(pair) / 2 for pair in pairwise(updates)]]
+    edges.append(1.5 * updates[-1] - edges[-1] / 2)
     mesh = panel.pcolormesh([x - 0.5 for x in range(len(records[0].layers) + 1)], edges, rows, cmap="cividis")
     panel.set(ylabel="update")
     panel.invert_yaxis()
     panel.yaxis.get_major_locator().set_params(integer=True)
-    figure.colorbar(mesh, ax=panel, label="norm, power of ten", pad=0.01)
+    panel.figure.colorbar(mesh, ax=panel, label="norm, power of ten", pad=0.01)
 
 
 def _shade(panels: Sequence[Any], flow: Flow) -> None:
@@ -95,12 +97,10 @@ def _shade(panels: Sequence[Any], flow: Flow) -> None:
         found = flow.marked(mark)
         more = ", ..." if len(found) > _MOST_LISTED else ""
         label = f"{len(found)} {mark}: {', '.join(found[:_MOST_LISTED])}{more}"
-        for index, one in enumerate(flow.marks):
-            if one == mark:
-                look = {"color": colour, "alpha": 0.25, "linewidth": 0, "label": label}
-                for panel in panels[:2]:
-                    panel.axvspan(index - 0.5, index + 0.5, **look)
-                label = ""
+        for index in [index for index, one in enumerate(flow.marks) if one == mark]:
+            for panel in panels:
+                panel.axvspan(index - 0.5, index + 0.5, color=colour, alpha=0.25, linewidth=0, label=label)
+            label = ""
 
 
 def _name_layers(panel: Any, flow: Flow) -> None:

@@ -1,6 +1,8 @@
 """Sizes of many tensors at once, in float64, with one synchronization per device."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -13,10 +15,10 @@ Table = Mapping[str, Sequence[float]]  # numbers by name
 def sizes_of(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return sum of absolute values, 2-norm, largest absolute value and nonzero count of each, shape (4,)."""
     found: dict[str, Tensor] = {}
-    for names, values, wide in _by_device({name: dense(value) for name, value in gradients.items()}):
+    for names, values, wide in _by_device(gradients):
         sums = private.foreach_norm(values, 1, dtype=wide)
         norms = private.foreach_norm(values, 2, dtype=wide)
-        largest = [_largest(value).to(wide) for value in values]
+        largest = private.foreach_norm(values, math.inf, dtype=wide)
         counts = [value.count_nonzero().to(wide) for value in values]
         table = torch.stack([*sums, *norms, *largest, *counts]).view(4, len(names))
         found |= zip(names, table.unbind(1), strict=True)
@@ -26,7 +28,7 @@ def sizes_of(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def norms_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the 2-norm of each tensor, of shape (1,), on its device; for DTensors a collective."""
     found: dict[str, Tensor] = {}
-    for names, values, wide in _by_device({name: dense(value) for name, value in tensors.items()}):
+    for names, values, wide in _by_device(tensors):
         norms = torch.stack(private.foreach_norm(values, 2, dtype=wide))
         found |= zip(names, whole(norms).view(-1, 1), strict=True)
     return found
@@ -34,8 +36,8 @@ def norms_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _by_device(tensors: Mapping[str, Tensor]) -> Iterable[tuple[list[str], list[Tensor], torch.dtype]]:
     for device in dict.fromkeys([value.device for value in tensors.values()]):
-        names = [name for name, value in tensors.items() if value.device == device]
-        yield names, [tensors[name] for name in names], accelerator.widest(device)
+        here = {name: dense(value) for name, value in tensors.items() if value.device == device}
+        yield [*here], [*here.values()], accelerator.widest(device)
 
 
 def dense(gradient: Tensor) -> Tensor:
@@ -49,19 +51,13 @@ def dense(gradient: Tensor) -> Tensor:
     return gradient.abs() if gradient.is_complex() else gradient
 
 
-def _largest(values: Tensor) -> Tensor:
-    least, most = values.aminmax()
-    return torch.maximum(-least, most)
-
-
 def to_host(*tables: Mapping[str, Tensor]) -> list[Table]:
     """Return the numbers of small one-axis tensors by name, with one synchronization per device."""
+    every = [(index, name, one) for index, table in enumerate(tables) for name, one in table.items()]
     found: list[dict[str, list[float]]] = [{} for _ in tables]
-    pairs = zip(found, tables, strict=True)
-    every = [(held, name, one) for held, table in pairs for name, one in table.items()]
-    for device in dict.fromkeys([one.device for *_, one in every]):
+    for device in {one.device for *_, one in every}:
         here = [entry for entry in every if entry[2].device == device]
         numbers = iter(torch.cat([one for *_, one in here]).tolist())
-        for held, name, one in here:
-            held[name] = [next(numbers) for _ in range(len(one))]
+        for index, name, one in here:
+            found[index][name] = [*islice(numbers, len(one))]
     return [*found]

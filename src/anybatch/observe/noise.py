@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import Callback, Micro, PlanError, StepReport, accelerator, check_whole
-from anybatch.observe.measure import dense, norms_of, to_host
+from anybatch.observe.measure import dense, norms_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class GradientNoise(Callback):
         self.updates = 0  # updates so far
         self._parts: list[_MicroGradient] = []
         self._is_complete = True
-        self._whole: dict[str, Tensor] | None = None
+        self._whole: Tensor | None = None  # squared 2-norms: the sum of the parts', and the whole one's
         self._means: tuple[float, ...] = 0.0, 0.0, 0.0  # decayed sums of noise, signal and weights
 
     @property
@@ -90,29 +90,27 @@ class GradientNoise(Callback):
 
     def micro_gradients(self, micro: Micro, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
         """Record the size of a micro-batch's gradient."""
-        if any(len(several) > 1 for several in gradients.values()):
+        values = {name: several[0] for name, several in gradients.items()}
+        plain = [name for name, one in values.items() if one.layout is torch.strided and one.numel()]
+        if not plain or any(len(several) > 1 for several in gradients.values()):
             self._is_complete = False  # each term has another divisor, unknown before the end
             return
-        values = {name: several[0] for name, several in gradients.items()}
-        name = _sample(values)
-        share = dense(values[name]).clone() / scale if name else None
-        squared = _squared(values) / scale**2
+        name, squared = min(plain, key=lambda name: values[name].numel()), _squared(values) / scale**2
+        share = dense(values[name]).clone() / scale
         self._parts.append(_MicroGradient(len(micro.indices), squared, name, share))
 
     def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Record the size of the whole gradient."""
         self._whole = None
         names = {part.name for part in self._parts}
-        if self.is_due and self._is_complete and len(self._parts) > 1 and len(names) == 1:
-            (name,) = names
+        is_known = self._is_complete and len(names) == 1 and names <= gradients.keys()
+        if self.is_due and is_known and len(self._parts) > 1:
             # Micro-batches may have another divisor than the gradient. The ratio of both is measured on one
             # parameter, by adding up its gradients.
-            shares = [part.share for part in self._parts if part.share is not None]
-            if name in gradients and len(shares) == len(self._parts):
-                added = torch.stack([accelerator.widened(share) for share in shares]).sum(0).norm()
-                factor = accelerator.widened(dense(gradients[name])).norm() / added
-                parts = torch.stack([part.squared for part in self._parts]).sum() * factor**2
-                self._whole = {"parts": parts.view(1), "whole": _squared(gradients).view(1)}
+            added = torch.stack([accelerator.widened(part.share) for part in self._parts]).sum(0).norm()
+            factor = accelerator.widened(dense(gradients[names.pop()])).norm() / added
+            parts = torch.stack([part.squared for part in self._parts]).sum() * factor**2
+            self._whole = torch.stack([parts, _squared(gradients).to(parts.device)])
 
     def parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Compute and store the estimate."""
@@ -129,7 +127,7 @@ class GradientNoise(Callback):
         self._parts, whole, self._whole = [], self._whole, None
         if whole is None:
             return
-        (parts,), (squared,) = to_host(whole)[0].values()
+        parts, squared = whole.tolist()
         rows = sum(sizes)
         # E sum |g_m|^2 = signal * even + noise / rows, and E |g|^2 = signal + noise / rows.
         even = sum([(size / rows) ** 2 for size in sizes])
@@ -154,13 +152,8 @@ class GradientNoise(Callback):
 class _MicroGradient:
     rows: int
     squared: Tensor  # squared 2-norm, on its device
-    name: str  # name of a small parameter; empty for none
-    share: Tensor | None  # gradient of that parameter
-
-
-def _sample(gradients: Mapping[str, Tensor]) -> str:
-    plain = [name for name, value in gradients.items() if value.layout is torch.strided and value.numel()]
-    return min(plain, key=lambda name: gradients[name].numel(), default="")
+    name: str  # name of a small parameter
+    share: Tensor  # gradient of that parameter
 
 
 def _squared(gradients: Mapping[str, Tensor]) -> Tensor:

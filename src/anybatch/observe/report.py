@@ -29,10 +29,10 @@ from anybatch.observe.charts import (
     pack_flow,
     points,
     served,
+    validations,
 )
-from anybatch.observe.flow_figures import FIGURES
 from anybatch.observe.memory import COLOURS
-from anybatch.observe.run_log import FlowLog, Line, RunLog, mapping, number, read_run, texts, whole
+from anybatch.observe.run_log import FlowLog, Line, RunLog, mapping, number, texts, whole
 
 MOST_ROWS = 200  # rows of a table
 _FIGURES = {
@@ -42,6 +42,25 @@ _FIGURES = {
     "zeros": "share of zeros",
     "ratio": "norm of the update / norm of the weights",
 }
+_HEAT = "Gradient flow of all layers over updates; the table below has the figures."
+_LAYER: Chart = {
+    "unit": "",
+    "series": [],
+    "layer": True,
+    "label": "Figures of the chosen layer over updates.",
+}
+_LAYER_CHARTS: list[Chart] = [
+    {
+        **_LAYER,
+        "id": "flow",
+        "title": "Gradient flow, layer by layer",
+        "log": False,
+        "heat": True,
+        "label": _HEAT,
+    },
+    {**_LAYER, "id": "layer", "title": "One layer", "log": True},
+    {**_LAYER, "id": "layer-zeros", "title": "Share of zeros", "log": False},
+]
 _SMOOTHED = (0, 5, 20, 100)  # points over which an exponential mean goes
 _MACHINE = ("time", "model", "parameters", "loss", "optimizer", "precision", "batch_size", "seed")
 
@@ -55,7 +74,7 @@ def report_page(folder: str | Path, *others: str | Path) -> str:
     Raises:
         DataError: a folder has no log of this version of anybatch or an earlier one; or there are too many.
     """
-    runs = [read_run(one) for one in (folder, *others)]
+    runs = [RunLog(one) for one in (folder, *others)]
     if len(runs) > MOST_SERIES:
         raise DataError(
             f"Expected at most {MOST_SERIES} runs on one page, got {len(runs)}. Write several pages."
@@ -64,18 +83,18 @@ def report_page(folder: str | Path, *others: str | Path) -> str:
 
 
 def _one(run: RunLog) -> str:
-    found = charts(run) if run.steps else []
-    same = {chart["id"]: told for chart in found if (told := constants(chart))}
-    drawn, happened = [chart for chart in found if chart["id"] not in same], events(run)
-    flow = pack_flow(run.flow) if run.flow and run.steps else None
-    layers = _layer_charts(flow)
+    drawn, same = _varying(charts(run) if run.steps else [])
+    happened = events(run)
+    flow = pack_flow(run.flow) if run.flow.updates else None
+    layers = _LAYER_CHARTS if flow and flow["figures"] else []
     start: Line = run.starts[0] if run.starts else {}
-    name = _name(run, start)
+    model = run.settings.get("recipe") or start.get("model")
+    name = f"{model}: {run.name}" if model else run.name
     body = [
         f"<header><h1>{_text(name)}</h1><p>{_text(_status(run))}</p>{_cards(_totals(run))}</header>",
         *map(_note, run.notes),
-        _updates(drawn, [*same.values()], _averaged(len(run.steps)), happened),
-        _flow(run.flow, flow, layers),
+        _updates(drawn, same, len(run.steps), happened),
+        _section("Gradient flow", _flow(flow, run.flow) if flow else ""),
         _section("Memory by owner", _memory(run.plans)),
         _section("Servers and workers", _pairs(served(run))),
         _section("Events", _table(("what", "updates", "how many"), map(_event, happened))),
@@ -91,29 +110,29 @@ def _one(run: RunLog) -> str:
 
 def _several(runs: Sequence[RunLog]) -> str:
     names = [_short(run, runs) for run in runs]
-    found = laid_over(dict(zip(names, runs, strict=True)))
-    same = {chart["id"]: told for chart in found if (told := constants(chart))}
-    drawn = [chart for chart in found if chart["id"] not in same]
-    head = ("", *names)
-    start = [run.starts[0] if run.starts else {} for run in runs]
-    options = [{**_machine(one), **run.settings} for one, run in zip(start, runs, strict=True)]
+    drawn, same = _varying(laid_over(dict(zip(names, runs, strict=True))))
+    head, updates = ("", *names), [step for run in runs for step in run.steps]
+    options = [{**_machine(run.starts[0] if run.starts else {}), **run.settings} for run in runs]
     body = [
         f"<header><h1>{len(runs)} runs</h1></header>",
         _side_by_side(head, [{"": _status(run), **_totals(run)} for run in runs]),
         *[_note(f"{name}: {note}") for name, run in zip(names, runs, strict=True) for note in run.notes],
-        _updates(drawn, [*same.values()], _averaged(max(len(run.steps) for run in runs)), ()),
+        _updates(drawn, same, max(len(run.steps) for run in runs), ()),
         _section("Options and machines that differ", _side_by_side(head, options, differ=True)),
     ]
-    ends = [run.steps[-1] for run in runs if run.steps]
-    first = min([run.steps[0] for run in runs if run.steps], default=0)
-    data = {"x": [first], "last": max(ends, default=0), "events": [], "flow": None}
-    return _page(", ".join(names), body, drawn, data)
+    ends = {"x": [min(updates, default=0)], "last": max(updates, default=0)}
+    return _page(", ".join(names), body, drawn, {**ends, "events": [], "flow": None})
+
+
+def _varying(found: Iterable[Chart]) -> tuple[list[Chart], str]:
+    """Return the charts whose values change, and a text about the others."""
+    told = {chart["id"]: text for chart in found if (text := constants(chart))}
+    return [chart for chart in found if chart["id"] not in told], "; ".join(told.values())
 
 
 def _short(run: RunLog, runs: Sequence[RunLog]) -> str:
     """Return the name of a run's folder, or its whole path if another run's folder has the same name."""
-    alike = [one for one in runs if one.folder.resolve().name == run.folder.resolve().name]
-    return str(run.folder) if len(alike) > 1 else run.folder.resolve().name
+    return run.name if [one.name for one in runs].count(run.name) == 1 else str(run.folder)
 
 
 def _side_by_side(head: Sequence[str], columns: Sequence[Mapping[str, Any]], *, differ: bool = False) -> str:
@@ -125,7 +144,7 @@ def _page(name: str, body: Iterable[str], drawn: Iterable[Chart], data: Mapping[
     found = {chart["id"]: chart for chart in drawn}
     style = _resource("report.css")
     script = _resource("report.js") if found else ""
-    return _PAGE.format(
+    return _resource("report.html").format(
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; "
         "base-uri 'none'; form-action 'none'",
         title=_text(name),
@@ -134,30 +153,6 @@ def _page(name: str, body: Iterable[str], drawn: Iterable[Chart], data: Mapping[
         data=_json({**data, "charts": found}),
         script=script,
     )
-
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-<button id="reset" hidden>Show all updates</button>
-<footer>Made by <code>anybatch report</code>. This page loads nothing from the network.</footer>
-<script type="application/json" id="data">{data}</script>
-<script type="module">{script}</script>
-</body>
-</html>
-"""
 
 
 def _json(value: object) -> str:
@@ -173,54 +168,46 @@ def _resource(name: str) -> str:
     return resources.files(__package__ or "").joinpath(name).read_text("utf-8")
 
 
-def _name(run: RunLog, start: Line) -> str:
-    model = run.settings.get("recipe") or start.get("model")
-    return f"{model}: {run.folder.resolve().name}" if model else run.folder.resolve().name
-
-
 def _status(run: RunLog) -> str:
     total = whole(run.starts[-1].get("total_updates")) if run.starts else None
     of = f" of {total:,}" if total else ""
     if not run.steps:
         return f"No update was made yet{of}."
     made = f"{run.steps[-1]:,}{of} updates were made."
-    if run.stopped is not None:
-        early = "" if total and run.steps[-1] >= total else " The run stopped before its end."
-        return f"{made}{early.replace('.', f': {run.stopped}.') if run.stopped else early}"
-    return f"{made} The log has no end: the run goes on, or was killed."
+    if run.stopped is None:
+        return f"{made} The log has no end: the run goes on, or was killed."
+    if total and run.steps[-1] >= total:
+        return made
+    return f"{made} The run stopped before its end{f': {run.stopped}' if run.stopped else ''}."
 
 
 def _totals(run: RunLog) -> dict[str, str]:
     """Return the results of a run and what it took, by name."""
     totals = {f"test {name}": _value(value) for name, value in run.test.items() if name != "updates"}
     for name, best in (("loss", min), ("accuracy", max)):
-        found = [(number(mapping(one.get("validation")).get(name)), one.get("epoch")) for one in run.epochs]
-        found = [one for one in found if math.isfinite(one[0])]
-        if found:
-            value, epoch = best(found, key=lambda one: one[0])
-            totals[f"best validation {name}"] = f"{value:.4g}, epoch {epoch}"
+        values = [number(mapping(one.get("validation")).get(name)) for one in run.epochs]
+        if known := [value for value in values if math.isfinite(value)]:
+            epoch = run.epochs[values.index(best(known))].get("epoch")
+            totals[f"best validation {name}"] = f"{best(known):.4g}, epoch {epoch}"
     if not run.steps:
         return totals
-    rows, at = (run.values.get(name, np.array([])) for name in ("rows", "seconds"))
-    of_epochs = [number(one.get("seconds")) for one in run.epochs]
-    seconds = at[np.isfinite(at)].max(initial=0.0) or np.nansum(of_epochs)
-    totals |= {"updates": f"{run.steps[-1]:,}", "rows trained": f"{np.nansum(rows):,.0f}"}
+    rows = np.nansum(run.column("rows"))
+    totals |= {"updates": f"{run.steps[-1]:,}", "rows trained": f"{rows:,.0f}"}
+    seconds, memory = (float(np.fmax.reduce(run.column(name))) for name in ("seconds", "memory"))
     if seconds > 0:
-        totals["training time"] = format_seconds(float(seconds))
-    memory = run.values.get("memory", np.array([]))
-    if np.isfinite(memory).any():
-        totals["peak memory, process or GPU"] = format_bytes(float(np.nanmax(memory)))
+        totals["training time"] = format_seconds(seconds)
+    if memory >= 0:  # not NaN
+        totals["peak memory, process or GPU"] = format_bytes(memory)
     if budget := run.settings.get("memory"):
         totals["budget of a step"] = str(budget)
     return totals
 
 
 def _cards(totals: Mapping[str, str]) -> str:
-    parts = [(name, *told.partition(", ")) for name, told in totals.items()]  # such as "0.25, epoch 3"
-    cards = "".join(
-        f"<div><dt>{_text(name + comma + more)}</dt><dd>{_text(value)}</dd></div>"
-        for name, value, comma, more in parts
-    )
+    cards = ""
+    for name, told in totals.items():
+        value, comma, more = told.partition(", ")  # such as "0.25, epoch 3"
+        cards += f"<div><dt>{_text(name + comma + more)}</dt><dd>{_text(value)}</dd></div>"
     return f'<dl class="totals">{cards}</dl>' if cards else ""
 
 
@@ -228,27 +215,25 @@ def _note(note: str) -> str:
     return f'<p class="note">{_text(note)}</p>'
 
 
-def _averaged(updates: int) -> str:
-    if updates <= MOST_POINTS:
-        return ""
-    told = f"The {updates:,} updates share {MOST_POINTS} points: a line is their mean, its band goes "
-    return told + "from the smallest to the largest value. "
-
-
-def _updates(drawn: Sequence[Chart], same: Sequence[str], averaged: str, happened: Sequence[RunEvent]) -> str:
-    names = enumerate(dict.fromkeys(event.kind for event in happened))
-    kinds = [f'<span><i class="event e{index}"></i> {_text(one)}</span>' for index, one in names]
+def _updates(drawn: Sequence[Chart], same: str, count: int, happened: Sequence[RunEvent]) -> str:
+    kinds = [
+        f'<span><i class="event e{index}"></i> {_text(kind)}</span>'
+        for index, kind in enumerate(dict.fromkeys(event.kind for event in happened))
+    ]
     told = (
         "Drag over a chart to zoom in all of them; double-click to see all again. Keys: left and right move "
-        f"the line, + and - zoom, Escape shows all. {averaged}"
+        "the line, + and - zoom, Escape shows all. "
     )
+    if count > MOST_POINTS:
+        told += f"The {count:,} updates share {MOST_POINTS} points: a line is their mean, its band goes "
+        told += "from the smallest to the largest value. "
     choices = "".join(f'<option value="{one}">{one or "none"}</option>' for one in _SMOOTHED)
     inside = [
         f'<p class="hint">{told}</p><p class="choice"><label>Smoothing, in points of a curve '
         f'<select id="smoothing">{choices}</select></label></p>{_grid(drawn)}' * bool(drawn),
         f'<p class="legend">Events, at the bottom of each chart: {" ".join(kinds)}</p>'
         * bool(kinds and drawn),
-        f'<p class="constant">Always the same: {_text("; ".join(same))}.</p>' * bool(same),
+        f'<p class="constant">Always the same: {_text(same)}.</p>' * bool(same),
     ]
     return _section("Over the updates", "".join(inside))
 
@@ -267,53 +252,35 @@ def _figure(chart: Chart) -> str:
     )
 
 
-def _layer_charts(flow: Mapping[str, Any] | None) -> list[Chart]:
-    if flow is None:
-        return []
-    logs = {one["log"] for one in flow["figures"]}
-    heat = f"Gradient flow of {len(flow['layers'])} layers over updates; the table below has the figures."
-    common = {"unit": "", "series": [], "layer": True, "label": "Figures of the chosen layer over updates."}
-    found = [
-        {"id": "flow", "title": "Gradient flow, layer by layer", "log": False, "label": heat, "heat": True},
-        *([{"id": "layer", "title": "One layer", "log": True}] if True in logs else []),
-        *([{"id": "layer-zeros", "title": "Share of zeros", "log": False}] if False in logs else []),
-    ]
-    return [common | one for one in found] if logs else []
-
-
-def _flow(flow: FlowLog | None, packed: Mapping[str, Any] | None, layer_charts: list[Chart]) -> str:
-    if flow is None or packed is None:
-        return ""
-    if not layer_charts:
-        return _section("Gradient flow", "<p>No layer had a gradient.</p>")
-    layers = "".join(
-        f'<option value="{index}">{_text(f"{name} {kind}".strip())}</option>'
-        for index, (name, kind) in enumerate(zip(flow.layers, flow.classes, strict=True))
-    )
-    names = enumerate(_FIGURES[one["name"]] for one in packed["figures"])
-    figures = "".join(f'<option value="{index}">{name}</option>' for index, name in names)
-    more = "A cell shows the largest value of its updates. " if flow.records > 1 else ""
-    heat, *one = layer_charts
-    return _section(
-        "Gradient flow",
+def _flow(packed: Mapping[str, Any], flow: FlowLog) -> str:
+    if not packed["figures"]:
+        return "<p>No layer had a gradient.</p>"
+    named = [f"{name} {kind}".strip() for name, kind in zip(packed["layers"], packed["classes"], strict=True)]
+    more = "A cell shows the largest value of its updates. " * ("low" in packed["figures"][0])
+    heat, *one = _LAYER_CHARTS
+    return (
         f'<p class="hint">Click a layer, or use up and down, to see its figures. {more}{_text(MARK_RULE)}</p>'
-        f'<p class="choice"><label>Figure <select id="figure">{figures}</select></label> '
-        f'<label>Layer <select id="layer-choice">{layers}</select></label></p>'
+        f'<p class="choice"><label>Figure <select id="figure">'
+        f"{_options(_FIGURES[one['name']] for one in packed['figures'])}</select></label> "
+        f'<label>Layer <select id="layer-choice">{_options(named)}</select></label></p>'
         f'{_figure(heat)}<p class="legend"><span id="least"></span><i></i><span id="most"></span>'
-        '<i class="zero"></i>zero<i class="none"></i>no gradient</p>'
-        f"{_grid(one)}{_layers(flow, packed['marks'])}",
+        f'<i class="zero"></i>zero<i class="none"></i>no gradient</p>{_grid(one)}{_layers(packed, flow)}'
     )
 
 
-def _layers(flow: FlowLog, marks: Sequence[str]) -> str:
-    last = flow.high[-1]
+def _options(names: Iterable[str]) -> str:
+    return "".join(f'<option value="{index}">{_text(name)}</option>' for index, name in enumerate(names))
+
+
+def _layers(packed: Mapping[str, Any], flow: FlowLog) -> str:
+    columns = zip(packed["layers"], packed["classes"], packed["marks"], *flow.values[-1], strict=True)
     rows = "".join(
         f'<tr><td><button data-layer="{index}" aria-pressed="false">{_text(name)}</button></td>'
-        f"{_cells([flow.classes[index], marks[index], *map(_value, last[:, index])])}</tr>"
-        for index, name in enumerate(flow.layers)
+        f"{_cells([kind, mark, *map(_value, figures)])}</tr>"
+        for index, (name, kind, mark, *figures) in enumerate(columns)
     )
     summary = f"<summary>{len(flow.layers)} layers: marks and last figures</summary>"
-    table = f"{_head(('layer', 'class', 'mark', *FIGURES))}<tbody>{rows}</tbody>"
+    table = f"{_head(('layer', 'class', 'mark', *_FIGURES))}<tbody>{rows}</tbody>"
     return f'<details id="layers">{summary}<div class="scroll"><table>{table}</table></div></details>'
 
 
@@ -340,24 +307,26 @@ def _event(event: RunEvent) -> tuple[str, str, str]:
 
 
 def _epochs(run: RunLog) -> str:
-    names = dict.fromkeys(name for one in run.epochs for name in mapping(one.get("validation")))
     fields = ["epoch", "updates", "loss", "learning_rate", "seconds", "samples_per_second"]
-    rare = [name for name in ("dropped", "skipped") if any(number(one.get(name)) > 0 for one in run.epochs)]
-    titles = [name.replace("samples", "rows").replace("_", " ") for name in (*fields, *rare)]
-    head = (*titles[:3], *(f"validation {name}" for name in names), *titles[3:])
-    rows = [
-        [_value(one.get(name)) for name in fields[:3]]
-        + [_value(mapping(one.get("validation")).get(name)) for name in names]
-        + [_value(one.get(name)) for name in (*fields[3:], *rare)]
-        for one in run.epochs
+    fields += [
+        name for name in ("dropped", "skipped") if any(number(one.get(name)) > 0 for one in run.epochs)
     ]
-    return _table(head, rows)
+    titles = [name.replace("samples", "rows").replace("_", " ") for name in fields]
+    titles[3:3] = [f"validation {name}" for name in validations(run)]
+    rows: list[list[str]] = []
+    for one in run.epochs:
+        values = [one.get(name) for name in fields]
+        values[3:3] = map(mapping(one.get("validation")).get, validations(run))
+        rows.append([*map(_value, values)])
+    return _table(titles, rows)
 
 
 def _plans(plans: Sequence[Line]) -> str:
-    told = [(plan.get("step"), str(plan.get("text") or "")) for plan in plans[-10:]]
-    found = [f"<h3>From update {_text(_value(step))} on</h3>{_pre(text)}" for step, text in told if text]
-    return "".join(found)
+    return "".join(
+        f"<h3>From update {_text(_value(plan.get('step')))} on</h3>{_pre(str(plan['text']))}"
+        for plan in plans[-10:]
+        if plan.get("text")
+    )
 
 
 def _machine(start: Line) -> Mapping[str, Any]:
@@ -375,9 +344,11 @@ def _pre(text: str) -> str:
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-    rows = ((name, _value(value)) for name, value in values.items() if value is not None)
-    row = '<tr><th scope="row">{}</th><td>{}</td></tr>'.format
-    inside = "".join(row(_text(name), _text(value)) for name, value in rows)
+    inside = "".join(
+        f'<tr><th scope="row">{_text(name)}</th><td>{_text(_value(value))}</td></tr>'
+        for name, value in values.items()
+        if value is not None
+    )
     return f'<div class="scroll"><table class="pairs">{inside}</table></div>' if inside else ""
 
 
@@ -385,20 +356,19 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     rows = [*rows]
     if not rows:
         return ""
-    left_out = len(rows) - MOST_ROWS
-    if left_out > 0:
-        gap = [f"{left_out:,} more rows", *[""] * (len(head) - 1)]
-        rows = [*rows[: MOST_ROWS // 2], gap, *rows[-MOST_ROWS // 2 :]]
+    if len(rows) > MOST_ROWS:
+        gap = [f"{len(rows) - MOST_ROWS:,} more rows", *[""] * (len(head) - 1)]
+        rows[MOST_ROWS // 2 : -MOST_ROWS // 2] = [gap]
     lines = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
     return f'<div class="scroll" tabindex="0"><table>{_head(head)}<tbody>{lines}</tbody></table></div>'
 
 
 def _head(names: Iterable[str]) -> str:
-    return f"<thead><tr>{''.join(f'<th>{_text(name)}</th>' for name in names)}</tr></thead>"
+    return f"<thead><tr>{_cells(names, 'th')}</tr></thead>"
 
 
-def _cells(texts: Iterable[str]) -> str:
-    return "".join(f"<td>{_text(text)}</td>" for text in texts)
+def _cells(texts: Iterable[str], kind: str = "td") -> str:
+    return "".join(f"<{kind}>{_text(text)}</{kind}>" for text in texts)
 
 
 def _value(value: object) -> str:

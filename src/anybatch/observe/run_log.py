@@ -5,7 +5,6 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,241 +17,204 @@ from anybatch.observe.flow_figures import FIGURES
 LOG = "log.jsonl"  # in the folder of a run
 SETTINGS = "settings.json"
 FORMATS = (1, 2)  # a start line without a format has format 1
-MOST_COLUMNS, MOST_CELLS = 150, 20_000  # limits of a figure's gradient flow over time, all layers together
 _LARGEST = 1e300  # larger differences overflow
 
 Numbers = NDArray[np.float64]
 Line = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlowLog:
-    """Gradient flow over time: the smallest and the largest value of each figure in each column."""
+    """The gradient flow of a run: of each recorded update the figures of all layers.
 
-    layers: tuple[str, ...]
-    classes: tuple[str, ...]  # of the layers' modules; empty texts in a log of an earlier version
-    updates: tuple[int, ...]  # first update of each column
-    low: Numbers  # [columns, figures, layers]; NaN for no value
-    high: Numbers
-    records: int  # most records in a column
+    Attributes:
+        layers: names of the layers.
+        classes: class names of their modules; empty in a log of an earlier version.
+        updates: numbers of the recorded updates, ascending.
+        values: [figures, layers] of each; NaN for no value.
+    """
+
+    def __init__(self) -> None:
+        self.layers: tuple[str, ...] = ()
+        self.classes: tuple[str, ...] = ()
+        self.updates: list[int] = []
+        self.values: list[Numbers] = []
+
+    def add(self, step: int, record: Line) -> bool:
+        """Add a record; return False if it cannot be read."""
+        layers = tuple(texts(record.get("layers"))) or self.layers
+        try:
+            rows = [record.get(name) or [None] * len(layers) for name in FIGURES]
+            values = np.array(rows, np.float64)  # None becomes NaN
+        except (ValueError, TypeError):
+            return False
+        if not layers or values.shape != (len(FIGURES), len(layers)):
+            return False
+        values[~((values >= 0) & (values <= _LARGEST))] = math.nan
+        if layers != self.layers:  # the model has changed
+            self.forget(-1)
+        self.layers, self.classes = layers, tuple(texts(record.get("classes"))) or self.classes
+        self.updates.append(step)
+        self.values.append(values)
+        return True
+
+    def forget(self, done: int) -> None:
+        """Drop the records after an update."""
+        kept = bisect_right(self.updates, done)
+        del self.updates[kept:], self.values[kept:]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunLog:
-    """The contents of a run's folder."""
-
-    folder: Path
-    starts: tuple[Line, ...]  # the first start and each resume
-    steps: tuple[int, ...]  # numbers of the updates, ascending
-    values: Mapping[str, Numbers]  # [updates] by name, such as "loss" or "terms.ce"; NaN for no value
-    epochs: tuple[Line, ...]
-    plans: tuple[Line, ...]
-    flow: FlowLog | None
-    test: Line  # loss and metrics on the test rows at the end, and the updates before; empty if there is none
-    stopped: str | None  # the reason of a stop, may be empty; None without a stop line
-    settings: Line  # the options of the command; empty if there are none
-    notes: tuple[str, ...]  # about unreadable parts
-
-
-def read_run(folder: str | Path) -> RunLog:
-    """Read the log of a run, of this version of anybatch or an earlier one.
+    """The contents of a run's folder, written by this version of anybatch or an earlier one.
 
     An incomplete last line, lines of other events and missing fields are no errors: a run may be in progress,
     or was killed. Unreadable lines are counted in `notes`.
+
+    Attributes:
+        folder, name: its path, and its name.
+        starts: the first start and each resume.
+        steps: numbers of the updates, ascending.
+        values: [updates] by name, such as "loss" or "terms.ce"; NaN for no value.
+        epochs, plans: their lines.
+        flow: gradient flow, which may have no records.
+        test: loss and metrics on the test rows at the end, and the updates before; empty if there is none.
+        stopped: the reason of a stop, may be empty; None without a stop line.
+        settings: the options of the command; empty if there are none.
+        notes: sentences about unreadable parts.
+
+    Raises:
+        DataError: the folder has no log, or one of a later version.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise DataError(f"{folder}: expected the folder of a run, got no folder. Check the path.")
-    path = folder / LOG
-    reader = _LogReader(path)
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                reader.read(line)
-    except OSError as error:
-        raise DataError(
-            f"{path}: expected the log of a run, got: {error.strerror}. Name the folder that `anybatch "
-            "train` wrote to, or give `ab.Trainer` the argument out=."
-        ) from None
-    settings, notes = _settings(folder / SETTINGS)
-    return reader.log(folder, settings, notes)
 
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.name = self.folder.resolve().name
+        if not self.folder.is_dir():
+            raise DataError(f"{folder}: expected the folder of a run, got no folder. Check the path.")
+        self.starts: list[Line] = []
+        self.steps: list[int] = []
+        self.epochs: list[Line] = []
+        self.plans: list[Line] = []
+        self.flow = FlowLog()
+        self.test: Line = {}
+        self.stopped: str | None = None
+        self.settings: Line = {}
+        self.notes: list[str] = []
+        self._columns: dict[str, array[float]] = {}
+        self._unread = self._again = 0
+        self._read_settings()
+        self._read_log(self.folder / LOG)
+        self.values = {name: np.array(self._filled(one), np.float64) for name, one in self._columns.items()}
 
-def _settings(path: Path) -> tuple[Line, list[str]]:
-    try:
-        return dict(json.loads(path.read_bytes())), []
-    except FileNotFoundError:
-        return {}, []
-    except (OSError, ValueError, TypeError, RecursionError):
-        return {}, [f"{SETTINGS} could not be read."]
+    def column(self, name: str, missing: float = math.nan) -> Numbers:
+        """Return the values of a name; for a name without any the missing value for each update."""
+        return self.values.get(name, np.full(len(self.steps), missing))
 
-
-class _LogReader:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._starts: list[Line] = []
-        self._steps: list[int] = []
-        self._values: dict[str, array[float]] = {}
-        self._epochs: list[Line] = []
-        self._plans: list[Line] = []
-        self._test: Line = {}
-        self._flow = _FlowReader()
-        self._last = self._reason = ""  # last event, reason of the last stop
-        self._lines = self._unread = self._again = 0
-
-    def read(self, line: bytes) -> None:
-        self._lines += 1
+    def _read_settings(self) -> None:
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            self.settings = dict(json.loads((self.folder / SETTINGS).read_bytes()))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError, RecursionError):
+            self.notes.append(f"{SETTINGS} could not be read.")
+
+    def _read_log(self, path: Path) -> None:
+        count, has_events = 0, False
+        try:
+            with path.open("rb") as file:
+                for line in file:
+                    count += 1
+                    has_events |= self._read(line)
+        except OSError as error:
+            raise DataError(
+                f"{path}: expected the log of a run, got: {error.strerror}. Name the folder that `anybatch "
+                "train` wrote to, or give `ab.Trainer` the argument out=."
+            ) from None
+        if not has_events:
+            got = f"{count} lines that are none of a log" if count else "an empty file"
+            raise DataError(
+                f"{path}: expected the log of a run, got {got}. Train first, or name another folder."
+            )
+        if self._unread:
+            self.notes.append(f"Lines of the log that could not be read, or only in part: {self._unread:,}.")
+        if self._again:
+            self.notes.append(f"Lines of updates that were in the log already, left out: {self._again:,}.")
+
+    def _read(self, line: bytes) -> bool:
+        """Store a line; return True if it is one of a log."""
+        try:
+            record = dict[str, Any](json.loads(line))
+        except (ValueError, TypeError, RecursionError):
             self._unread += line.endswith(b"\n")  # an incomplete last line is being written
-            return
-        event = record.get("event") if isinstance(record, dict) else None
-        if not isinstance(event, str):
-            self._unread += 1
-            return
-        last, self._last = self._last, event
-        match event:
+            return False
+        match record.get("event"):
             case "start":
                 self._start(record)
             case "step":
                 self._step(record)
             case "epoch":
-                self._epochs.append(record)
+                self.epochs.append(record)
             case "plan":
-                self._plans.append(record)
-            case "test":
-                self._test, self._last = record, last
+                self.plans.append(record)
+            case "test":  # after the stop
+                self.test = {name: value for name, value in record.items() if name != "event"}
+                return True
             case "stop":
-                self._reason = str(record.get("reason") or "")
-            case _:  # an event of a later version or of the user
+                self.stopped = str(record.get("reason") or "")
+                return True
+            case str():  # an event of a later version or of the user
                 pass
+            case _:
+                self._unread += 1
+                return False
+        self.stopped = None
+        return True
 
     def _start(self, record: Line) -> None:
         """Store a start, and drop lines of updates that are repeated and logged again after it."""
         written = record.get("format", 1)
         if written not in FORMATS:
             raise DataError(
-                f"{self._path}: expected a log of format {' or '.join(map(str, FORMATS))}, got format "
+                f"{self.folder / LOG}: expected a log of format {' or '.join(map(str, FORMATS))}, got format "
                 f"{written!r}. Install a version of anybatch that knows it."
             )
         done = whole(record.get("done_updates")) or 0
-        kept = bisect_right(self._steps, done)
-        del self._steps[kept:]
-        for column in self._values.values():
+        kept = bisect_right(self.steps, done)
+        for column in (self.steps, *self._columns.values()):
             del column[kept:]
-        self._flow.forget(done)
-        self._plans = [plan for plan in self._plans if (whole(plan.get("step")) or 0) <= done]
+        self.flow.forget(done)
+        self.plans = [plan for plan in self.plans if (whole(plan.get("step")) or 0) <= done]
         epochs = whole(record.get("done_epochs")) or 0
-        self._epochs = [one for one in self._epochs if (whole(one.get("epoch")) or 0) <= epochs]
-        self._starts.append(record)
+        self.epochs = [one for one in self.epochs if (whole(one.get("epoch")) or 0) <= epochs]
+        self.starts.append(record)
 
     def _step(self, record: Line) -> None:
         step = whole(record.get("step"))
         if step is None:
             self._unread += 1
-        elif self._steps and step <= self._steps[-1]:
+        elif self.steps and step <= self.steps[-1]:
             self._again += 1
         else:
             for name, value in _numbers(record):
-                column = self._values.setdefault(name, array("d"))
-                column.extend([math.nan] * (len(self._steps) - len(column)))
-                column.append(value)
-            self._steps.append(step)
+                self._filled(self._columns.setdefault(name, array("d"))).append(value)
+            self.steps.append(step)
             flow = mapping(mapping(record.get("observed")).get("flow"))
-            self._unread += bool(flow) and not self._flow.add(step, flow)
+            self._unread += bool(flow) and not self.flow.add(step, flow)
 
-    def log(self, folder: Path, settings: Line, notes: list[str]) -> RunLog:
-        if not self._last:
-            got = "an empty file" if not self._lines else f"{self._lines} lines that are none of a log"
-            raise DataError(
-                f"{self._path}: expected the log of a run, got {got}. Train first, or name another folder."
-            )
-        if self._unread:
-            notes = [*notes, f"Lines of the log that could not be read, or only in part: {self._unread:,}."]
-        if self._again:
-            notes = [*notes, f"Lines of updates that were in the log already, left out: {self._again:,}."]
-        for column in self._values.values():
-            column.extend([math.nan] * (len(self._steps) - len(column)))
-        return RunLog(
-            folder=folder,
-            starts=tuple(self._starts),
-            steps=tuple(self._steps),
-            values={name: np.array(column, np.float64) for name, column in self._values.items()},
-            epochs=tuple(self._epochs),
-            plans=tuple(self._plans),
-            flow=self._flow.log(),
-            test={name: value for name, value in self._test.items() if name != "event"},
-            stopped=self._reason if self._last == "stop" else None,
-            settings=settings,
-            notes=tuple(notes),
-        )
+    def _filled(self, column: "array[float]") -> "array[float]":
+        """Return a column, with NaN for the updates so far that had no value."""
+        column.extend([math.nan] * (len(self.steps) - len(column)))
+        return column
 
 
-def _numbers(record: Line) -> Iterator[tuple[str, float]]:
+def _numbers(record: Line, inside: str = "") -> Iterator[tuple[str, float]]:
     for name, value in record.items():
-        if name in ("event", "step", "weights"):
-            continue
-        if name == "observed":
-            for callback, seen in mapping(value).items():
-                found = {} if callback == "flow" else mapping(seen)
-                yield from ((f"observed.{callback}.{key}", number(one)) for key, one in found.items())
-        elif name == "cut" and isinstance(value, list):
+        if name == "cut" and isinstance(value, list):
             sizes = [number(one[0]) for one in cast("list[Any]", value) if isinstance(one, list) and one]
             yield "micro_batch", max(sizes, default=math.nan)
-        elif isinstance(value, dict):
-            yield from ((f"{name}.{key}", number(one)) for key, one in mapping(value).items())
-        else:
-            yield name, number(value)
-
-
-class _FlowReader:
-    def __init__(self) -> None:
-        self._layers: tuple[str, ...] = ()
-        self._classes: tuple[str, ...] = ()
-        self._updates: list[int] = []
-        self._values: list[Numbers] = []  # [figures, layers] each
-
-    def add(self, step: int, record: Line) -> bool:
-        lists = {name: record[name] for name in FIGURES if isinstance(record.get(name), list)}
-        lengths = {len(values) for values in lists.values()}
-        names = tuple(texts(record.get("layers"))) or self._layers
-        if len(lengths) != 1 or (names and lengths != {len(names)}) or lengths == {0}:
-            return False
-        try:
-            rows = [lists.get(name, [math.nan] * max(lengths)) for name in FIGURES]
-            values = np.array(rows, np.float64)  # None becomes NaN
-        except (ValueError, TypeError):
-            return False
-        if values.ndim != 2:
-            return False
-        values[~((values >= 0) & (values <= _LARGEST))] = math.nan
-        names = names or tuple(f"layer {index + 1}" for index in range(values.shape[1]))
-        if names != self._layers:  # the model has changed
-            self.forget(-1)
-        self._classes = tuple(texts(record.get("classes"))) or self._classes
-        self._layers = names
-        self._updates.append(step)
-        self._values.append(values)
-        return True
-
-    def forget(self, done: int) -> None:
-        kept = bisect_right(self._updates, done)
-        del self._updates[kept:], self._values[kept:]
-
-    def log(self) -> FlowLog | None:
-        if not self._updates:
-            return None
-        most = max(40, min(MOST_COLUMNS, MOST_CELLS // len(self._layers)))
-        starts, values = evenly(len(self._updates), most), np.stack(self._values)
-        return FlowLog(
-            layers=self._layers,
-            classes=(*self._classes, *[""] * len(self._layers))[: len(self._layers)],
-            updates=tuple(self._updates[start] for start in starts),
-            low=np.fmin.reduceat(values, starts),
-            high=np.fmax.reduceat(values, starts),
-            records=-(-len(values) // len(starts)),
-        )
+        elif isinstance(value, dict) and inside.count(".") < 2:  # a hostile log may nest without end
+            yield from _numbers(mapping(value), f"{inside}{name}.")
+        elif isinstance(value, int | float | None):
+            yield f"{inside}{name}", number(value)
 
 
 def evenly(count: int, most: int) -> list[int]:
@@ -263,13 +225,7 @@ def evenly(count: int, most: int) -> list[int]:
 
 def number(value: object) -> float:
     """Convert a JSON value to float; NaN if missing or invalid."""
-    if not isinstance(value, int | float):
-        return math.nan
-    try:
-        value = float(value)
-    except OverflowError:
-        return math.nan
-    return value if abs(value) <= _LARGEST else math.nan
+    return float(value) if isinstance(value, int | float) and abs(value) <= _LARGEST else math.nan
 
 
 def whole(value: object) -> int | None:

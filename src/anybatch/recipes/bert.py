@@ -2,19 +2,19 @@
 
 import hashlib
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybatch.core import DataError, PlanError
-from anybatch.data import Lines, read_lines
+from anybatch.core import PlanError
+from anybatch.data import Lines, import_extra, read_lines
 from anybatch.losses import ModelLoss
 from anybatch.recipes.recipe import Recipe, Training, one_of
 from anybatch.step import Options
 
 SPECIAL = PAD, UNKNOWN, START, END, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
+_LIBRARIES = "transformers and tokenizers, which BERT is built from"
 HEADS = {"classify": "BertForSequenceClassification", "mask": "BertForMaskedLM"}
 # Layers, heads, width, tokens. Tiny: Turc et al. 2019, Well-read students learn better; base: Devlin et al.
 SIZES = {"tiny": (2, 2, 128, 2000), "base": (12, 12, 768, 30522)}
@@ -25,9 +25,11 @@ def _make(data: str, task: str = "classify", size: str = "tiny", block_size: int
     head, (layers, heads, width, tokens) = one_of("task", task, HEADS), one_of("size", size, SIZES)
     if not 8 <= block_size <= 512:
         raise PlanError(f"Expected --block-size to be from 8 to 512 for BERT, got {block_size}. Choose 64.")
-    transformers = _extra("transformers")
+    transformers, library = (
+        import_extra(name, _LIBRARIES, "transformers") for name in ("transformers", "tokenizers")
+    )
     lines = read_lines(data, labelled=task == "classify")
-    tokenizer = _tokenizer(lines.train, tokens, block_size)
+    tokenizer = _tokenizer(library, lines.train, tokens, block_size)
     config = transformers.BertConfig(
         vocab_size=max(tokenizer.get_vocab_size(), tokens),
         num_hidden_layers=layers,
@@ -52,8 +54,7 @@ def _make(data: str, task: str = "classify", size: str = "tiny", block_size: int
     )
 
 
-def _tokenizer(texts: Sequence[str], tokens: int, block_size: int) -> Any:
-    library: Any = _extra("tokenizers")
+def _tokenizer(library: Any, texts: Sequence[str], tokens: int, block_size: int) -> Any:
     bytes_ = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = library.Tokenizer(library.models.BPE(unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = bytes_
@@ -91,16 +92,6 @@ def _masked(ids: Tensor, tokenizer: Any) -> tuple[Tensor, Tensor]:
     others = torch.randint(len(SPECIAL), tokenizer.get_vocab_size(), ids.shape)
     shown = torch.where(kind < 0.8, tokenizer.token_to_id(MASK), torch.where(kind < 0.9, others, ids))
     return torch.where(chosen, shown, ids), ids.masked_fill(~chosen, -100)
-
-
-def _extra(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise DataError(
-            f"expected transformers and tokenizers, which BERT is built from, got: {error}; "
-            'run: pip install "anybatch[transformers]"'
-        ) from None
 
 
 BERT = Recipe(name="bert", make=_make, data="python", optimizer="adamw", lr=1e-3)

@@ -49,15 +49,15 @@ def _make(data: str, image_size: int | None = None) -> Training:
         raise DataError(
             f"{rows.train.name}: expected images of 8 pixels or more, got {height} x {width}; scale them"
         )
-    halves = [
+    train, test = [
         tuple(half.contiguous() for half in part.inputs[..., : width // 2 * 2].chunk(2, dim=3))
-        for part in (rows.train, rows.test)
+        for part in rows
     ]
     return Training(
         model=TwoTowers(channels),
         loss=WholeBatch(info_nce, loss_rows=LOSS_ROWS),
-        train=halves[0],
-        test=halves[1],
+        train=train,
+        test=test,
         name=f"{rows.train.name}, in halves",
     )
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from anybatch.core import DataError
 from anybatch.data import load
-from anybatch.recipes.recipe import Recipe, Training
+from anybatch.recipes.recipe import Recipe, Training, classifier
 
 
 class LeNet5(nn.Module):
@@ -37,14 +37,7 @@ def _make(data: str, label_smoothing: float = 0.0) -> Training:
             f"{rows.train.name}: expected images of 32 x 32 pixels for LeNet-5, got {size}. Pad or scale "
             "them."
         )
-    return Training(
-        model=LeNet5(channels, len(rows.train.classes)),
-        loss=nn.CrossEntropyLoss(label_smoothing=label_smoothing),
-        train=(rows.train.inputs, rows.train.targets),
-        test=(rows.test.inputs, rows.test.targets),
-        name=rows.train.name,
-        scores=lambda scores: scores,
-    )
+    return classifier(rows, LeNet5(channels, len(rows.train.classes)), label_smoothing)
 
 
 LENET5 = Recipe(name="lenet5", make=_make)

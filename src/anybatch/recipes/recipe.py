@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from anybatch.core import Collate, DataError, PlanError, tree
-from anybatch.data import hold_out_rows
+from anybatch.core import Batch, Collate, DataError, PlanError, SampleBatch, TensorBatch, tree
+from anybatch.data import DataSplit, hold_out_rows
 from anybatch.state import rng
 from anybatch.step import DEFAULT, Options
 
@@ -44,7 +44,8 @@ class Training:
 
     def first(self, rows: int) -> Any:
         """Return the first training rows, as a batch for a step."""
-        return self._take(torch.arange(min(rows, self._rows())))
+        batch = self._batch()
+        return batch.only(range(min(rows, batch.rows))).given
 
     def hold_out(self, fraction: float, seed: int) -> tuple[Any, Any]:
         """Split validation rows off the training rows, in order; raise DataError if that is not possible."""
@@ -53,16 +54,12 @@ class Training:
                 f"Expected rows that can be counted to hold some out, got {type(self.train).__name__}. "
                 "Return validation rows from the function instead."
             )
-        stay, held_out = hold_out_rows(self._rows(), fraction, seed, name=self.name)
-        return self._take(stay), self._take(held_out)
+        batch = self._batch()
+        stay, held_out = hold_out_rows(batch.rows, fraction, seed, name=self.name)
+        return batch.only(stay.tolist()).given, batch.only(held_out.tolist()).given
 
-    def _rows(self) -> int:
-        return len(self.train if self.collate is not None else tree.flatten(self.train).leaves[0])
-
-    def _take(self, chosen: torch.Tensor) -> Any:
-        if self.collate is not None:
-            return [self.train[row] for row in chosen.tolist()]
-        return tree.map_leaves(lambda leaf: leaf[chosen.to(leaf.device)], self.train)
+    def _batch(self) -> Batch:
+        return TensorBatch(self.train) if self.collate is None else SampleBatch(self.train, self.collate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +91,22 @@ class Recipe:
         with rng.preserved():
             torch.manual_seed(seed)
             return self.make(self.data if data is None else data, **asked)
+
+
+def classifier(
+    rows: DataSplit, model: nn.Module, label_smoothing: float, options: Options = DEFAULT
+) -> Training:
+    """Return the training of a model whose outputs are scores of the classes."""
+    train, test = [(part.inputs, part.targets) for part in rows]
+    return Training(
+        model=model,
+        loss=nn.CrossEntropyLoss(label_smoothing=label_smoothing),
+        train=train,
+        test=test,
+        name=rows.train.name,
+        scores=lambda scores: scores,
+        options=options,
+    )
 
 
 def one_of(name: str, value: str, choices: Mapping[str, Any]) -> Any:

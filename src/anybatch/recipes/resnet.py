@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from anybatch.batchnorm import batch_norm_to_group_norm
 from anybatch.core import PlanError
 from anybatch.data import load
-from anybatch.recipes.recipe import Recipe, Training, one_of
+from anybatch.recipes.recipe import Recipe, Training, classifier, one_of
 from anybatch.step import Options
 
 SMALL = 64  # up to this many pixels the first layer is that for CIFAR-10, which keeps the resolution
@@ -104,15 +104,8 @@ def _make(
     channels, *size = rows.train.inputs.shape[1:]
     small, classes = min(size) <= SMALL, len(rows.train.classes)
     model: nn.Module = ResNet(blocks, bottleneck, channels, classes, small=small, width=width)
-    return Training(
-        model=batch_norm_to_group_norm(model) if norm == "group" else model,
-        loss=nn.CrossEntropyLoss(label_smoothing=label_smoothing),
-        train=(rows.train.inputs, rows.train.targets),
-        test=(rows.test.inputs, rows.test.targets),
-        name=rows.train.name,
-        scores=lambda scores: scores,
-        options=Options(batch_norm=batch_norm),
-    )
+    model = batch_norm_to_group_norm(model) if norm == "group" else model
+    return classifier(rows, model, label_smoothing, Options(batch_norm=batch_norm))
 
 
 RESNET18 = Recipe(name="resnet18", make=partial(_make, (2, 2, 2, 2), False), lr=0.05)

@@ -97,9 +97,7 @@ class EarlyStopping(TrainerCallback):
                 f"{sorted(report.validation)}."
             )
         value = report.validation[self.by]
-        sign = 1 if self.larger_is_better else -1
-        first = self.best is None and not math.isnan(value)
-        if first or (self.best is not None and sign * (value - self.best) > self.least_change):
+        if is_better(value, self.best, self.least_change, larger=self.larger_is_better):
             self.best, self.waited = value, 0
         else:
             self.waited += 1
@@ -118,6 +116,13 @@ class EarlyStopping(TrainerCallback):
         self.best, self.waited = state["best"], state["waited"]
 
 
+def is_better(value: float, best: float | None, least_change: float = 0.0, *, larger: bool) -> bool:
+    """Return True if a value is the first or better than the best so far; NaN never is."""
+    if best is None:
+        return not math.isnan(value)
+    return (value - best if larger else best - value) > least_change
+
+
 def records(trainer: Any) -> dict[str, dict[str, Any]]:
     """Return what callbacks recorded of the last update, by their names; for logs."""
     named = [one for one in (*trainer.step.callbacks, *trainer.callbacks) if getattr(one, "name", "")]
@@ -126,8 +131,11 @@ def records(trainer: Any) -> dict[str, dict[str, Any]]:
 
 def states(ones: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return class name and state of the objects that have a state."""
-    found = [(type(one).__name__, dict(one.state_dict())) for one in ones if hasattr(one, "state_dict")]
-    return [(name, state) for name, state in found if state]
+    return [
+        (type(one).__name__, dict(state))
+        for one in ones
+        if hasattr(one, "state_dict") and (state := one.state_dict())
+    ]
 
 
 def load_states(path: Path, ones: Sequence[Any], saved: Iterable[tuple[str, Mapping[str, Any]]]) -> None:

@@ -31,8 +31,11 @@ def deferred() -> Generator[Interruption]:
     in a shell's background job) stays ignored.
     """
     interruption, is_main = Interruption(), threading.current_thread() is threading.main_thread()
-    found = {number: signal.getsignal(number) for number in SIGNALS if is_main}
-    before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
+    before = {
+        number: handler
+        for number in SIGNALS
+        if is_main and (handler := signal.getsignal(number)) is not signal.SIG_IGN
+    }
 
     def note(number: int, frame: FrameType | None) -> None:
         interruption.signal = number

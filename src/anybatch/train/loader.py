@@ -7,11 +7,11 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from anybatch.core import BatchError, CheckpointError, SampleBatch, TensorBatch, accelerator, tree
+from anybatch.core import BatchError, CheckpointError, TensorBatch, accelerator, tree
 from anybatch.parallel import Packer, digest_of
 from anybatch.state import rng
 from anybatch.step import Step
-from anybatch.train.share import Share
+from anybatch.train.share import Share, as_batch
 
 
 class Rows:
@@ -23,17 +23,11 @@ class Rows:
 
     def __init__(self, data: Any, step: Step) -> None:
         self._step, self._data, self.share = step, data, Share(step)
-        self._samples = step.collate is not None
-        batch = TensorBatch(data) if step.collate is None else SampleBatch(data, step.collate)
-        self.count, self.loaded = batch.rows, 0
+        self.count = as_batch(data, step).rows
 
     def per_epoch(self, batch_size: int | None) -> int:
         """Return the number of batches of an epoch."""
         return -(-self.count // (batch_size or self.count))
-
-    def digest(self) -> str:
-        """Return an empty string: rows in memory need no check."""
-        return ""
 
     def batches(
         self, *, batch_size: int | None, seed: int, epoch: int, start: int = 0, digest: str = ""
@@ -55,7 +49,7 @@ class Rows:
                 yield self._take(chosen)
 
     def _take(self, chosen: torch.Tensor) -> Any:
-        if self._samples:
+        if self._step.collate is not None:
             return [cast("Sequence[Any]", self._data)[row] for row in chosen.tolist()]
         here = {one: chosen.to(one) for one in {leaf.device for leaf in tree.flatten(self._data).leaves}}
         rows = tree.map_leaves(lambda leaf: leaf.index_select(0, here[leaf.device]), self._data)
@@ -77,8 +71,11 @@ class Stream:
                 "can be iterated once. Pass an object whose __iter__ begins again, or a list."
             )
         self._data, self._step, self.share = data, step, Share(step)
-        self._gives_batches = step.collate is None or (
-            isinstance(data, DataLoader) and cast("Any", data).batch_sampler is not None
+        # Items are lists of samples, not samples.
+        self._gives_lists = (
+            step.collate is not None
+            and isinstance(data, DataLoader)
+            and cast("Any", data).batch_sampler is not None
         )
         self.count = self._count()  # rows of an epoch; None if unknown before iterating
         self._last: Any = None  # the last batch, for `digest`
@@ -125,16 +122,19 @@ class Stream:
 
     def in_order(self, size: int | None) -> Iterator[Any]:
         """Yield all rows, `size` at a time or one item at a time, for an evaluation; always the same rows."""
-        index = -1
-        for index, batch in enumerate(self._repeatable(size, rng.derive_seed(0, "validation"), 0)):
-            if self.share.has_turn(index):
+        count = 0
+        for batch in self._repeatable(size, rng.derive_seed(0, "validation"), 0):
+            if self.share.has_turn(count):
                 yield _brought(batch, self._step)
-        if index < 0:
+            count += 1
+        if not count:
             raise self._is_empty("a validation")
 
     def _repeatable(self, size: int | None, seed: int, epoch: int) -> Iterator[Any]:
         apart, end = rng.OwnStreams(seed), object()
-        for part in self._parts():
+        batch_sampler = getattr(self._data, "batch_sampler", None)
+        parts = [getattr(self._data, name, None) for name in ("dataset", "sampler")]
+        for part in (self._data, *parts, batch_sampler, getattr(batch_sampler, "sampler", None)):
             if isinstance(generator := getattr(part, "generator", None), torch.Generator):
                 generator.manual_seed(seed)
             if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -148,25 +148,14 @@ class Stream:
                 return
             yield batch
 
-    def _parts(self) -> Iterator[Any]:
-        yield self._data
-        for name in ("dataset", "sampler", "batch_sampler"):
-            if (part := getattr(self._data, name, None)) is not None:
-                yield part
-        yield getattr(getattr(self._data, "batch_sampler", None), "sampler", None)
-
     def _gathered(self, size: int) -> Iterator[Any]:
         """Yield batches of `size` rows from items of any number of rows; the last may be smaller."""
         held: list[Any] = []
         rows = 0
         for item in self._data:
-            if self._step.collate is None:
-                rows += TensorBatch(item).rows
-                held.append(item)
-            else:
-                samples = self._samples(item)
-                rows += len(samples)
-                held += samples
+            found = self._samples(item)
+            held += found
+            rows += TensorBatch(item).rows if self._step.collate is None else len(found)
             while rows >= size:
                 batch, held = self._split(held, size)
                 rows -= size
@@ -177,12 +166,12 @@ class Stream:
     def _split(self, held: list[Any], size: int) -> tuple[Any, list[Any]]:
         if self._step.collate is not None:
             return held[:size], held[size:]
-        whole = _joined(held)
-        rest = [] if TensorBatch(whole).rows == size else [tree.map_leaves(lambda leaf: leaf[size:], whole)]
-        return tree.map_leaves(lambda leaf: leaf[:size], whole), rest
+        whole = TensorBatch(_joined(held))
+        rest = [whole.only(range(size, whole.rows)).given] if whole.rows > size else []
+        return whole.only(range(size)).given, rest
 
     def _samples(self, item: Any) -> list[Any]:
-        if not self._gives_batches:
+        if not self._gives_lists:
             return [item]
         if not isinstance(item, list):
             raise BatchError(
@@ -194,7 +183,7 @@ class Stream:
     def _count(self) -> int | None:
         loader: Any = self._data
         if not isinstance(loader, DataLoader):
-            return None if self._gives_batches else _length(loader)
+            return None if self._step.collate is None else _length(loader)
         if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
             return None
         rows, size = _length(loader.sampler), loader.batch_size

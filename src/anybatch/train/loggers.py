@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -23,6 +23,7 @@ from anybatch.losses import function_of
 from anybatch.step import Step
 from anybatch.train.callbacks import TrainerCallback, records
 from anybatch.train.files import write
+from anybatch.train.progress import peak_bytes
 
 FORMAT = 2  # of `JsonLog`; the first format had no number
 _FIELDS = ("loss", "terms", "weights", "rows", "micro_batches", "grad_norm", "updated", "learning_rate")
@@ -43,8 +44,8 @@ class JsonLog(TrainerCallback):
     | stop | the reason, if a callback stopped the training |
     """
 
-    def __init__(self, path: Path, peak_bytes: Callable[[torch.device], int] = lambda device: 0) -> None:
-        self._path, self._peak_bytes = path, peak_bytes
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._layers: dict[str, object] = {}  # last logged layer names of each callback
         self._planned = 0  # last logged rows of a micro-batch
         self._lines: list[str] = []
@@ -55,16 +56,13 @@ class JsonLog(TrainerCallback):
         """Write the start line; drop lines of updates and epochs that will be repeated."""
         super().start(trainer, info)
         done = {"step": info.done_updates, "epoch": info.done_epochs}
-
-        def is_redone(line: bytes) -> bool:
-            with suppress(ValueError, TypeError, LookupError, AttributeError):  # not a line of this log
-                record = json.loads(line)
-                return record[record["event"]] > done[record["event"]]
-            return False
-
         if self._at != done:  # else it continues at the end of this log
-            _drop(self._path, is_redone)
-        self._at, self._layers, self._planned = dict(done), {}, 0
+            before = self._path.read_bytes() if self._path.exists() else b""
+            lines = [line for line in before.splitlines(keepends=True) if line.endswith(b"\n")]
+            kept = b"".join(line for line in lines if not _is_redone(line, done))
+            if kept != before:
+                write(self._path, lambda file: file.write_bytes(kept), kind=DataError)
+        self._at, self._layers, self._planned = done, {}, 0
         self._add("start", {"format": FORMAT, **asdict(info), **describe(trainer)})
         self.flush()
 
@@ -72,13 +70,13 @@ class JsonLog(TrainerCallback):
         """Buffer the update's line; the buffer is written once a second, so that small steps stay fast."""
         trainer = self._trainer
         self._at["step"] += 1
-        values = {"step": self._at["step"]} | {name: getattr(report, name) for name in _FIELDS}
+        values = {name: getattr(report, name) for name in (*_FIELDS, *_TRIVIAL)}
+        values = {name: one for name, one in values.items() if one != _TRIVIAL.get(name, "")}
         # Runs of equal micro-batches, as pairs of rows and count.
-        values["cut"] = [(rows, len([*alike])) for rows, alike in groupby(report.cut)]
-        told = {name: getattr(report, name) for name in _TRIVIAL}
-        values |= {name: told[name] for name in told if told[name] != _TRIVIAL[name]}
+        cut = [(rows, len([*alike])) for rows, alike in groupby(report.cut)]
+        values |= {"step": self._at["step"], "cut": cut}
         self._tell_plan(trainer, report)
-        values |= {"seconds": trainer.seconds, "memory": self._peak_bytes(_device(trainer.step))}
+        values |= {"seconds": trainer.seconds, "memory": peak_bytes(_device(trainer.step))}
         observed = self._observed(records(trainer))
         values |= {"observed": observed} if observed else {}
         self._add("step", values)
@@ -106,10 +104,11 @@ class JsonLog(TrainerCallback):
 
     def _observed(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for name, record in found.items():
-            if "layers" in record and self._layers.get(name) == record["layers"]:
+            layers = record.get("layers")
+            if layers and layers == self._layers.get(name):
                 del record["layers"]
                 record.pop("classes", None)
-            self._layers[name] = record.get("layers", self._layers.get(name))
+            self._layers[name] = layers or self._layers.get(name)
         return {name: record for name, record in found.items() if record}
 
     def _tell_plan(self, run: Any, report: StepReport) -> None:
@@ -190,8 +189,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _drop(path: Path, is_redone: Callable[[bytes], bool]) -> None:
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if line.endswith(b"\n") and not is_redone(line)]
-    if kept != lines:
-        write(path, lambda file: file.write_bytes(b"".join(kept)), kind=DataError)
+def _is_redone(line: bytes, done: Mapping[str, int]) -> bool:
+    with suppress(ValueError, TypeError, LookupError, AttributeError):  # not a line of this log
+        record = json.loads(line)
+        return record[record["event"]] > done[record["event"]]
+    return False

@@ -15,6 +15,7 @@ from anybatch.state import evaluating
 from anybatch.step import Step
 from anybatch.train.callbacks import TrainerCallback
 from anybatch.train.loader import Rows, Stream
+from anybatch.train.share import as_batch
 
 Metric = Callable[[Any, Any], core.Total] | core.Fold[Any, Any, Any]
 """A function `(outputs, targets) -> Total` of some rows, or a `Fold` over such pairs."""
@@ -102,8 +103,7 @@ def evaluate(
     with step.strategy.evaluating(), evaluating(modules), _outputs_of(step) as (model, outputs):
         for totals, is_fixed, micro in _totals(step, model, rows, micro_batch, batch_size):
             undivided.update(totals if is_fixed else ())
-            for name, total in totals.items():
-                sums[name] = sums.get(name, core.Total.zero()) + _widened(total)
+            _add(sums, {name: _widened(total) for name, total in totals.items()})
             for name, fold in folds.items():
                 states[name] = fold.add(states[name], _pair(outputs, micro))
             outputs.clear()
@@ -111,14 +111,23 @@ def evaluate(
     (sums, undivided, states), *others = gathered  # all ranks merge in one order
     for more_sums, more_undivided, more_states in others:
         undivided |= more_undivided
-        sums |= {name: sums.get(name, core.Total.zero()) + total for name, total in more_sums.items()}
+        _add(sums, more_sums)
         states = {name: fold.merge(states[name], more_states[name]) for name, fold in folds.items()}
     values = {name: float(total.sum if name in undivided else total.mean()) for name, total in sums.items()}
     # Like in a step: terms without weight add nothing, and a term may be named "loss".
-    factors = step.coefficients
-    used = [factors.get(name, 1.0) * values[name] for name, total in sums.items() if total.weight]
-    values["loss"] = math.fsum(used) if used else math.nan
+    used = {name: values[name] for name, total in sums.items() if total.weight}
+    values["loss"] = _weighted(used, step.coefficients)
     return values | {name: float(fold.finish(states[name])) for name, fold in folds.items()}
+
+
+def _add(sums: dict[str, core.Total], more: Mapping[str, core.Total]) -> None:
+    for name, total in more.items():
+        sums[name] = sums.get(name, core.Total.zero()) + total
+
+
+def _weighted(means: Mapping[str, float], coefficients: Mapping[str, float]) -> float:
+    """Return the sum of means times coefficients (default 1); NaN without means."""
+    return math.fsum(coefficients.get(name, 1.0) * one for name, one in means.items()) if means else math.nan
 
 
 def _totals(
@@ -130,7 +139,7 @@ def _totals(
     computing = partial(step.precision.computing, kinds)
     # A loss may need whole batches, and the sizes of micro-batches may differ between ranks.
     for group in rows.in_order(batch_size if loss.divided or rows.share.is_many else micro_batch):
-        batch = core.TensorBatch(group) if step.collate is None else core.SampleBatch(group, step.collate)
+        batch = as_batch(group, step)
         sizes = core.cut_sizes(batch.rows, micro_batch or batch.rows)
         whole = loss.along(batch, sizes, model, lambda: None) if loss.divided else nullcontext()
         with ExitStack() as stack:
@@ -173,15 +182,12 @@ class RunningLoss:
         """Add an update; terms without weight add nothing."""
         self.counts["dropped"] += report.dropped
         self.counts["skipped"] += not report.updated
-        for name, weight in report.weights.items():
-            if weight:
-                total = core.Total(report.terms[name] * weight, weight)
-                self._totals[name] = self._totals.get(name, core.Total.zero()) + total
+        used = {name: weight for name, weight in report.weights.items() if weight}
+        _add(self._totals, {name: core.Total(report.terms[name] * one, one) for name, one in used.items()})
 
     def value(self, coefficients: Mapping[str, float]) -> float:
         """Return the sum of the terms' means times coefficients (default 1); NaN if nothing was added."""
-        values = [coefficients.get(name, 1.0) * float(total.mean()) for name, total in self._totals.items()]
-        return math.fsum(values) if values else math.nan
+        return _weighted({name: float(one.mean()) for name, one in self._totals.items()}, coefficients)
 
 
 def _as_fold(name: str, metric: Metric) -> core.Fold[Any, Any, Any]:
@@ -237,9 +243,6 @@ def _outputs_of(step: Step) -> Generator[tuple[Any, list[Any]]]:
     outputs: list[Any] = []
     if any(map(private.is_static, step.model.modules())):  # a hook would cause a recompilation
         yield _OutputRecorder(step.model, outputs.append), outputs
-        return
-    hook = step.model.register_forward_hook(lambda module, inputs, value: outputs.append(value))
-    try:
-        yield step.model, outputs
-    finally:
-        hook.remove()
+    else:
+        with step.model.register_forward_hook(lambda module, inputs, value: outputs.append(value)):
+            yield step.model, outputs

@@ -5,11 +5,16 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from anybatch.core import BatchError, RankError, TensorBatch, has_written, tree
+from anybatch.core import Batch, BatchError, RankError, SampleBatch, TensorBatch, has_written
 from anybatch.parallel import digest_of, exchange, gather_values, rank, ranks
 from anybatch.state import rng
 from anybatch.step import Step
 from anybatch.train.interrupt import Interruption
+
+
+def as_batch(given: Any, step: Step) -> Batch:
+    """Return rows for a step, which can be counted and divided: samples if it has a `collate`."""
+    return TensorBatch(given) if step.collate is None else SampleBatch(given, step.collate)
 
 
 class Share:
@@ -42,11 +47,9 @@ class Share:
         """Return this rank's rows of a batch of tensors or a list of samples; None if it has none."""
         if not self.is_many:
             return batch
-        is_list = self._step.collate is not None
-        part = self.part(len(batch) if is_list else TensorBatch(batch).rows)
-        if part.start == part.stop:
-            return None
-        return batch[part] if is_list else tree.map_leaves(lambda leaf: leaf[part], batch)
+        rows = as_batch(batch, self._step)
+        mine = range(rows.rows)[self.part(rows.rows)]
+        return rows.only(mine).given if mine else None
 
     def has_turn(self, batch: int) -> bool:
         """Return True if this rank evaluates the batch of this index; in lockstep all evaluate all."""
@@ -122,11 +125,6 @@ class Share:
                 f"Expected the same rows on all ranks in {place}, got others on ranks {odd} than on rank 0. "
                 "Leave out samplers for ranks, such as DistributedSampler: the trainer shares out each batch."
             )
-
-    def meet_with_signal(self, place: str, interruption: Interruption, stopped: str) -> None:
-        """Meet; a signal of one rank interrupts all ranks at the same place."""
-        said = self.meet(place + ", to stop" * bool(stopped), signal=interruption.signal)
-        interruption.signal = max(one["signal"] for one in said)
 
     def meet_with_buffers(self, place: str) -> None:
         """Meet; warn if buffers, which are not summed over ranks, differ between them."""

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,16 @@ from anybatch.losses import summed_loss
 from anybatch.parallel import checkpoint
 from anybatch.state import rng
 from anybatch.step import Step, known_keywords
-from anybatch.train.callbacks import load_states, states
+from anybatch.train.callbacks import is_better, load_states, states
 from anybatch.train.files import make_folder
 from anybatch.train.identity import check_config, check_run, identity
 from anybatch.train.interrupt import Interruption, deferred
 from anybatch.train.loader import Rows, Stream, open_data
 from anybatch.train.loggers import JsonLog
 from anybatch.train.metrics import RunningLoss, evaluate, metrics_of
-from anybatch.train.progress import ProgressBar, peak_bytes
+from anybatch.train.progress import ProgressBar
+
+_COUNTED = ("epoch", "steps", "updates", "seconds", "best")  # attributes that a checkpoint has
 
 
 class Trainer:
@@ -95,7 +97,11 @@ class Trainer:
         progress: bool = True,
         callbacks: Iterable[core.CallbackLike] = (),
     ) -> None:
-        self.step = _checked(step)
+        if not isinstance(step, Step):
+            raise core.PlanError(
+                f"Expected an ab.Step, got {core.kind_of(step)}. Make one: ab.Step(model, loss, optimizer)."
+            )
+        self.step = step
         self.train = open_data(train, step)
         self.validation = None if validation is None else open_data(validation, step)
         if batch_size is not None or isinstance(self.train, Rows):
@@ -119,9 +125,8 @@ class Trainer:
         bars = [ProgressBar(next(step.model.parameters()).device)] if is_shown else []
         there = [one for one in own if getattr(one, "on_every_rank", True) or not self._share.rank]
         self.callbacks: tuple[Any, ...] = (*bars, *there)
-        log = None if self.out is None or self._share.rank else self.out / "log.jsonl"
-        self._log = None if log is None else JsonLog(log, peak_bytes)
-        self._own = self.callbacks if self._log is None else (*self.callbacks, self._log)
+        self._logs = [] if self.out is None or self._share.rank else [JsonLog(self.out / "log.jsonl")]
+        self._own = (*self.callbacks, *self._logs)
         self._everyone = (*step.callbacks, *self._own)
         self.epoch = self.steps = self.updates = 0
         self.seconds, self.stopped, self._saved = 0.0, "", time.monotonic()
@@ -153,10 +158,16 @@ class Trainer:
             RankError: another rank failed, ended, or has other data.
         """
         core.check_whole("epochs", epochs, least=1)
-        with deferred() as interruption, self._share.told(interruption):
-            return self._fit(epochs, interruption)
+        with deferred() as interruption, self._share.told(interruption), ExitStack() as stops:
+            self._begin(epochs, stops)
+            reports: list[core.EpochReport] = []
+            while self.epoch < epochs and not self.stopped:
+                reports += self._run_epoch(interruption)
+                interruption.obey(_how_to_go_on(self))
+        return reports
 
-    def _fit(self, epochs: int, interruption: Interruption) -> list[core.EpochReport]:
+    def _begin(self, epochs: int, stops: ExitStack) -> None:
+        """Start the callbacks; the stack stops those that were started, after a save if an error came."""
         if self.out is not None:
             self._refuse_other_run(self.out)
         per_epoch = self.train.per_epoch(self.batch_size)
@@ -167,21 +178,15 @@ class Trainer:
             total_updates=None if per_epoch is None else epochs * per_epoch,
             rows=self.train.count,
         )
-        reports: list[core.EpochReport] = []
         self.stopped, self._saved = "", time.monotonic()
-        with ExitStack() as stops:
-            stops.callback(self.step.attach)
-            self.step.attach(self._own, first=(self._reports.append,))
-            for callback in self._everyone:
-                for start in core.bound([callback], "start"):
-                    start(self, info)
-                for stop in core.bound([callback], "stop"):
-                    stops.callback(stop, self)
-            stops.enter_context(self._saved_upon_error())
-            while self.epoch < epochs and not self.stopped:
-                reports += self._run_epoch(interruption)
-                interruption.obey(_how_to_go_on(self))
-        return reports
+        stops.callback(self.step.attach)
+        self.step.attach(self._own, first=(self._reports.append,))
+        for callback in self._everyone:
+            for start in core.bound([callback], "start"):
+                start(self, info)
+            for stop in core.bound([callback], "stop"):
+                stops.callback(stop, self)
+        stops.push(self._save_upon_error)
 
     def stop(self, reason: str) -> None:
         """End the training after this update or epoch, and save a checkpoint; for callbacks."""
@@ -235,11 +240,22 @@ class Trainer:
         return home
 
     def _rest(self) -> dict[str, Any]:
-        if self._log is not None:
-            self._log.flush()  # a resume from here needs every update in the log
-        digest = self.train.digest() if 0 < self._batch == self.train.loaded else ""
-        place = {"batch": self._batch, "digest": digest, "totals": self.epoch_loss.totals}
-        progress = _progress(self) | place | {"counts": self.epoch_loss.counts}
+        for log in self._logs:
+            log.flush()  # a resume from here needs every update in the log
+        digest = ""
+        if isinstance(self.train, Stream) and 0 < self._batch == self.train.loaded:
+            digest = self.train.digest()
+        budget = self.step.planning.budget
+        progress = {name: getattr(self, name) for name in (*_COUNTED, "config")} | {
+            "batch": self._batch,
+            "digest": digest,
+            "totals": self.epoch_loss.totals,
+            "counts": self.epoch_loss.counts,
+            "scale": self.step.scale.state(),
+            "run": identity(self),
+            "plans": [] if budget is None else budget.state(),
+            "callbacks": states([*self.callbacks, *self.step.callbacks]),
+        }
         return {"progress": progress, "random": rng.capture_process()}
 
     def resume(self, path: str | Path) -> None:
@@ -261,9 +277,9 @@ class Trainer:
         check_run(found, identity(self))
         checkpoint.restore(found, **_parts(self.step), group=self._share.group)
         then = found.progress
-        self.epoch, self._batch, self.updates = then["epoch"], then["batch"], then["updates"]
-        self.seconds, self.best = then["seconds"], then["best"]
-        self.steps, self._digest = then["steps"], then["digest"]
+        for name in _COUNTED:
+            setattr(self, name, then[name])
+        self._batch, self._digest = then["batch"], then["digest"]
         self.epoch_loss = RunningLoss(then["totals"], **then["counts"])
         self.step.scale.load(then["scale"])
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
@@ -294,13 +310,14 @@ class Trainer:
         # Before the save: a checkpoint's epochs are in the logs and in the state of callbacks.
         errors = self._tell(self._everyone, "epoch", self, done)
         if is_best:
-            self._save(
-                checkpoint.BEST
-            )  # first, so that the last checkpoint never refers to a missing best one
+            # First, so that the last checkpoint never refers to a missing best one.
+            self._save(checkpoint.BEST)
         self._save()
         if errors:
             raise errors[0]
-        self._share.meet_with_signal(f"the checkpoint of epoch {self.epoch}", interruption, self.stopped)
+        place = f"the checkpoint of epoch {self.epoch}{', to stop' * bool(self.stopped)}"
+        said = self._share.meet(place, signal=interruption.signal)
+        interruption.signal = max(one["signal"] for one in said)  # a signal of one rank is one of all
         return [done]
 
     def _tell(self, callbacks: Iterable[object], event: str, *given: Any) -> list[Exception]:
@@ -328,8 +345,9 @@ class Trainer:
             self.epoch_loss.add(report)
             errors += self._tell(self._own, "update", report)
             stop = interruption.signal  # read once: a later signal waits for the next update
-            is_due = bool(stop or errors or self.stopped or self._is_time_to_save())
-            if self._share.agrees(f"batch {self.steps}", is_due):
+            is_late = self.save_minutes and time.monotonic() - self._saved >= 60 * self.save_minutes
+            is_due = is_late or (self.save_every and self._batch % self.save_every == 0)
+            if self._share.agrees(f"batch {self.steps}", bool(stop or errors or self.stopped or is_due)):
                 self._save()
             if errors:
                 raise errors[0]
@@ -350,35 +368,24 @@ class Trainer:
                 yield batch
                 self._share.draw_apart(self.seed, self.steps)
 
-    def _is_time_to_save(self) -> bool:
-        is_late = self.save_minutes and time.monotonic() - self._saved >= 60 * self.save_minutes
-        return bool(is_late or (self.save_every and self._batch % self.save_every == 0))
-
     def _evaluate(self, rows: Rows | Stream) -> dict[str, float]:
         budget = self.step.planning.budget
         size = self.step.micro_batch or (self.batch_size if budget is None else self._fitted)
-        if size is not None and rows.count is not None:
-            size = min(size, rows.count)
         return evaluate(self.step, rows, self.metrics, micro_batch=size, batch_size=self.batch_size)
 
     def _is_best(self, validation: Mapping[str, float]) -> bool:
         if validation and self.best_by not in validation:
             raise _unknown_best(self.best_by, validation)
         value = validation.get(self.best_by, math.nan)
-        sign = 1 if self.larger_is_better else -1
-        is_better = sign * value > (-math.inf if self.best is None else sign * self.best)  # NaN never is
-        if is_better:
-            self.best = value
-        return is_better
+        if not is_better(value, self.best, larger=self.larger_is_better):
+            return False
+        self.best = value
+        return True
 
-    @contextmanager
-    def _saved_upon_error(self) -> Generator[None]:
-        try:
-            yield
-        except BaseException as error:  # between updates, or in one that was not begun to write
-            if self._share.can_save(error, self.steps) and self._written != (self.epoch, self.steps):
-                self._save()
-            raise
+    def _save_upon_error(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # Between updates, or in one that was not begun to write.
+        if error and self._share.can_save(error, self.steps) and self._written != (self.epoch, self.steps):
+            self._save()
 
     def _save(self, name: str = "") -> None:
         if self.out is not None:
@@ -418,16 +425,6 @@ def _report(trainer: Trainer, validation: Mapping[str, float], rows: int, second
     )
 
 
-def _progress(trainer: Trainer) -> dict[str, Any]:
-    names = "epoch", "steps", "updates", "seconds", "best", "config"
-    return {name: getattr(trainer, name) for name in names} | {
-        "scale": trainer.step.scale.state(),
-        "run": identity(trainer),
-        "plans": [] if trainer.step.planning.budget is None else trainer.step.planning.budget.state(),
-        "callbacks": states([*trainer.callbacks, *trainer.step.callbacks]),
-    }
-
-
 def _parts(step: Step) -> dict[str, Any]:
     return {
         "model": step.model,
@@ -444,14 +441,6 @@ def _refuse_window(step: Step, wish: str) -> None:
             f"Expected a step without an open window to {wish}, got one with {step.open_window.rows} rows in "
             "it. Close or discard it first."
         )
-
-
-def _checked(step: object) -> Step:
-    if isinstance(step, Step):
-        return step
-    raise core.PlanError(
-        f"Expected an ab.Step, got {core.kind_of(step)}. Make one: ab.Step(model, loss, optimizer)."
-    )
 
 
 def _check_saving(out: object, minutes: float, keep: int) -> None:
