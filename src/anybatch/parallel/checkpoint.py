@@ -51,31 +51,30 @@ class Checkpoint:
     def __init__(self, path: Path, *, is_hashed: bool) -> None:
         self.path = path
         try:
-            self._open(is_hashed)
+            index = parse_json(_regular(path / INDEX).read_bytes())
+            digest = index.pop("sha256")
+            if (index["format"], _digest(index)) != (FORMAT, digest):
+                raise ValueError(f"the format {index['format']!r}, or a {INDEX} whose SHA-256 differs")
+            files: dict[str, str] = index["files"]
+            for name, expected in files.items():
+                if not _FILE.fullmatch(name):
+                    raise ValueError(f"a file named {name!r}")
+                with _regular(path / name).open("rb") as file:
+                    if is_hashed and hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                        raise ValueError(f"other bytes in {name}: their SHA-256 differs")
+            forms = {name: stored.forms_in(path / name) for name in files}
+            self.tensors = {
+                key: stored.Stored(key, path, forms, **one) for key, one in index["tensors"].items()
+            }
+            self.packed: dict[str, Any] = index["document"]
+            if self.packed.keys() != {*_PARTS}:
+                raise ValueError(f"the parts {sorted(self.packed)}")
+            unpack(self.packed, self.tensors.__getitem__)  # raises for what `save` does not write
         except _DAMAGE as error:
             raise CheckpointError(
                 f"{path}: expected what `save` wrote, got {type(error).__name__}: {error}. It is truncated, "
                 "damaged or of another program; use an earlier checkpoint."
             ) from None
-
-    def _open(self, is_hashed: bool) -> None:
-        path, index = self.path, parse_json(_regular(self.path / INDEX).read_bytes())
-        digest = index.pop("sha256")
-        if (index["format"], _digest(index)) != (FORMAT, digest):
-            raise ValueError(f"the format {index['format']!r}, or a {INDEX} whose SHA-256 differs")
-        files = index["files"]
-        for name in files:
-            if not _FILE.fullmatch(name):
-                raise ValueError(f"a file named {name!r}")
-            with _regular(path / name).open("rb") as file:
-                if is_hashed and hashlib.file_digest(file, "sha256").hexdigest() != files[name]:
-                    raise ValueError(f"other bytes in {name}: their SHA-256 differs")
-        forms = {name: stored.forms_in(path / name) for name in files}
-        self.tensors = {key: stored.Stored(key, path, forms, **one) for key, one in index["tensors"].items()}
-        self.packed: dict[str, Any] = index["document"]
-        if self.packed.keys() != {*_PARTS}:
-            raise ValueError(f"the parts {sorted(self.packed)}")
-        unpack(self.packed, self.tensors.__getitem__)  # raises for what `save` does not write
 
     def __getattr__(self, name: str) -> Any:
         if name not in _PARTS:

@@ -86,8 +86,12 @@ class Cast(Codec):
 
     def encode(self, gradients: Tensors, like: Tensors) -> Tensor:
         """Return this rank's gradients in 16 bits."""
-        flat = {name: _flat(gradients, name, one) for name, one in like.items() if name in gradients}
-        return _send(self, {name: (None, one.to(_WIRE[self.name])) for name, one in flat.items()}, like)
+        found: dict[str, _Values] = {
+            name: (None, _flat(gradients, name, one).to(_WIRE[self.name]))
+            for name, one in like.items()
+            if name in gradients
+        }
+        return _send(self, found, like)
 
 
 class DeepGradientCompression(Codec):
@@ -154,13 +158,14 @@ class DeepGradientCompression(Codec):
     def check(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise PlanError for parameters that `Cast` refuses, betas, and momentum beside the codec's."""
         super().check(optimizers)
-        for optimizer, group in ((one, group) for one in optimizers for group in one.param_groups):
-            refused = ("betas", "momentum", "nesterov") if self.momentum else ("betas",)
-            if own := {name: group[name] for name in refused if group.get(name)}:
-                raise PlanError(
-                    f"Expected an optimizer without momentum, got {type(optimizer).__name__} with {own}: the "
-                    f"codec has its own, {self.momentum}. Take torch.optim.SGD(parameters, lr=...)."
-                )
+        refused = ("betas", "momentum", "nesterov") if self.momentum else ("betas",)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if own := {name: group[name] for name in refused if group.get(name)}:
+                    raise PlanError(
+                        f"Expected an optimizer without momentum, got {type(optimizer).__name__} with {own}: "
+                        f"the codec has its own, {self.momentum}. Take torch.optim.SGD(parameters, lr=...)."
+                    )
 
     def sparsity_at(self, update: int) -> float:
         """Return the sparsity at an update, counted from 0."""

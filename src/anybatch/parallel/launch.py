@@ -32,9 +32,8 @@ def launch(count: int, arguments: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    threads = max(1, torch.get_num_threads() // count)
-    before = dict(os.environ)  # the agent changes it, too
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    before = {*os.environ}  # the agent changes it, too
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // count)))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     agent = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(count), "--log-dir"]
@@ -50,7 +49,7 @@ def launch(count: int, arguments: Sequence[str]) -> None:
         raise SystemExit(128 + stop.sigval) from None
     finally:
         logging.disable(logging.NOTSET)
-        for name in os.environ.keys() - before.keys():
+        for name in {*os.environ} - before:
             del os.environ[name]
 
 

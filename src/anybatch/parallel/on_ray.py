@@ -62,17 +62,15 @@ class RayCluster:
             os.environ.update(_SET)
         _make_token_private(is_local=address is None)
         self._ray = ray
-        quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+        options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+        if address is None:
+            cpus = max(4, os.cpu_count() or 1)
+            options |= {"include_dashboard": False, "_node_ip_address": _LOCAL, "num_cpus": cpus}
         try:
-            if ray.is_initialized():
-                pass  # started by the ParameterServer of another step
-            elif address is None:
-                cpus = max(4, os.cpu_count() or 1)
-                quiet |= {"include_dashboard": False, "_node_ip_address": _LOCAL, "num_cpus": cpus}
-                ray.init(address="local", **quiet)
-            else:
-                _reach(address)
-                ray.init(address=address, **quiet)
+            if not ray.is_initialized():  # by the ParameterServer of another step
+                if address is not None:
+                    _reach(address)
+                ray.init(address=address or "local", **options)
         except (RuntimeError, ValueError, OSError, ray.exceptions.AuthenticationError) as error:
             ray.shutdown()
             _leave_environment()

@@ -172,13 +172,13 @@ class ParameterServer(Strategy):
                 f"{error} A worker counted from its own first row, within rows {own[0]} to {own[-1]} of the "
                 "batch."
             ) from None
-        updated = any(weights.values())
-        if updated:
+        if values:
             scheduler.layout.write(values, task.network.parameters)
             self._known = contents(task.network.parameters)
             self._updated(task)
-        report = _report(folded, weights, norm, task, began, updated=updated)
-        return replace(report, learning_rate=learning_rate)  # before the schedulers' step
+        report, seconds = _report(folded, weights, norm, task), time.perf_counter() - began
+        # The learning rate is that before the schedulers' step.
+        return replace(report, learning_rate=learning_rate, seconds=seconds)
 
     def _commit(
         self, scheduler: Scheduler, folded: Sequence[Folded], settings: Plan, options: Any
@@ -329,13 +329,7 @@ def _rows(batch: core.Batch, indices: range) -> Any:
 
 
 def _report(
-    folded: Sequence[Folded],
-    weights: Mapping[str, float],
-    norm: float,
-    task: Task,
-    began: float,
-    *,
-    updated: bool,
+    folded: Sequence[Folded], weights: Mapping[str, float], norm: float, task: Task
 ) -> core.StepReport:
     loss = task.loss
     terms = {
@@ -353,8 +347,7 @@ def _report(
         rows=sum(one.rows for one in folded),
         micro_batches=len(cut),
         grad_norm=norm,
-        updated=updated,
+        updated=any(weights.values()),
         cut=cut,
         update=task.progress.updates,
-        seconds=time.perf_counter() - began,
     )

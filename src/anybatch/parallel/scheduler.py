@@ -128,9 +128,11 @@ class Scheduler:
                 self._leases[folded] = Lease(worker, self._round, unit, parts, self.cluster.clock())
 
     def _patience(self) -> float:
+        """Return the seconds after which a unit is slow."""
         return max(_LEAST, _SLOW * median(self._usual))
 
     def _late(self) -> int | None:
+        """Return a unit that one worker has had for too long."""
         if self._usual:
             late = self.cluster.clock() - self._patience()
             held = [one for one in self._leases.values() if one.round == self._round]

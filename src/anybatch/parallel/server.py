@@ -112,8 +112,8 @@ class Layout:
             if value is None:
                 out[piece.there] = 0
             else:
-                there = value.detach().to_dense().reshape(-1)[piece.start : piece.stop]
-                whole[piece.there].copy_(there)
+                flat = value.detach().to_dense().reshape(-1)
+                whole[piece.there].copy_(flat[piece.start : piece.stop])
         return out
 
     def write(self, parts: Sequence[Array], parameters: Sequence[Tensor]) -> None:
@@ -173,9 +173,7 @@ class ServerShard:
         Return the sum of squares of the shard's gradient, and the gradient.
         """
         shape, dtype = (len(factors), self._size), np.dtype(self._layout.sum_dtype)
-        if self._room.shape != shape:
-            self._room = np.empty(shape, dtype)
-        total = self._room
+        total = self._room = self._room if self._room.shape == shape else np.empty(shape, dtype)
         for unit, part in enumerate(parts):
             if part.shape != shape or part.dtype != dtype:
                 raise RankError(

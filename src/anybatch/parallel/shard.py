@@ -255,8 +255,12 @@ class Shard(Replicate):
             self._row, self._row_of = tree.map_leaves(_copied, micro.rows), self._updates
         fits = self._spare >= self._whole_bytes and self._can_wait and not part.sums.redone
         holds = fits if self.hold is None else self.hold
-        message = {"open": len(left), "row": self._row is not None, "shown": self._shown}
-        message |= {"hold": holds and False in self._orders}
+        message = {
+            "open": len(left),
+            "row": self._row is not None,
+            "shown": self._shown,
+            "hold": holds and False in self._orders,
+        }
         said = self._agree(message)
         while any("open" not in one for one in said):  # they learn that this rank begins, or begins again
             said = self._agree(message)

@@ -31,14 +31,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
     Of a DTensor this rank's slice is written. Raises CheckpointError for a dtype that the format lacks.
     """
-    values = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))  # aligned
+    pairs = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # aligned
+    values = {name: local(value) for name, value in pairs}
     header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
     for name, value in values.items():
         if value.dtype not in _CODES:
             raise CheckpointError(f"{name}: expected one of {[*_CODES]}, got {value.dtype}. Convert it.")
-        start, end = end, end + local(value).numel() * value.dtype.itemsize
-        shape = [*local(value).shape]
-        header[name] = {"dtype": _CODES[value.dtype], "shape": shape, "data_offsets": [start, end]}
+        start, end = end, end + value.nbytes
+        header[name] = {"dtype": _CODES[value.dtype], "shape": [*value.shape], "data_offsets": [start, end]}
     text, digest = json.dumps(header).encode(), hashlib.sha256()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

@@ -93,15 +93,6 @@ class Worker:
                 mine.copy_(value)
         self._fixed = None
 
-    def _refuse_writes(self) -> None:
-        effects = self._step.effects
-        if odd := (*effects.buffers, *effects.parameters):
-            raise PlanError(
-                f"Expected a forward that writes to no buffer or parameter, got writes to {len(odd)}, "
-                "as in spectral_norm and Embedding(max_norm=...): only workers would have what it writes. No "
-                'update was made. Train it with strategy="local".'
-            )
-
     @_told
     def fold(self, version: int, seed: int, rows: Any, *values: Array) -> tuple[Any, ...]:
         """Fold the rows of a unit; a repeated unit draws the same random numbers from `seed`.
@@ -121,7 +112,13 @@ class Worker:
         with rng.preserved():
             rng.seed_process(seed)
             self._step.sums_of(rows, take)
-        self._refuse_writes()
+        effects = self._step.effects
+        if odd := (*effects.buffers, *effects.parameters):
+            raise PlanError(
+                f"Expected a forward that writes to no buffer or parameter, got writes to {len(odd)}, "
+                "as in spectral_norm and Embedding(max_norm=...): only workers would have what it writes. No "
+                'update was made. Train it with strategy="local".'
+            )
         ((folded, banks),) = found
         terms = [[bank.get(p) for p in parameters] for bank in banks or [{}]]
         parts = [self._sums(terms, shard) for shard in range(len(self._layout.pieces))]
