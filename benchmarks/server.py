@@ -47,7 +47,7 @@ class Moving:
         self.layout.write([values], self.parameters)
 
     def push(self) -> Any:
-        self.layout.flat(self.parameters, 0, self.layout.sum_dtype, self.sums[0])
+        self.layout.flat(self.parameters, 0, self.sums[0])
         return self.sums
 
 
@@ -62,7 +62,7 @@ def main(megabytes: int) -> int:
         shard = cluster.start(ServerShard, layout, 0)
         ours = cluster.start(Moving, layout, [p.detach() for p in parameters])
         engine, other = cluster.start(Engine, size), cluster.start(Engine, size)
-        snapshot = [cluster.put(layout.flat(parameters, 0, "float32")), [{}] * 20]
+        snapshot = [cluster.put(layout.flat(parameters, 0, np.empty(size, "float32"))), [{}] * 20]
         seconds: dict[str, list[float]] = {
             name: [] for name in ("engine pull", "engine push", "pull", "push")
         }

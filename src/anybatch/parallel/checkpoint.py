@@ -150,9 +150,9 @@ def save(
                 part: _plain(masters.state_dict(module)) for part, module in modules.items()
             }
             values |= {"progress": dict(progress or {}), "random": dict(random or {})}
-            for what, mine in (("optimizers", optimizers), ("schedulers", schedulers)):
+            for what, several in (("optimizers", optimizers), ("schedulers", schedulers)):
                 values[what] = [
-                    (type(one).__name__, one.state_dict(), _parameter_names(modules, one)) for one in mine
+                    (type(one).__name__, one.state_dict(), _parameter_names(modules, one)) for one in several
                 ]
             document = {part: packer.pack(values.get(part, {}), part) for part in _PARTS}
             cuts = {key: stored.slices_of(value, members[0]) for key, value in packer.tensors.items()}
@@ -166,9 +166,10 @@ def save(
                 for stray in root.glob(".step-*.tmp"):  # left by killed processes
                     shutil.rmtree(stray)
                 writing.mkdir()
-        with together(writing / _file(me)) as digests:
+        mine = writing / _file(me)
+        with together(mine) as digests:
             own = {key: value for key, value in packer.tensors.items() if me in cuts[key][1]}
-            digests.append(stored.write_tensors(writing / _file(me), own))
+            digests.append(stored.write_tensors(mine, own))
         with together(root) as names:
             if is_first:
                 index = {

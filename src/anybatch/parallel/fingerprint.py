@@ -182,9 +182,9 @@ class Drift:
         """Return the values to compare with the other ranks, after the last forward."""
         after = self.look(sums.task)
         buffers = [] if self._is_first else [pair for pair in after.items() if pair[0] not in self.written]
-        same = {**self._same, "loss": loss_of(sums.task, sums.batch)}
         rows = _of_rows(sums.batch) if self._steps_read < _LOOKS else 0
         self._steps_read += 1
+        same = {**self._same, "loss": loss_of(sums.task, sums.batch)}
         return {"same": same, "buffers": buffers, "touched": self.is_touched, "rows": rows}
 
     def look(self, task: Task) -> dict[int, int]:

@@ -155,9 +155,8 @@ class RayCluster:
 
     def close(self) -> None:
         """End all actors, and shut Ray down if no other cluster uses it in this process."""
-        for actor in self._actors:
-            self._ray.kill(actor)
-        self._actors = {}
+        for actor in [*self._actors]:
+            self.kill(actor)
         _OPEN.remove(self)
         if not _OPEN:
             self._ray.shutdown()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import fsum
 from typing import Any
 
+import numpy as np
 import torch
 
 from anybatch import core
@@ -219,7 +220,8 @@ class ParameterServer(Strategy):
                 for one in task.optimizers:
                     one.state_dict()  # fetches state from the servers of another step
                 states = [scheduler.cluster.put(one) for one in layout.split(task.optimizers, parameters)]
-            values = [layout.flat(parameters, shard, layout.dtype) for shard in range(self.servers)]
+            rooms = [np.empty(size, layout.dtype) for size in layout.sizes]
+            values = [layout.flat(parameters, shard, room) for shard, room in enumerate(rooms)]
             scheduler.load(values, states)
             self._is_loaded, self._known = True, contents(parameters)  # as after an update
         return scheduler

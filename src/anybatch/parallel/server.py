@@ -100,12 +100,8 @@ class Layout:
             optimizers=tuple(type(one) for one in optimizers),
         )
 
-    def flat(
-        self, values: Sequence[Tensor | None], shard: int, dtype: str, out: Array | None = None
-    ) -> Array:
-        """Return the elements of a shard from tensors like the parameters; zeros for None."""
-        if out is None:
-            out = np.empty(self.sizes[shard], dtype)
+    def flat(self, values: Sequence[Tensor | None], shard: int, out: Array) -> Array:
+        """Copy the elements of a shard from tensors like the parameters; zeros for None."""
         whole = torch.from_numpy(out)
         for piece in self.pieces[shard]:
             value = values[piece.parameter]

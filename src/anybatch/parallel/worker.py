@@ -101,7 +101,7 @@ class Worker:
         """
         task, found = self._step.task(), list[tuple[Folded, list[Gradient]]]()
         parameters: Sequence[nn.Parameter] = task.network.parameters
-        if self._fixed is not None:
+        if self._fixed:
             self._write_fixed(task, *self._fixed)
         if version != self._version:
             self._layout.write(values, parameters)
@@ -131,7 +131,7 @@ class Worker:
                 (len(terms), self._layout.sizes[shard]), self._layout.sum_dtype
             )
         for bank, row in zip(terms, out, strict=True):
-            self._layout.flat(bank, shard, self._layout.sum_dtype, row)
+            self._layout.flat(bank, shard, row)
         return out
 
 
