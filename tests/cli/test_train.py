@@ -71,7 +71,7 @@ def test_a_run_records_its_gradient_flow_within_the_budget(here: str, capsys: An
 def test_a_served_run_tells_what_servers_did(here: str, capsys: Any, monkeypatch: Any) -> None:
     """Gradient flow, which only workers could see, is left out."""
     end = EndAt("Worker", "fold", "after", 3)
-    monkeypatch.setattr("anybatch.parallel.parameter_server._cluster", lambda *_: Inline(1, end))
+    monkeypatch.setattr("anybatch.parallel.parameter_server.RayCluster", lambda *_: Inline(1, end))
     command = ["train", f"{here}:make", *FAST, "--servers", "1"]
     code, printed, _ = run(capsys, *command, "--epochs", 1, "--out", "run")
     assert code == 0
