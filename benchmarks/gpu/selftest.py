@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.cli.train import find_device
-from anybatch.trial import limit_of, relative_error
 from anybatch.core import PlanError, RankError, accelerator, format_bytes, tree
 from anybatch.losses import ModelLoss, WholeBatch
 from anybatch.parallel import is_launched, launch, rank, start_under_torchrun
 from anybatch.step import Options, Step
+from anybatch.trial import limit_of, relative_error
 
 ROWS = 11
 SECONDS = 150  # rows of the table that would begin later are left out

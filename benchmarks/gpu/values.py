@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.trial import relative_error
 from anybatch.core import accelerator, tree
+from anybatch.trial import relative_error
 from benchmarks import tasks
 from benchmarks.gpu import nets, selftest as table
 from benchmarks.gpu.notes import Notes
