@@ -216,6 +216,19 @@ def test_devices_are_asked_in_one_file(house: House) -> Iterable[str]:
             yield f"{path} names one kind of device in {found[0]!r}: ask core/accelerator.py"
 
 
+@rule(
+    only("def is_due(update):\n    return not update & update - 1", "state/snapshot.py"),
+    only("from anybatch import engine\nengine.is_due(3)", "observe/flow.py"),
+)
+def test_one_function_says_what_is_due(house: House) -> Iterable[str]:
+    """Define the calendar in `engine/task.py`, and ask it once a step: in `step/step.py`."""
+    places = {"def is_due(update": "engine/task.py", "engine.is_due(": "step/step.py"}
+    for path, _ in python(house):
+        for sign, place in places.items():
+            if path.startswith(SRC) and sign in house[path] and path != SRC + place:
+                yield f"{path} has {sign!r}, which belongs in {place}"
+
+
 # ---- the front door
 
 

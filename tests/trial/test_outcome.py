@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.trial import distance
-from tests.compare.test_look import step_on
+from tests.audit.test_look import step_on
 from tests.device import needs_cpu
 from tests.zoo import Made
 

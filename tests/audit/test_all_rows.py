@@ -15,7 +15,7 @@ import anybatch as ab
 from anybatch.core import TensorBatch
 from anybatch.core.errors import LossError
 from anybatch.memory import Following
-from tests.compare.test_again import DOORS
+from tests.audit.test_again import DOORS
 from tests.zoo import Made, Perceptron
 
 
