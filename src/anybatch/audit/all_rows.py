@@ -11,7 +11,7 @@ import torch
 from anybatch.audit import say
 from anybatch.audit.few_rows import excuse_of
 from anybatch.audit.known import Doubt, KnownKind
-from anybatch.audit.outputs import Calls, joined, returning
+from anybatch.audit.outputs import Heard, joined, returning
 from anybatch.core import Batch, LossError, OutOfMemoryError, StepReport, cut_sizes
 from anybatch.engine import Plan, Task
 from anybatch.integrations import homes, wants_router_loss
@@ -40,11 +40,11 @@ class AllRows:
         sums = sum(one.nbytes for one in task.network.parameters)  # there at the end of the step
         self._room = _SMALL if room is None else room - sums
         self._is_own, self._forward = isinstance(task.loss, ModelTerms), kind.forward
-        self.calls, axes = Calls(), kind.forward.axes
+        self.calls, axes = Heard(), kind.forward.axes
         if axes is not None and not isinstance(task.loss, WholeBatch):
             # What backward may need is an upper bound: half of it is surely there.
             fits = max(self._room, kind.forward.kept * plan.micro_batch / 2) if room is None else self._room
-            self.calls = Calls(kind.forward.turn * len(axes), fits / _HELD).listen(task.model)
+            self.calls = Heard(kind.forward.turn * len(axes), fits / _HELD).listen(task.model)
 
     def __enter__(self) -> "AllRows":
         if self._batch is not None:

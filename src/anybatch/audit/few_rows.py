@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from anybatch import core
 from anybatch.audit import say
 from anybatch.audit.known import Doubt, KnownKind
-from anybatch.audit.outputs import Calls, axes_of
+from anybatch.audit.outputs import Heard, axes_of
 from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Restart, Task, Window, context
 from anybatch.losses import ModelTerms, Terms, WholeBatch
@@ -76,8 +76,7 @@ def compare_few(
             if size > most and not _fits(made, plan, most, kind):
                 continue
             with suppress(core.OutOfMemoryError):
-                guess = _guess(task, plan) if is_late or _divides_last(task, plan) else 0.0
-                draws = Replayed(without_dropout=True)
+                guess, draws = _guess(task, plan, is_late=is_late), Replayed(without_dropout=True)
                 cuts = _cuts(rows, size, small, sizes, is_first=not kind.at, is_mixed=is_mixed)
                 doubt = _FewRows(made, plan, kept, guess, draws, kind, 1).compare(size, cuts)
             if doubt is None or doubt.lasts:
@@ -106,17 +105,14 @@ def _fits(made: Bench, plan: Plan, most: int, kind: KnownKind) -> bool:
     return kind.forward.nbytes * made.rows.rows < _MUCH
 
 
-def _divides_last(task: Task, plan: Plan) -> bool:
+def _guess(task: Task, plan: Plan, *, is_late: bool = False) -> float:
+    """Return the factor of the provisional divisor, a power of two; 0 if the step divides early."""
     is_unknown = isinstance(task.loss, Terms) and task.loss.weight is None
-    return is_unknown or task.strategy.is_many or plan.non_finite == "drop"
-
-
-def _guess(task: Task, plan: Plan) -> float:
-    """Return the factor of the provisional divisor: a power of two, which changes no digit."""
-    is_short = plan.precision.loss_scale is not None or any(
-        p.dtype == torch.float16 for p in task.network.parameters
-    )
-    return 1 / _FARTHER if is_short else _FARTHER  # smaller gradients have fewer digits in float16
+    if not (is_late or is_unknown or task.strategy.is_many or plan.non_finite == "drop"):
+        return 0.0
+    is_short = any(p.dtype == torch.float16 for p in task.network.parameters)
+    # Smaller gradients have fewer digits in float16.
+    return 1 / _FARTHER if is_short or plan.precision.loss_scale is not None else _FARTHER
 
 
 def read_rows(
@@ -145,8 +141,8 @@ def read_rows(
         cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
         if kind is not None:
             kind.notes(made.noted.found)
-            guess = _guess(task, plan) if _divides_last(task, plan) else 0.0
-            looked = _FewRows(made, plan, plan, guess, Replayed(without_dropout=True), kind)
+            draws = Replayed(without_dropout=True)
+            looked = _FewRows(made, plan, plan, _guess(task, plan), draws, kind)
             doubt = looked.compare(2, cuts)
             if doubt is _DRAWS and fits(rows):  # all rows at once tell which numbers are whose
                 more = iter([Split((rows,)), Split(_parts(rows, rows // 2), is_mixed)])
@@ -212,16 +208,13 @@ class _FewRows(NamedTuple):
         }
         return outcome_of(made, plan, cut, **options)
 
-    def part(self, made: Bench, cut: Split) -> Looked | Exception:
-        return outcome_of(made, self.plan, cut)
-
     @property
     def is_own(self) -> bool:
         return isinstance(self.bench.task.loss, ModelTerms)
 
     def compare(self, most: int, cuts: Iterator[Split]) -> Doubt | None:
         first = next(cuts)
-        with Calls().listen(self.bench.task.model) as calls:
+        with Heard().listen(self.bench.task.model) as calls:
             whole = self.run(first)
         if isinstance(whole, core.LossError) and self.is_own:  # parts of other sizes may be sound
             whole = self.run(first := next(cuts))
@@ -266,10 +259,10 @@ class _FewRows(NamedTuple):
             again = self.run(whole.cut)
         return differ(whole, again) if isinstance(again, Looked) else None
 
-    def _compare(self, whole: Looked, most: int, others: Iterator[Split], calls: Calls) -> Doubt | None:
+    def _compare(self, whole: Looked, most: int, others: Iterator[Split], calls: Heard) -> Doubt | None:
         told, is_small, doubt = False, False, Doubt("there was no other cut to compare with")
         for cut in others:
-            with Calls().listen(self.bench.task.model) as more:
+            with Heard().listen(self.bench.task.model) as more:
                 parts = self.run(cut, is_first=False, is_watched=not whole.is_quiet)
             if isinstance(parts, Exception):
                 self._refuse_failed_trim(parts, cut, whole)
@@ -283,9 +276,8 @@ class _FewRows(NamedTuple):
             if found and not (whole.is_quiet or self.is_thorough):  # a backward may run forwards again
                 again = self._replace(is_thorough=True)
                 first = again.run(whole.cut)
-                if not isinstance(first, Looked):
-                    return _DRAWS
-                return again._compare(first, most, iter([cut]), calls)
+                is_run = isinstance(first, Looked)
+                return again._compare(first, most, iter([cut]), calls) if is_run else _DRAWS
             if isinstance(self.bench.task.loss, Terms) and (is_random or not found):
                 self._refuse_weights(whole, parts)
             if found and is_random:
@@ -320,7 +312,9 @@ class _FewRows(NamedTuple):
         rows = self.bench.rows.rows
         alone = list[Looked]()
         for half in (range(rows // 2), range(rows // 2, rows)):
-            found = self.part(self.bench.only(half), Split(tuple(core.cut_sizes(len(half), most))))
+            found = outcome_of(
+                self.bench.only(half), self.plan, Split(tuple(core.cut_sizes(len(half), most)))
+            )
             alone += [found] if isinstance(found, Looked) else []
         found = differ(whole, parts, *alone)
         if found and found.is_small and self._is_of_rounding(whole, parts):
@@ -368,7 +362,7 @@ class _FewRows(NamedTuple):
         assert isinstance(rows, core.TrimmedBatch)  # noqa: S101 - others are not trimmed
         for column in dict.fromkeys(map(core.tree.column, rows.trimmed)):
             with suppress(core.OutOfMemoryError):
-                found = self.part(self.bench._replace(rows=rows.keeping(column)), cut)
+                found = outcome_of(self.bench._replace(rows=rows.keeping(column)), self.plan, cut)
                 cured += [column] if isinstance(found, Looked) and not differ(whole, found) else []
         return cured
 
@@ -380,7 +374,7 @@ class _FewRows(NamedTuple):
             return
         again = [self.run(whole.cut) for _ in range(_AGAIN)]
         middle = self.bench.rows.rows // 2
-        half = self.part(self.bench.only(range(middle)), Split((middle,)))
+        half = outcome_of(self.bench.only(range(middle)), self.plan, Split((middle,)))
         for name in sorted(names):
             reports = [each.report for each in (*again, half) if isinstance(each, Looked)]
             if not all(_is_equal(weights[name], each.weights.get(name, 0.0)) for each in reports[:_AGAIN]):
@@ -391,7 +385,7 @@ class _FewRows(NamedTuple):
             raise say.weights_differ(self.bench, name, (weights[name], found[name]), (whole.cut, parts.cut))
 
     def _warn_of_buffers(self, whole: Looked, parts: Looked) -> None:
-        saved = self.bench.task.model.state_dict()
+        saved = self.bench.task.model.state_dict() if whole.buffers else ()
         wrong = [
             name
             for name, value in whole.buffers.items()

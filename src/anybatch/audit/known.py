@@ -135,7 +135,13 @@ _SAVED = {"rows", "smallest", "at", "at_all", "error", "lowest"}
 
 
 class Known(dict[Hashable, KnownKind]):
-    """What is known of rows, by their kind: dtypes, numbers of dimensions, what is trimmed."""
+    """What is known of rows, by their kind: dtypes, numbers of dimensions, what is trimmed.
+
+    Attributes:
+        limits: sizes of micro-batches that memory has taught; printed, too.
+    """
+
+    limits: Any = None
 
     def kind(self, key: Hashable) -> KnownKind:
         """Return what is known of a kind of rows."""
@@ -152,7 +158,9 @@ class Known(dict[Hashable, KnownKind]):
 
     def __str__(self) -> str:
         rows = [f"{_in_words(key)}: {kind}" for key, kind in self.items()]
-        return "\n".join(rows or ["nothing was compared yet"])
+        limits = {} if self.limits is None else self.limits.known
+        met = [f"memory ran out at {one.failed} rows, {one.fits} fit" for one in limits.values()]
+        return "\n".join([*(rows or ["nothing was compared yet"]), *met])
 
 
 def _in_words(key: Any) -> str:

@@ -13,7 +13,7 @@ from anybatch.core import torch_private as private
 Axes = Sequence[Sequence[int]]  # of each call of a micro-batch: the axis of rows of each tensor
 
 
-class Calls:
+class Heard:
     """The outputs of the calls of a model, in order, heard by a hook.
 
     Attributes:
@@ -32,7 +32,7 @@ class Calls:
         self.outputs: list[Any] = []
         self._handles = list[Any]()
 
-    def listen(self, model: nn.Module) -> "Calls":
+    def listen(self, model: nn.Module) -> "Heard":
         """Hear the calls of a model from now on; not of a compiled one, which a hook would compile anew."""
         if not (isinstance(model, torch.jit.ScriptModule) or private.compiled_call_of(model)):
             # Before other hooks: they run again on what is returned.
@@ -44,7 +44,7 @@ class Calls:
         for handle in self._handles:
             handle.remove()
 
-    def __enter__(self) -> "Calls":
+    def __enter__(self) -> "Heard":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -64,7 +64,7 @@ class Calls:
                 self.outputs.append(private.pytree.tree_unflatten(kept, form))
 
 
-def axes_of(whole: Calls, rows: Sequence[int], parts: Calls, sizes: Sequence[int]) -> Axes | None:
+def axes_of(whole: Heard, rows: Sequence[int], parts: Heard, sizes: Sequence[int]) -> Axes | None:
     """Return the axis of rows of each output, from calls with all rows and with parts of them.
 
     None if the numbers of calls differ, or if it is not known of some tensor.

@@ -94,7 +94,7 @@ class Planning:
         self.micro_batch = whole_number(micro_batch)
         self.budget = None if memory is None else planner.Budget(memory)
         self._distrusted: set[tuple[str, str]] = set()  # block and policy
-        self.limits = Limits()
+        self.limits = audit.known.limits = Limits()
         self._plans: dict[tuple[int, int], Plan] = {}  # without a budget, by rows of batch and micro-batch
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
         self._used: tuple[planner.Ladder, planner.Rung] | None = None  # what chose the cut of this step
