@@ -63,7 +63,7 @@ class Outcome:
             callbacks=core.Callbacks.of([self]),
             optimizers=task.optimizers if has_graph else (),
             schedulers=(),
-            before_cut=lambda task, batch, plan, rows: None,  # any cut of a trial is allowed
+            before_cut=_allowed,
         )
         plan = replace(plan, rows=batch.rows, micro_batch=max(sizes), cut=sizes, non_finite="raise")
         with torch.set_grad_enabled(has_graph):
@@ -457,6 +457,10 @@ def _short_of_devices(task: Task, plan: Plan) -> set[torch.dtype]:
         except RuntimeError:  # of switches by operator, which torch does not read as one
             is_short = True
     return {torch.float16} if is_short else set()
+
+
+def _allowed(task: Task, batch: core.Batch, plan: Plan, rows: int) -> None:
+    """Allow any cut of a trial run."""
 
 
 def outcome_of(bench: Bench, plan: Plan, cut: Split, **options: Any) -> "Looked | Exception":
