@@ -101,8 +101,8 @@ class AllRows:
         given = [*chain.from_iterable(outputs)]
         if len(sizes) == 1 and (given := joined(outputs, self._forward.axes or ())) is None:
             return None
-        with returning(self.task.model, given):
-            return self._outcome(few, sizes, **options)
+        with returning(self.task.model, given):  # copies of all rows might not fit
+            return self._outcome(few, sizes, has_copies=False, **options)
 
     # ---- the loss alone
 
@@ -114,10 +114,12 @@ class AllRows:
         Return True if that could be done, and the reason why it told nothing.
         """
         first = self._forward.turn
+        if made.rows.draws or made.rows.order:  # rows are put together anew
+            outputs = outputs[: max(2, self._most(sizes, has_graph=False) // max(sizes))]
         start, sizes = sum(sizes[:first]), sizes[first : first + len(outputs)]
-        is_all, self._forward.turn = not self.calls.is_full and not first, 0
-        if self.calls.is_full and first + len(outputs) < len(self.plan.cut) - 1:
-            self._forward.turn = first + len(outputs)
+        last = first + len(outputs)
+        is_all = not first and last == len(self.plan.cut)
+        self._forward.turn = last if last < len(self.plan.cut) - 1 else 0
         if len(outputs) < 2:
             return False, None
         few = _only(made, range(start, start + sum(sizes)))

@@ -214,6 +214,7 @@ class Looked(Outcome):
         is_watched: bool = True,
         is_thorough: bool = False,
         has_graph: bool = True,
+        has_copies: bool = True,
     ) -> None:
         task, few = bench.task, bench.rows
         if task.reader is None and not is_thorough:
@@ -226,12 +227,15 @@ class Looked(Outcome):
         if cut.is_interleaved:
             order = [*order[::2], *order[1::2]]
             few = few.only(order)
-        self.seen = _Watched((*bench.tensors, *task.network.everyone), like)
+        # Rows that are not copied are put back if something writes to them.
+        reached = (*bench.tensors, *task.network.everyone, *(() if has_copies else few.leaves))
+        self.seen = _Watched(reached, like)
         self.seen.is_watching, self._watch = is_watched, ExitStack()  # left after each forward
         part = RowPart(tuple(order), few.rows)
         # Without a graph each micro-batch is copied by itself: a forward may write to its rows.
-        few = few.copied() if has_graph else few
-        watched: Any = WatchedBatch(few, part, self.seen, self._begin, copies=not has_graph)
+        few = few.copied() if has_graph and has_copies else few
+        copies = has_copies and not has_graph
+        watched: Any = WatchedBatch(few, part, self.seen, self._begin, copies=copies)
         self._named, self._has_drawn, self.draws_process = task.model, False, False
         try:
             self.seen.disturb(disturbed)
