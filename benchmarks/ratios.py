@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import comb
 from statistics import fmean, median
 
-from anybatch.core import is_due
+from anybatch.engine import is_due
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -186,7 +186,7 @@ LOSSES: Mistakes = {
     "return_loss=True of CLIP": (
         "m, batch = clip(); ab.Step(m, ab.ModelLoss(), torch.optim.SGD(m.parameters()))(batch)",
         "bool at ['return_loss']", "Pass a setting to the model", "ab.WholeBatch"),
-    "ModelLoss and a plain model": ("Step(loss=ab.ModelLoss())({'input': x})", "(5, 2)", "another loss"),
+    "ModelLoss and a plain model": ("Step(loss=ab.ModelLoss())({'input': x})", "(3, 2)", "another loss"),
     "no_grad": ("with torch.no_grad(): step((x, y))", "['loss'] without gradient", "torch.no_grad()"),
     "a second backward": (
         "value = ab.BatchLoss(model, loss)((x, y)); value.backward(); value.backward()", "got another",

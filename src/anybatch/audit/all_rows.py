@@ -78,6 +78,7 @@ class AllRows:
                         is_joined, doubt = self._join(made, sizes, outputs, report)
                     known = None if is_joined or not report or report.dropped else report
                     doubt = doubt or self._run(made, sizes, outputs, first, known, is_joined=is_joined)
+                    doubt = doubt or (_OF_PROCESS if self._forward.draws_process else None)
             except OutOfMemoryError:
                 doubt = Doubt("memory ran out in a forward of all rows")
         kind.doubt_of_all = doubt

@@ -225,7 +225,8 @@ class _FewRows(NamedTuple):
         if not whole.is_weighed:
             return Doubt("no row that was looked at has weight")
         rows = max(first.sizes)
-        self.kind.forward.is_quiet &= whole.is_quiet
+        self.kind.forward.is_quiet &= whole.is_quiet and not whole.is_random
+        self.kind.forward.draws_process |= whole.draws_process
         self.kind.forward.dtypes |= whole.dtypes
         self.kind.forward.kept, self.kind.forward.largest = whole.seen.kept / rows, whole.seen.largest / rows
         others = islice(cuts, self.others)

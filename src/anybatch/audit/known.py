@@ -28,6 +28,7 @@ class Forward:
 
     Attributes:
         is_quiet: False if one draws random numbers or moves what it computes with.
+        draws_process: True if one draws numbers of Python or NumPy.
         dtypes: in which they compute.
         nbytes: bytes of all results of a row; 0 if unknown, like the next two.
         kept: bytes of those that backward may need.
@@ -38,7 +39,7 @@ class Forward:
     """
 
     def __init__(self) -> None:
-        self.is_quiet, self.dtypes = True, set[torch.dtype]()
+        self.is_quiet, self.draws_process, self.dtypes = True, False, set[torch.dtype]()
         self.nbytes = self.kept = self.largest = 0.0
         self.axes: Sequence[Sequence[int]] | None = None
         self.turn = self.count = 0

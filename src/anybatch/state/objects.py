@@ -26,6 +26,8 @@ _PYTHON = {"numpy", *sys.stdlib_module_names}
 _OWN = _PYTHON | {"torch", "anybatch"}
 _CLOSED = _PYTHON - {"types", "argparse", "collections"}  # packages whose objects cannot reference user state
 _CLOSED_TO_BLOCKS = _CLOSED | {"torch", "transformers", "anybatch"}
+# What a step itself learns meanwhile stays.
+_MACHINERY = "torch._", "anybatch.engine", "anybatch.audit", "anybatch.planner", "anybatch.step"
 _INSTALLED = ("site-packages", "dist-packages")
 ATOMS = {
     *(str, int, float, bool, complex, bytes, type(None), type(...), range, slice),
@@ -190,7 +192,7 @@ class Reachable:
             reads.append(self.modules.append)
             if self._is_block:
                 return [*reads, _own_attributes]
-        elif kind.__module__.startswith("torch._") or _top(kind.__module__) in closed:
+        elif kind.__module__.startswith(_MACHINERY) or _top(kind.__module__) in closed:
             return reads
         if self._has_classes or issubclass(kind, nn.Module):
             self._push(self._own(kind))
