@@ -19,17 +19,8 @@ class Buckets:
 
     The last bucket also counts the ranks that have a gradient of each parameter, and those that failed. It is
     the smallest one, so that a large gradient is not copied for this. A parameter without gradient on this
-    rank counts as zeros if others have one.
-
-    Args:
-        like: the dtypes of sums, in the order in which backward finishes the parameters.
-        group: the ranks.
-        keeps: the gradients of this rank are not written to, as they may have to be sent again.
-
-    Attributes:
-        bytes_sent: by this rank, so far.
-        order: parameters as a watched backward finished them.
-        is_changed: a gradient was changed after it was sent.
+    rank counts as zeros if others have one. `like` has the dtypes of sums, in the order in which backward
+    finishes the parameters; if it `keeps` gradients, to send them again, they are not written to.
     """
 
     def __init__(self, like: Mapping[nn.Parameter, torch.dtype], group: Group, *, keeps: bool) -> None:
@@ -39,15 +30,12 @@ class Buckets:
         self._sent: list[tuple[Tensor, Any]] = []
         self._hooks: list[Any] = []
         self._sources: list[tuple[nn.Parameter, Tensor, int]] = []  # what was sent, and its version
-        self.order: dict[nn.Parameter, None] = {}
+        self.order: dict[nn.Parameter, None] = {}  # in which a watched backward finished
         self._is_spoilt = False  # something was sent that was not finished
-        self.is_changed = False
+        self.is_changed = False  # a gradient was changed after it was sent
 
     def watch(self, factor: Callable[[], float | None]) -> None:
-        """Send buckets of `.grad`, but the last, as the backward that begins now fills them.
-
-        `factor` returns what they are multiplied by; None while nothing may be sent.
-        """
+        """Send buckets of `.grad`, but the last, as backward fills them, times `factor()` if not None."""
         self._is_spoilt = self._is_spoilt or bool(self._sent)  # a second attempt
         self.unwatch()
         self.order, stalled = {}, self._is_spoilt
@@ -75,13 +63,7 @@ class Buckets:
         self._hooks = []
 
     def finish(self, gradients: Gradient, factor: float = 1.0, *, failed: bool = False) -> Gradient | None:
-        """Send what is left, and return the sums; None if it `failed` on some rank.
-
-        Args:
-            gradients: of this rank.
-            factor: what they are multiplied by.
-            failed: this rank has no gradient, or sent a wrong one.
-        """
+        """Send what is left, times `factor`, and return the sums; None if it `failed` on some rank."""
         changed = [
             p for p, one, at in self._sources if gradients.get(p) is not one or private.version(one) != at
         ]
@@ -94,19 +76,19 @@ class Buckets:
                 work.wait()
         return self._parted()
 
-    def _packed(self, gradients: Gradient, factor: float, *, failed: bool) -> Tensor:
-        """Return the gradients of the next bucket, multiplied, as a vector."""
+    def _send(self, gradients: Gradient, factor: float, *, failed: bool = False) -> None:
+        """Send the gradients of the next bucket, multiplied, as a vector."""
         parts = [_flat(gradients.get(p), p, self._like[p]) for p in self._left[0]]
         if len(self._left) == 1:
             has = [float(p in gradients) for p in self._like]
             parts.append(torch.tensor([*has, float(failed)], dtype=parts[0].dtype, device=parts[0].device))
-        if factor == 1.0:
-            return parts[0] if len(parts) == 1 and not self._keeps else torch.cat(parts)
-        sizes = [part.numel() for part in parts]
-        flat = parts[0].new_empty(sum(sizes))
-        for part, there in zip(parts, flat.split_with_sizes(sizes), strict=True):
-            torch.mul(part, factor, out=there)
-        return flat
+        flat = parts[0] if len(parts) == 1 and not self._keeps else torch.cat(parts)
+        flat = (flat if factor == 1.0 else flat.mul_(factor)).to(sending_device(flat.device, self._group))
+        with answered(self._group):
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+        self._sent.append((flat, work))
+        del self._left[0]
+        self.bytes_sent += flat.nbytes
 
     def _parted(self) -> Gradient | None:
         """Return the sums in the vectors of all buckets; None if a rank `failed`."""
@@ -115,18 +97,11 @@ class Buckets:
         for bucket, (flat, _) in zip(self._buckets, self._sent, strict=True):
             sizes = [p.numel() * (1 + p.is_complex()) for p in bucket]
             values = flat.to(bucket[0].device).split_with_sizes([*sizes, flat.numel() - sum(sizes)])
-            found.update({p: _shaped(one, p, self._like[p]) for p, one in zip(bucket, values, strict=False)})
+            for p, one in zip(bucket, values, strict=False):
+                one = torch.view_as_complex(one.view(-1, 2)) if self._like[p].is_complex else one
+                found[p] = one.view(p.shape)
         *counts, failed = values[-1].tolist()
         return None if failed else {p: found[p] for p, n in zip(self._like, counts, strict=True) if n}
-
-    def _send(self, gradients: Gradient, factor: float, *, failed: bool = False) -> None:
-        flat = self._packed(gradients, factor, failed=failed)
-        flat = flat.to(sending_device(flat.device, self._group))
-        with answered(self._group):
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
-        self._sent.append((flat, work))
-        del self._left[0]
-        self.bytes_sent += flat.nbytes
 
 
 def _cut(like: Mapping[nn.Parameter, torch.dtype]) -> list[list[nn.Parameter]]:
@@ -150,7 +125,3 @@ def _flat(gradient: Tensor | None, p: nn.Parameter, dtype: torch.dtype) -> Tenso
         gradient = torch.zeros(p.shape, dtype=dtype, device=p.device)
     flat = gradient.contiguous().reshape(-1)
     return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-
-
-def _shaped(flat: Tensor, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    return (torch.view_as_complex(flat.view(-1, 2)) if dtype.is_complex else flat).view(p.shape)

@@ -52,7 +52,20 @@ class Codec(ABC):
 
     def decode(self, payloads: Sequence[Tensor], like: Tensors) -> dict[str, Tensor]:
         """Return the sum by name, in float32 or float64; payloads are added in order."""
-        return _sum(payloads, like, _WIRE.get(self.name))
+        sums: dict[str, Tensor] = {}
+        for payload in payloads:
+            counts, rest = _take(payload, len(like), torch.int32)
+            for (name, parameter), count in zip(like.items(), counts.tolist(), strict=True):
+                if count < 0:
+                    continue
+                places: Tensor | slice = slice(None)
+                if count < parameter.numel():
+                    places, rest = _take(rest, count, torch.int32)
+                if name not in sums:
+                    sums[name] = _flat({}, name, parameter)
+                values, rest = _take(rest, count, _WIRE.get(self.name, sums[name].dtype))
+                sums[name][places] += values.to(sums[name])
+        return {name: sums[name].view(parameter.shape) for name, parameter in like.items() if name in sums}
 
     def state(self) -> dict[str, Any]:
         """Return this rank's state for checkpoints."""
@@ -86,12 +99,10 @@ class Cast(Codec):
 
     def encode(self, gradients: Tensors, like: Tensors) -> Tensor:
         """Return this rank's gradients in 16 bits."""
-        found: dict[str, _Values] = {
-            name: (None, _flat(gradients, name, one).to(_WIRE[self.name]))
-            for name, one in like.items()
-            if name in gradients
-        }
-        return _send(self, found, like)
+        wire, there = _WIRE[self.name], [name for name in like if name in gradients]
+        return _send(
+            self, {name: (None, _flat(gradients, name, like[name]).to(wire)) for name in there}, like
+        )
 
 
 class DeepGradientCompression(Codec):
@@ -205,14 +216,13 @@ class DeepGradientCompression(Codec):
 
     def state(self) -> dict[str, Any]:
         """Return the number of updates, u and v; each tensor flat, by parameter name."""
-        updates, velocity, residual = self._state
-        return {"updates": updates, "velocity": dict(velocity), "residual": dict(residual)}
+        return self._state._asdict()
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load the output of `state`. Raise CheckpointError if it is of another codec."""
         super().load(state)
-        held = (dict(state[name]) for name in ("velocity", "residual"))
-        self._state = self._before = _Waiting(state["updates"], *held)
+        velocity, residual = dict(state["velocity"]), dict(state["residual"])
+        self._state = self._before = _Waiting(state["updates"], velocity, residual)
 
     def undo(self) -> None:
         """Restore u, v and the number of updates before the last `encode`."""
@@ -237,7 +247,7 @@ def _flat(held: Tensors, name: str, like: Tensor) -> Tensor:
 def _send(codec: Codec, found: Mapping[str, _Values], like: Tensors) -> Tensor:
     counts = [found[name][1].numel() if name in found else -1 for name in like]
     parts = [torch.tensor(counts, dtype=torch.int32)]
-    for places, values in (found[name] for name in like if name in found):
+    for places, values in found.values():  # in the order of `like`
         parts += [values] if places is None else [places.to(torch.int32), values]
     device = next((parameter.device for parameter in like.values()), torch.device("cpu"))
     payload = torch.cat([part.view(torch.uint8).to(device) for part in parts])
@@ -245,28 +255,6 @@ def _send(codec: Codec, found: Mapping[str, _Values], like: Tensors) -> Tensor:
     return payload
 
 
-def _sum(payloads: Sequence[Tensor], like: Tensors, wire: torch.dtype | None) -> dict[str, Tensor]:
-    """Add up outputs of `_send`; `wire` is the dtype of the values, None for the dtype of the sum."""
-    sums: dict[str, Tensor] = {}
-    for payload in payloads:
-        counts, rest = _take(payload, len(like), torch.int32)
-        for (name, parameter), count in zip(like.items(), counts.tolist(), strict=True):
-            if count < 0:
-                continue
-            places: Tensor | slice = slice(None)
-            if count < parameter.numel():
-                places, rest = _take(rest, count, torch.int32)
-            if name not in sums:
-                sums[name] = _flat({}, name, parameter)
-            values, rest = _take(rest, count, wire or sums[name].dtype)
-            sums[name][places] += values.to(sums[name])
-        if len(rest):
-            raise ValueError(f"{len(rest)} of {len(payload)} bytes are too many")
-    return {name: sums[name].view(parameter.shape) for name, parameter in like.items() if name in sums}
-
-
 def _take(payload: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     end = count * dtype.itemsize
-    if end > len(payload):
-        raise ValueError(f"{end} bytes are said to come, and {len(payload)} are there")
     return payload[:end].clone().view(dtype), payload[end:]  # a copy, as a view must be aligned

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,6 +18,7 @@ TURNS = 64  # steps in which every tensor is compared once
 _PART = 64 << 10  # bytes of tensors compared at once at least
 _LOOKS = 2  # number of first steps that compare rows
 _FEW = 4  # rows compared
+_CUT = "device_mesh", "placements"  # of a sharded parameter
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _ADVICE = {
     "weights": "Set the same seed before the model is made, or load the same checkpoint, on every rank",
@@ -38,7 +39,12 @@ def fingerprint(
     states = [value for p in owned(task.optimizers) for value in state_of(task, p)]
     return {
         "torch": torch.__version__,
-        "model": hash_of([(names[p], p.shape, str(p.dtype), _cut(p)) for p in task.network.parameters]),
+        "model": hash_of(
+            [
+                (names[p], p.shape, p.dtype, *[getattr(p, one, 0) for one in _CUT])
+                for p in task.network.parameters
+            ]
+        ),
         "sharding": hash_of(private.sharding_of(task.model)),
         "weights": hash_of([checksum(p) for p in (*task.network.parameters, *task.model.parameters())]),
         "optimizer": optimizers_of(task),
@@ -53,20 +59,12 @@ def fingerprint(
     }
 
 
-def _cut(parameter: Any) -> str:
-    return f"{parameter.device_mesh} {parameter.placements}" if is_shard(parameter) else ""
-
-
 def optimizers_of(task: Task) -> str:
     """Return a hash of the optimizers' options and counts, such as their steps."""
-    counts: list[object] = []
-    for one in task.optimizers:
-        slots = next(iter(one.state.values()), None)
-        if isinstance(slots, dict) and any(isinstance(value, (int, float)) for value in slots.values()):
-            held = [value for each in one.state.values() for value in each.values()]
-            counts += [value for value in held if isinstance(value, (int, float))]
+    states = [slots for one in task.optimizers for slots in one.state.values() if isinstance(slots, dict)]
+    held = [value for slots in states for value in slots.values() if isinstance(value, (int, float))]
     options = [(type(one).__name__, *map(_plain, one.param_groups)) for one in task.optimizers]
-    return hash_of([options, counts])
+    return hash_of([options, held])
 
 
 def schedulers_of(task: Task) -> str:
@@ -116,11 +114,10 @@ def hash_of(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
-def contents(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+def contents(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return numbers that change with each write to a tensor, also through `.data`, which has no version."""
-    held = [*tensors]
-    sums = [checksum(one) if one.layout is torch.strided else 0 for one in held]
-    return [*zip(private.versions(held), sums, strict=True)]
+    sums = [checksum(one) if one.layout is torch.strided else 0 for one in tensors]
+    return [*zip(private.versions(tensors), sums, strict=True)]
 
 
 def checksum(value: Tensor, start: int = 0, stop: int | None = None) -> int:
@@ -143,9 +140,6 @@ def _plain(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return sorted([(key, one) for key, one in values.items() if isinstance(one, _PLAIN)])
 
 
-# ---- drift: each step compares options, and a checksum of a rotating 64th of all tensors
-
-
 class Drift:
     """The values that ranks compare in each step, so that a difference is noticed.
 
@@ -155,28 +149,29 @@ class Drift:
     """
 
     def __init__(self) -> None:
-        self.is_touched = False  # something was loaded or written since the last step
         self.written = set[int]()  # positions of buffers that forwards write to
-        self._turn, self._before = 0, dict[int, int]()
-        self._same: dict[str, Any] = {}
+        self._turn = 0
         self._containers: list[Any] = []
         self._versions, self._steps = list[int](), list[int]()
         self._steps_read = self._alike = 0
-        self._network: object = None
 
     def begin(self, task: Task, *, is_first: bool) -> None:
         """Read the values to compare, before the forward; all buffers in the first step."""
         self._turn = (self._turn + 1) % TURNS
-        self._notice(task)
+        containers = [part for one in task.optimizers for part in (one.state, one.param_groups)]
+        is_new = [*map(id, containers)] != [*map(id, self._containers)]
+        versions = private.versions(task.network.everyone)
+        steps = [new - old for new, old in zip(versions, self._versions, strict=False)]
+        is_known = not any(steps) or not self._steps or steps == self._steps
+        # Something was loaded or written since the last step.
+        self.is_touched = bool(self._containers) and (is_new or not is_known)
+        self._steps = steps if any(steps) else self._steps
+        self._containers, self._versions = containers, versions
         self._is_first = is_first
-        self._before = self._sums_of(buffers_of_model(task))
+        self._before = self._sums_of(task)
         weights, state = self._part(task)
-        self._same = {
-            "optimizer": optimizers_of(task),
-            "schedulers": schedulers_of(task),
-            "weights": weights,
-            "optimizer state": state,
-        }
+        self._same: dict[str, Any] = {"optimizer": optimizers_of(task), "schedulers": schedulers_of(task)}
+        self._same |= {"weights": weights, "optimizer state": state}
 
     def message(self, sums: Sums) -> dict[str, Any]:
         """Return the values to compare with the other ranks, after the last forward."""
@@ -189,7 +184,7 @@ class Drift:
 
     def look(self, task: Task) -> dict[int, int]:
         """Note which buffers this step has written to; return sums of all that are read in this turn."""
-        after = self._sums_of(buffers_of_model(task)) if self._before else {}
+        after = self._sums_of(task) if self._before else {}
         self.written |= {place for place, value in after.items() if self._before.get(place) != value}
         return after
 
@@ -205,27 +200,15 @@ class Drift:
                 stacklevel=2,
             )
 
-    def _notice(self, task: Task) -> None:
-        containers = [part for one in task.optimizers for part in (one.state, one.param_groups)]
-        is_new = [*map(id, containers)] != [*map(id, self._containers)]
-        versions = private.versions(task.network.everyone)
-        steps = [new - old for new, old in zip(versions, self._versions, strict=False)]
-        is_known = not any(steps) or not self._steps or steps == self._steps
-        self.is_touched = bool(self._containers) and (is_new or not is_known)
-        self._steps = steps if any(steps) else self._steps
-        self._containers, self._versions = containers, versions
-
     def _part(self, task: Task) -> tuple[int, int]:
         """Return sums of this turn's part of all weights, and of their optimizer state."""
-        if self._network is not task.network:
-            self._network = task.network
-            self._parameters = [p for p in task.network.everyone if not is_shard(p)]
-            self._sizes = [p.nbytes for p in self._parameters]
-        size = max(_PART, -(-sum(self._sizes) // TURNS) // 8 * 8 + 8)
+        parameters = [p for p in task.network.everyone if not is_shard(p)]
+        sizes = [p.nbytes for p in parameters]
+        size = max(_PART, -(-sum(sizes) // TURNS) // 8 * 8 + 8)
         part = range(size * self._turn, size * (self._turn + 1))
         weights = states = 0
-        for place, start, stop in within(self._sizes, part):
-            p = self._parameters[place]
+        for place, start, stop in within(sizes, part):
+            p = parameters[place]
             weights += (place + 1) * checksum(p, start, stop)
             for number, one in enumerate(state_of(task, p), place + 1):
                 if one.nbytes == p.nbytes:
@@ -234,7 +217,8 @@ class Drift:
                     states += number * checksum(one)
         return weights % 2**61, states % 2**61
 
-    def _sums_of(self, buffers: Sequence[Tensor]) -> dict[int, int]:
+    def _sums_of(self, task: Task) -> dict[int, int]:
+        buffers = buffers_of_model(task)
         places = range(len(buffers)) if self._is_first else range(self._turn, len(buffers), TURNS)
         return {place: checksum(buffers[place]) for place in places}
 

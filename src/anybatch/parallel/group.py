@@ -63,10 +63,7 @@ class Message:
     """A message of at most 4,096 bytes as JSON to all ranks, under way.
 
     Each is one collective of 4 KiB per rank, so ranks at different places of the program can still exchange
-    messages.
-
-    Raises:
-        RankError: the message is too long, or a rank ended or did not answer in time.
+    messages. Raises RankError if it is too long, or a rank ended or did not answer in time.
     """
 
     def __init__(self, message: Mapping[str, Any], group: Group = None) -> None:
@@ -78,22 +75,18 @@ class Message:
             )
         backends = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
         device = torch.device("cpu" if "cpu" in backends else backends.partition(":")[0])
-        mine = torch.frombuffer(bytearray(said.ljust(_SIZE, b"\0")), dtype=torch.uint8)
-        self._group, self._heard = group, bytearray(_SIZE * ranks(group))
-        self._host = torch.frombuffer(self._heard, dtype=torch.uint8).view(-1, _SIZE)
-        self._received = [*self._host.to(device).unbind()]  # on the CPU without a copy: `_heard` gets all
+        mine = torch.frombuffer(bytearray(said.ljust(_SIZE, b"\0")), dtype=torch.uint8).to(device)
+        self._group, self._received = group, [torch.empty_like(mine) for _ in range(ranks(group))]
         _messages[tuple(dist.get_process_group_ranks(group))] += 1
         with answered(group):
-            self._work: Any = dist.all_gather(self._received, mine.to(device), group=group, async_op=True)
+            self._work: Any = dist.all_gather(self._received, mine, group=group, async_op=True)
 
     def heard(self) -> list[dict[str, Any]]:
         """Return the messages of all ranks, in order."""
         with answered(self._group):
             self._work.wait()
-        if self._received[0].device.type != "cpu":
-            self._host.copy_(torch.stack(self._received))
-        starts = range(0, len(self._heard), _SIZE)
-        return [json.loads(self._heard[at : at + _SIZE].partition(b"\0")[0]) for at in starts]
+        rows = torch.stack(self._received).cpu().numpy()
+        return [json.loads(row.tobytes().partition(b"\0")[0]) for row in rows]
 
 
 def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, Any]]:

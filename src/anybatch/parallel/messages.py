@@ -56,13 +56,12 @@ class Speaker(Strategy):
 
     def __init__(self, compression: Codec | None, group: Group) -> None:
         self.compression, self.group = compression, group
-        self._fingerprint: dict[str, str] | None = None
+        self._fingerprint: dict[str, str] = {}
         self._is_known = False  # the fingerprints of all ranks agree
         self._is_told = False  # all ranks know that this step has failed
         self.drift = Drift()
         self._drift: dict[str, Any] = {}  # to compare, of this step
         self._like: dict[nn.Parameter, torch.dtype] = {}  # of gradients, in the order of buckets
-        self._nbytes = 0  # of all gradients
         self._order, self._is_ordered = "", False  # a hash of it, "" for the reverse; all ranks agree
         self._task: Any = None
         self._settings: Any = None
@@ -82,10 +81,13 @@ class Speaker(Strategy):
             "rows": sum(sums.rows),
             "dropped": sums.dropped,
             "scale": sums.task.scale.state(),
-            "layout": [len(self._like), self._nbytes, sums.task.progress.updates],
+            "layout": [len(self._like), self._nbytes(), sums.task.progress.updates],
             "drift": self._drift,
             "order": self._order,
         }
+
+    def _nbytes(self) -> int:
+        return sum(p.numel() * dtype.itemsize for p, dtype in self._like.items())
 
     def _refuse(self, said: Messages) -> None:
         """Raise on all ranks if they differ in what no rank may."""
@@ -127,7 +129,7 @@ class Speaker(Strategy):
                 f"{[number for number, one in enumerate(said) if 'parts' in one]} only. {NO_UPDATE}"
             )
         if not self._is_known:
-            refuse_differences([one["is"] or {} for one in said])
+            refuse_differences([one["is"] for one in said])
             self._is_known = True
         self._is_told = False
         return said
@@ -148,11 +150,8 @@ class Speaker(Strategy):
         return [{**message, **one} if "hash" in one else one for one in heard] if is_same else ()
 
     def _factor(self, early: Early) -> float | None:
-        """Return the factor of the gradients here; None if nothing may be sent, as ranks differ.
-
-        It waits for the other ranks' last forward. So all send at the same place of their backward, among
-        collectives of the caller's own, too.
-        """
+        """Return the factor of the gradients here; None if nothing may be sent, as ranks differ."""
+        # It waits for the others' last forward: all send at one place of backward, among other collectives.
         if early.weights is None and early.sent is not None:
             early.weights = {}
             with suppress(AnybatchError):  # `close` raises it again

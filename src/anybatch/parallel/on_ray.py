@@ -96,11 +96,7 @@ class RayCluster:
             ) from None
 
     def start(self, kind: type, *args: Any) -> Any:
-        """Start an actor of this class; arguments may be references.
-
-        Raises:
-            PlanError: it needs a GPU and none is free: Ray would wait for ever.
-        """
+        """Start an actor; raise PlanError if it needs a GPU and none is free: Ray would wait for ever."""
         gpus = self._gpus if issubclass(kind, Worker) else 0
         needed = sum(self._actors.values()) + gpus
         if gpus and needed > (there := self._ray.cluster_resources().get("GPU", 0)):

@@ -103,8 +103,6 @@ class ParameterServer(Strategy):
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # ---- interface of a step
-
     def begin(self, task: Task, settings: Plan) -> None:
         """Raise PlanError for a step that servers cannot run."""
         if isinstance(task.loss, WholeBatch):
@@ -199,8 +197,6 @@ class ParameterServer(Strategy):
         used = frozenset[int]().union(*[one.used for one in folded])
         return weights, norm, scheduler.update(scale, used, options)
 
-    # ---- driver and servers
-
     def _prepared(self, task: Task, settings: Plan, remote: Callable[[str], Any]) -> Scheduler:
         fixed, modes = fixed_of(task), settings_of(task)
         shapes = [(one.shape, one.dtype) for one in fixed]
@@ -289,8 +285,6 @@ class ParameterServer(Strategy):
         self.bring_state()
         self.forget_state()
 
-    # ---- workers
-
     def add_worker(self) -> None:
         """Add a worker."""
         self.workers += 1
@@ -346,7 +340,7 @@ def _report(
         loss=fsum(used) if used else math.nan,
         terms=terms,
         weights=weights,
-        rows=sum(one.rows for one in folded),
+        rows=sum(cut),
         micro_batches=len(cut),
         grad_norm=norm,
         updated=any(weights.values()),

@@ -17,7 +17,6 @@ from anybatch.core import (
     LossError,
     PlanError,
     RankError,
-    all_finite,
     local,
     torch_private as private,
 )
@@ -70,13 +69,10 @@ class Replicate(Speaker):
         self.bytes_sent = 0  # bytes of gradients that this rank passed to collectives in the last step
         self.is_broken = False  # ranks wait at different places, where no message reaches them
         self._is_apart = False  # ranks wait in a collective that is no message
-        self._is_summed = False  # there is nothing left to sum
         self._undo: Callable[[], None] = _nothing  # of the gradient that was compressed last
         self._progress, self._updates = Progress(), 0  # updates made before this step
-        self._gathered: tuple[list[Tensor], int] | None = None
         self._early: Early | None = None  # this step's message, sent before its last backward
         self._is_late = False  # gradients change after backward has made them: nothing is sent early
-        self._network: Any = None
 
     def begin(self, task: Task, settings: Plan) -> None:
         """Begin a step or a window; raise PlanError for existing gradients and unsupported settings."""
@@ -89,8 +85,8 @@ class Replicate(Speaker):
                 "gradients or statistics of a SyncBatchNorm were summed, or shards gathered. Start all ranks "
                 "again from the last checkpoint."
             )
-        found = [p for p in task.network.parameters if not _is_zero(p.grad)] if task.optimizers else []
-        if found:
+        held = [p for p in task.network.parameters if task.optimizers and p.grad is not None]
+        if found := [p for p in held if local(p.grad).count_nonzero()]:
             raise PlanError(
                 f"Expected no gradients before a step on several ranks, got some of "
                 f"{[task.names()[p] for p in found[:3]]}: they would be added once per rank. Call "
@@ -102,9 +98,8 @@ class Replicate(Speaker):
                     f"Expected parameters with values on several ranks, got lazy ones {lazy[:3]}, which each "
                     "rank would draw for itself. Call the model on a few rows before the step is made."
                 )
-            norms = [
-                one for one in task.model.modules() if isinstance(one, nn.SyncBatchNorm) and one.training
-            ]
+            inside = task.model.modules()
+            norms = [one for one in inside if isinstance(one, nn.SyncBatchNorm) and one.training]
             if norms and settings.batch_norm == "micro":
                 raise PlanError(
                     'Expected no SyncBatchNorm with batch_norm="micro" on several ranks, got '
@@ -117,25 +112,18 @@ class Replicate(Speaker):
             self._device = task.network.parameters[0].device
             self._fingerprint = fingerprint(task, settings, self.compression)
         self._task, self._settings = task, settings
-        if self._network is not task.network:
-            self._network = task.network
-            parameters, chosen = task.network.parameters, settings.accumulation_dtype
-            like = {p: accumulation_dtype(p.dtype, chosen) for p in reversed(parameters)}
-            if like != self._like:  # the last layers are the first in a backward
-                self._like, self._order, self._is_ordered = like, "", False
-            self._nbytes = sum(p.numel() * dtype.itemsize for p, dtype in like.items())
+        parameters, chosen = task.network.parameters, settings.accumulation_dtype
+        like = {p: accumulation_dtype(p.dtype, chosen) for p in reversed(parameters)}
+        if like != self._like:  # the last layers are the first in a backward
+            self._like, self._order, self._is_ordered = like, "", False
         self.drift.begin(task, is_first=not self._is_known)
 
     def meet(self, task: Task, parts: int) -> None:
-        """Agree on one micro-batch per rank, whose rows meet in a SyncBatchNorm.
-
-        Raises:
-            PlanError: a rank has none, or several; or a layer adds over other ranks than this step.
-        """
+        """Agree on one micro-batch per rank, whose rows meet in a SyncBatchNorm over the same ranks."""
         norms = [norm for norm in task.network.batch_norms if isinstance(norm, nn.SyncBatchNorm)]
         named = names_of_batch_norms(task.model, norms)
-        mine = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        if any(dist.get_process_group_ranks(one.process_group or dist.group.WORLD) != mine for one in norms):
+        mine = dist.get_process_group_ranks(self.group)
+        if any(dist.get_process_group_ranks(one.process_group) != mine for one in norms):
             raise PlanError(
                 f"Expected SyncBatchNorm over the ranks of the step, {mine}, got another process group in "
                 f"{named}: the result would depend on the split over ranks. Give both the same group."
@@ -194,7 +182,7 @@ class Replicate(Speaker):
 
     def flow(self, ahead: Callable[[], Sums]) -> None:
         """Send the message of the step, and buckets as the last backward, which begins now, fills them."""
-        if self._nbytes <= _SMALL or self.compression is not None or self._is_late:
+        if self._nbytes() <= _SMALL or self.compression is not None or self._is_late:
             return
         if any(private.has_backward_hooks(one) for one in self._task.network.modules):
             return  # they may replace gradients that were sent, or write to `.data`
@@ -275,12 +263,14 @@ class Replicate(Speaker):
                 f"Expected dense gradients on several ranks, got {sparse} sparse of {len(gradients)}. "
                 "Leave out sparse=True of the embedding."
             )
-        codec, found = self.compression, gradients
-        if not self._is_summed and codec is None:
+        codec = self.compression
+        if self._is_summed:
+            found = gradients
+        elif codec is None:
             buckets = Buckets(self._like, self.group, keeps=False)
             found = self._in_order(buckets.finish(gradients) or {})
             self.bytes_sent = buckets.bytes_sent
-        elif not self._is_summed and codec is not None:
+        else:
             names = self._task.names()
             named = {names[p]: torch.empty_like(p, dtype=dtype) for p, dtype in self._like.items()}
             mine = codec.encode({names[p]: value for p, value in gradients.items()}, named)
@@ -308,9 +298,4 @@ class Replicate(Speaker):
                 exchange({"failed": type(error).__name__, "said": said, "made": made}, self.group)
 
 
-def _is_zero(gradient: Tensor | None) -> bool:
-    return gradient is None or (all_finite([local(gradient)]) and not bool(local(gradient).count_nonzero()))
-
-
-def _nothing() -> None:
-    pass
+def _nothing() -> None: ...

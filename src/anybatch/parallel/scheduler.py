@@ -91,8 +91,6 @@ class Scheduler:
         for process in (*self.workers, *self.shards):
             self.cluster.kill(process)
 
-    # ---- an update
-
     def fold(self, units: Sequence[Any], seed: int) -> list[Folded]:
         """Have each unit folded; its sums stay on the machine of its worker."""
         self._round += 1

@@ -137,9 +137,8 @@ class Layout:
         self, states: Sequence[State], optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]
     ) -> None:
         """Invert `split`: set the state of the optimizers."""
-        found: dict[
-            tuple[int, int], dict[str, Any]
-        ] = {}  # tensors of their own: others may hold the old ones
+        # Tensors of their own: others may hold the old ones.
+        found: dict[tuple[int, int], dict[str, Any]] = {}
         for pieces, state in zip(self.pieces, states, strict=True):
             for piece, values in zip(pieces, state, strict=True):
                 like = parameters[piece.parameter]

@@ -27,21 +27,17 @@ class Collective(NamedTuple):
 
     part: Any  # the sharded module
     sizes: tuple[int, int]  # elements of the output and of the input
-    dtype: torch.dtype
-    device: torch.device
+    like: Tensor  # of their dtype and device
     group: Any
     op: Any = None  # None for an all-gather
 
     def replay(self, replicas: Group) -> None:
-        """Take part, with this rank's weights, which others compute with, and gradients of zeros.
-
-        A reduce-scatter is followed by a sum over `replicas`, if there are any.
-        """
+        """Take part, with weights that others need, and zero gradients, also in their sum over `replicas`."""
         if self.op is None:
             self.part.unshard()
             self.part.reshard()
             return
-        output, zeros = (torch.zeros(size, dtype=self.dtype, device=self.device) for size in self.sizes)
+        output, zeros = map(self.like.new_zeros, self.sizes)
         with answered(self.group):
             dist.reduce_scatter_single(output, zeros, group=self.group, op=self.op)
             if replicas is not None:
@@ -61,17 +57,11 @@ class Collectives:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any = None,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any = None, async_op: bool = False
     ) -> Any:
         """Gather, or add up and scatter where there is an `op`."""
         sizes = output_tensor.numel(), input_tensor.numel()
-        kind = input_tensor.dtype, input_tensor.device
-        self.calls.append(Collective(self.part, sizes, *kind, group, op))
+        self.calls.append(Collective(self.part, sizes, input_tensor.new_empty(0), group, op))
         with answered(self.everyone):
             if op is not None:
                 return dist.reduce_scatter_single(
@@ -116,25 +106,16 @@ class Shard(Replicate):
     def __init__(self, *, hold: bool | None = None) -> None:
         super().__init__()
         self.hold = hold
-        self.is_held = False  # gradients stay unsharded in this step
         self._model: Any = None
         self._orders: dict[bool, Sequence[Collective]] = {}  # of a micro-batch; True: of a first pass
-        self._count = self._at = 0  # micro-batches of this `add`, and those that have begun
         self._is_inside = False  # others wait for collectives of this `add`
         self._is_first = False  # in the first pass of a loss over all rows
-        self._spare = 0.0  # bytes beside each micro-batch
         self._row: Any = None
-        self._rows = _ROWS  # of that
-        self._row_of = -1  # updates that had been made when it came
-        self._synced: tuple[bool, bool] | None = None
+        self._rows, self._row_of = _ROWS, -1  # of that; updates that had been made when it came
         self._calls: list[Collective] = []  # of the current micro-batch
 
     def take(self, model: nn.Module) -> None:
-        """Check a sharded model, and record its collectives.
-
-        Raises:
-            PlanError: parameters are outside of its shards, or on several meshes; or torch is too old.
-        """
+        """Read a sharded model; raise PlanError for parameters outside of its shards, and several meshes."""
         if not hasattr(model, "reset_iter_state"):
             raise PlanError(
                 f"Expected fully_shard(model) on the model itself, got it on parts of a "
@@ -170,11 +151,11 @@ class Shard(Replicate):
                 "Make it with init_device_mesh, or use a mesh of one axis."
             )
         self._model, self._orders, self._row = model, {}, None
-        self._dtypes = private.dtypes_of_shards(model)
-        wide = max(one.itemsize for one in self._dtypes)
+        dtypes = private.dtypes_of_shards(model)
+        self._can_wait = all(torch.promote_types(one, torch.float32) == one for one in dtypes)
+        wide = max(one.itemsize for one in dtypes)
         self._whole_bytes = sum(p.numel() * max(wide, p.itemsize) for p in shards)
         self._parts: list[Any] = [one for one in model.modules() if hasattr(one, "reset_iter_state")]
-        self._groups = private.groups_of_shards(model)
         self._shards, self._replicas = private.connections_of_shards(model)
         self.group = self._shards if axes == 1 else None
 
@@ -182,7 +163,7 @@ class Shard(Replicate):
         """Reshard what a forward without backward has left unsharded; check a model that is new."""
         if model is not self._model:
             self.take(model)
-        if private.keeps_weights(self._groups):
+        if private.keeps_weights(private.groups_of_shards(model)):
             raise PlanError(
                 f"Expected weights that are resharded after backward, got a {type(model).__name__} with "
                 "set_reshard_after_backward(False), which keeps those from before the update. Leave it out."
@@ -219,22 +200,18 @@ class Shard(Replicate):
                 "float16 use bfloat16."
             )
         super().begin(task, settings)
-        dtypes = self._dtypes
-        is_wide = all(torch.promote_types(one, torch.float32) == one for one in dtypes)
-        if self.hold and not is_wide:
+        if self.hold and not self._can_wait:
+            dtypes = sorted(map(str, private.dtypes_of_shards(task.model)))
             raise PlanError(
-                f"Expected gradients of at least float32 to hold them, got {sorted(map(str, dtypes))}: FSDP "
-                "adds them up. Say MixedPrecisionPolicy(reduce_dtype=torch.float32), or leave hold=True out."
+                f"Expected gradients of at least float32 to hold them, got {dtypes}: FSDP adds them up. Say "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32), or leave hold=True out."
             )
-        self._can_wait, self.is_held, self._spare = is_wide, False, 0.0
+        self.is_held, self._spare = False, 0.0
         if self._row_of == self._updates:
             self._row = None  # it may be why no update was made: zero times NaN is NaN
-        self._shown = bool(task.callbacks.gradients)
         task.progress.unchecked = (
             "ranks wait for each other in a sharded model: run ab.check before fully_shard"
         )
-
-    # ---- micro-batches, in lockstep
 
     def open(self, part: Part) -> None:
         """Agree on the number of micro-batches; a rank that has seen no row yet gets those of another."""
@@ -247,7 +224,13 @@ class Shard(Replicate):
                     "which a part has a fully_shard of its own: torch does not gather it when the block runs "
                     "again. Call fully_shard on the block alone, or leave recompute out."
                 )
-        self._configure()
+        for one in self._parts:  # the caller or another step may have changed the options of FSDP
+            recorder = Collectives(one, self._calls, self.group)
+            one.set_gradient_divide_factor(1.0)
+            one.set_force_sum_reduction_for_comms(True)
+            one.set_custom_all_gather(recorder)
+            one.set_custom_reduce_scatter(recorder)
+        self._model.set_is_last_backward(True)
         if left and (self._row is None or self._rows > len(left[0])):  # no more than a micro-batch
             self._rows = min(_ROWS, len(left[0]))
             with rng.preserved():  # `collate` may draw
@@ -258,7 +241,7 @@ class Shard(Replicate):
         message = {
             "open": len(left),
             "row": self._row is not None,
-            "shown": self._shown,
+            "shown": bool(part.task.callbacks.gradients),
             "hold": holds and False in self._orders,
         }
         said = self._agree(message)
@@ -268,26 +251,19 @@ class Shard(Replicate):
             raise PlanError(
                 f"Expected callbacks with `gradients` on all ranks or on none, got some. {NO_UPDATE}"
             )
-        self._count, self._at = max(one["open"] for one in said), 0
+        self._count, self._at = max(one["open"] for one in said), 0  # of this `add`; those that have begun
         self.is_held = all(one["hold"] for one in said)
         if self.is_held:
             part.reader = None  # a budget counts what a sum in each micro-batch takes
         if self._count and not all(one["row"] for one in said):
-            self._share_row(next(number for number, one in enumerate(said) if one["row"]))
+            source = [one["row"] for one in said].index(True)
+            mine = self._row if rank(self.group) == source else None
+            rows = gather_values(mine, lambda size: self._agree({"bytes": size}), self._device, self.group)
+            if self._row is None:
+                self._row, self._row_of = rows[source], self._updates
         self._is_inside, self._is_first = self._count > 0, isinstance(part.ways.loss, WholeBatch)
         self._calls.clear()
         self._gathered = None
-
-    def _configure(self) -> None:
-        """Set the options of FSDP, which the caller or another step may have changed since the last time."""
-        for one in self._parts:
-            recorder = Collectives(one, self._calls, self.group)
-            one.set_gradient_divide_factor(1.0)
-            one.set_force_sum_reduction_for_comms(True)
-            one.set_custom_all_gather(recorder)
-            one.set_custom_reduce_scatter(recorder)
-        self._model.set_is_last_backward(True)
-        self._synced = None
 
     def first(self, micros: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
         """Yield the micro-batches of a first pass, then those of 0 rows, as many as others have more."""
@@ -324,12 +300,10 @@ class Shard(Replicate):
             self._note()
         self._at += 1
         self._calls.clear()
-        synced = self._syncs(self._at)
-        if synced != self._synced:
-            for one in self._parts:
-                one.set_requires_gradient_sync(synced[0], recurse=False)
-                one.set_requires_all_reduce(all(synced), recurse=False)
-            self._synced = synced
+        is_synced, sums_replicas = self._syncs(self._at)
+        for one in self._parts:
+            one.set_requires_gradient_sync(is_synced, recurse=False)
+            one.set_requires_all_reduce(is_synced and sums_replicas, recurse=False)
 
     def _syncs(self, at: int) -> tuple[bool, bool]:
         """Return True if a micro-batch adds up gradients over shards, and over replicas."""
@@ -337,11 +311,7 @@ class Shard(Replicate):
         return is_last or not self.is_held, is_last or not self._can_wait
 
     def missing(self, part: Part) -> Iterator[Any]:
-        """Yield rows for micro-batches of weight 0, as many as this rank has fewer than others.
-
-        Raises:
-            Restart: in an `add`, another rank begins it again.
-        """
+        """Yield rows for micro-batches of weight 0, as many as this rank has fewer than others."""
         while self._at < self._count:
             yield tree.map_leaves(_copied, self._row)
         if self._at:
@@ -353,14 +323,6 @@ class Shard(Replicate):
     def _note(self) -> None:
         """Note the order of collectives, which is complete after a micro-batch that reduces."""
         self._orders.setdefault(self._is_first, [*self._calls])
-
-    def _share_row(self, source: int) -> None:
-        mine = self._row if rank(self.group) == source else None
-        rows = gather_values(mine, lambda size: self._agree({"bytes": size}), self._device, self.group)
-        if self._row is None:
-            self._row, self._row_of = rows[source], self._updates
-
-    # ---- the end
 
     def _settle(self, message: Mapping[str, Any], sums: Sums, sent: Any) -> Any:
         """Exchange the last message; take part if another rank adds rows to its window, or begins again."""
@@ -386,8 +348,6 @@ class Shard(Replicate):
         """Return the 2-norm of all shards, of which this rank has some."""
         return self._norm
 
-    # ---- failures
-
     def undo(self, said: str, kind: type[Exception]) -> None:
         """Take part in the collectives that are left, before all begin again; raise if they are unknown."""
         self._leave(kind(said))
@@ -409,7 +369,6 @@ class Shard(Replicate):
             return
         self._is_inside = False
         private.reset_shards(self._model)
-        self._synced = None
         order = self._orders.get(self._is_first)
         if order is None or isinstance(error, RankError):
             self.is_broken = True

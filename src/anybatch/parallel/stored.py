@@ -17,13 +17,12 @@ from torch import Tensor, strided
 
 from anybatch.core import CheckpointError, is_shard, local, torch_private as private
 
-_CODES = {  # the names of dtypes in safetensors
-    **{getattr(torch, f"float{bits}"): f"F{bits}" for bits in (64, 32, 16)},
-    **{getattr(torch, f"int{bits}"): f"I{bits}" for bits in (64, 32, 16, 8)},
-    **{getattr(torch, f"uint{bits}"): f"U{bits}" for bits in (64, 32, 16, 8)},
-    **dict(zip((torch.bfloat16, torch.bool, torch.complex64), ("BF16", "BOOL", "C64"), strict=True)),
-    **dict(zip((torch.float8_e4m3fn, torch.float8_e5m2), ("F8_E4M3", "F8_E5M2"), strict=True)),
-}
+_NAMES = (  # of dtypes in torch and in safetensors
+    "float64 F64, float32 F32, float16 F16, int64 I64, int32 I32, int16 I16, int8 I8, uint64 U64, "
+    "uint32 U32, uint16 U16, uint8 U8, bfloat16 BF16, bool BOOL, complex64 C64, float8_e4m3fn F8_E4M3, "
+    "float8_e5m2 F8_E5M2"
+)
+_CODES = {getattr(torch, name): code for name, code in map(str.split, _NAMES.split(", "))}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:

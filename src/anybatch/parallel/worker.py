@@ -3,7 +3,7 @@
 import copy
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from types import CellType
 from typing import Any, cast
@@ -25,12 +25,10 @@ class Folded:
 
     weights: dict[str, float]
     totals: dict[str, float]
-    rows: int
     cut: tuple[int, ...]
-    is_shared: bool = False  # the weights are those of all rows, such as 1 for a plain sum
-    # the factor of each row of the sums in the loss; empty if they are divided already
-    coefficients: dict[str, float] = field(default_factory=dict[str, float])
-    used: frozenset[int] = frozenset()  # positions of the parameters that have a gradient
+    is_shared: bool  # the weights are those of all rows, such as 1 for a plain sum
+    coefficients: dict[str, float]  # of each row of the sums in the loss; empty if divided already
+    used: frozenset[int]  # positions of the parameters that have a gradient
     sent: tuple[int, ...] = ()  # bytes to each shard
 
 
@@ -66,8 +64,8 @@ class Worker:
 
     def __init__(self, make: Callable[[Any], Any], layout: Layout, expected: Mapping[str, str]) -> None:
         self._make, self._layout, self._expected = make, layout, expected
-        self._version, self._fixed = -1, None
-        self._room: dict[int, Array] = {}  # sums by shard, reused: allocation takes longer than the copy
+        self._version, self._fixed = -1, tuple[Any, ...]()
+        self._room: list[Array] = []  # sums of each shard, reused: allocation takes longer than the copy
 
     @cached_property
     def _step(self) -> Any:
@@ -85,24 +83,19 @@ class Worker:
         """Set the state that is not trained, as returned by `settings_of` and `fixed_of`, before a `fold`."""
         self._fixed = fixed
 
-    def _write_fixed(self, task: Task, settings: Sequence[Mapping[str, Any]], *tensors: Tensor) -> None:
-        for module, given in zip(task.network.modules, settings, strict=True):
-            vars(module).update(given)
-        with torch.no_grad():
-            for mine, value in zip(fixed_of(task), tensors, strict=True):
-                mine.copy_(value)
-        self._fixed = None
-
     @_told
     def fold(self, version: int, seed: int, rows: Any, *values: Array) -> tuple[Any, ...]:
-        """Fold the rows of a unit; a repeated unit draws the same random numbers from `seed`.
-
-        Return a `Folded`, and the sums for each shard, `(terms, elements)`.
-        """
+        """Return a unit's `Folded`, and its sums for each shard, `(terms, elements)`; draw from `seed`."""
         task, found = self._step.task(), list[tuple[Folded, list[Gradient]]]()
         parameters: Sequence[nn.Parameter] = task.network.parameters
         if self._fixed:
-            self._write_fixed(task, *self._fixed)
+            settings, *tensors = self._fixed
+            for module, given in zip(task.network.modules, settings, strict=True):
+                vars(module).update(given)
+            with torch.no_grad():
+                for mine, value in zip(fixed_of(task), tensors, strict=True):
+                    mine.copy_(value)
+            self._fixed = ()
         if version != self._version:
             self._layout.write(values, parameters)
             self._version = version
@@ -121,18 +114,13 @@ class Worker:
             )
         ((folded, banks),) = found
         terms = [[bank.get(p) for p in parameters] for bank in banks or [{}]]
-        parts = [self._sums(terms, shard) for shard in range(len(self._layout.pieces))]
-        return replace(folded, sent=tuple(part.nbytes for part in parts)), *parts
-
-    def _sums(self, terms: Sequence[Sequence[Tensor | None]], shard: int) -> Array:
-        out = self._room.get(shard)
-        if out is None or len(out) != len(terms):
-            out = self._room[shard] = np.empty(
-                (len(terms), self._layout.sizes[shard]), self._layout.sum_dtype
-            )
-        for bank, row in zip(terms, out, strict=True):
-            self._layout.flat(bank, shard, row)
-        return out
+        layout = self._layout
+        if not self._room or len(self._room[0]) != len(terms):
+            self._room = [np.empty((len(terms), size), layout.sum_dtype) for size in layout.sizes]
+        for shard, part in enumerate(self._room):
+            for bank, row in zip(terms, part, strict=True):
+                layout.flat(bank, shard, row)
+        return replace(folded, sent=tuple(part.nbytes for part in self._room)), *self._room
 
 
 def _undivided(sums: Sums) -> tuple[Folded, list[Gradient]]:
@@ -154,7 +142,6 @@ def _undivided(sums: Sums) -> tuple[Folded, list[Gradient]]:
     folded = Folded(
         weights=weights,
         totals=sums.totals,
-        rows=sum(sums.rows),
         cut=tuple(sums.rows),
         is_shared=division.divisors is not None,
         coefficients=coefficients,

@@ -26,11 +26,9 @@ _ADVICE = {
 }
 
 
-def choose_strategy(
-    strategy: StrategyName | Strategy, group: Group = None, model: nn.Module | None = None
-) -> Strategy:
+def choose_strategy(strategy: StrategyName | Strategy, group: Group, model: nn.Module) -> Strategy:
     """Return a strategy by name, over these ranks, or the given one. Raise PlanError for others."""
-    sharded, is_asked = model is not None and is_sharded(model), isinstance(strategy, Shard)
+    sharded, is_asked = is_sharded(model), isinstance(strategy, Shard)
     if is_asked > sharded or (sharded and not is_asked and strategy != "auto"):
         raise PlanError(
             f'Expected strategy="auto" or Shard(...) for a model with fully_shard, and Shard for no other, '
@@ -39,8 +37,8 @@ def choose_strategy(
         )
     if sharded:
         strategy = strategy if isinstance(strategy, Shard) else Shard()
-        strategy.take(cast("nn.Module", model))
-    if not isinstance(strategy, str) and hasattr(strategy, "close") and hasattr(strategy, "reduce"):
+        strategy.take(model)
+    if isinstance(strategy, Strategy):
         return strategy
     if strategy not in get_args(StrategyName):
         raise PlanError(
