@@ -63,11 +63,10 @@ def refuse_batch_norms(model: nn.Module, norms: Sequence[BatchNorm], *, over_ran
 
 def warn_of_untrained(model: nn.Module, norms: Sequence[BatchNorm]) -> None:
     """Warn if all BatchNorms to be frozen have the initial running statistics of untrained layers."""
-    pairs = [(norm.running_mean, norm.running_var) for norm in norms]
     is_new = [
-        bool((mean == 0).all() and (var == 1).all())
-        for mean, var in pairs
-        if mean is not None and var is not None
+        bool((norm.running_mean == 0).all() and (norm.running_var == 1).all())
+        for norm in norms
+        if norm.running_mean is not None and norm.running_var is not None
     ]
     if is_new and all(is_new):
         warnings.warn(

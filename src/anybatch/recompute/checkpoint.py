@@ -152,7 +152,7 @@ class BlockCall:
             return
         args, kwargs = self._arguments(tensors)
         # Without modes: neither a meter nor the mode of a selective block may see this run.
-        nothing_saved = saved_tensors_hooks(_nothing, _nothing)
+        nothing_saved = saved_tensors_hooks(lambda _: None, lambda _: None)
         with (
             private.disable_current_modes(),
             core.recomputing(),
@@ -170,10 +170,6 @@ class BlockCall:
             )
         if self.verified is not None:
             self.verified()
-
-
-def _nothing(value: Any) -> Any:
-    """Return None in the place of a saved tensor."""
 
 
 def is_readable(tensor: Tensor) -> bool:
