@@ -43,8 +43,12 @@ def names_of_batch_norms(model: nn.Module, modules: Iterable[nn.Module]) -> str:
     A module outside of the model (of the loss), or the model itself, is named by its class.
     """
     dotted = {module: private.plain_name(name) for name, module in model.named_modules()}
-    told = [dotted.get(module) or type(module).__name__ for module in modules]
-    return ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")
+    return listed([dotted.get(module) or type(module).__name__ for module in modules])
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first three names, and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def refuse_batch_norms(model: nn.Module, norms: Sequence[BatchNorm], *, over_ranks: bool = False) -> None:

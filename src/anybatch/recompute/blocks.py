@@ -178,7 +178,7 @@ def _matched(model: nn.Module, pattern: str) -> list[str]:
         if not name or is_inside or not is_matched:
             continue
         is_list = name == pattern and type(module) is nn.Sequential and len(module) > 0
-        is_list = is_list and all(map(_may_be_block, module))
+        is_list = is_list and all(map(_may_be_block, module.children()))
         if isinstance(module, nn.ModuleList | nn.ModuleDict) or is_list:
             lists.add(name)
         else:

@@ -142,7 +142,7 @@ class BlockCall:
             raise
 
     def _arguments(self, tensors: Sequence[Tensor]) -> Any:
-        leaves = [tensors[one.index] if isinstance(one, _Place) else one for one in self._leaves]
+        leaves = [tensors[one.number] if isinstance(one, _Place) else one for one in self._leaves]
         return private.pytree.tree_unflatten(leaves, self._spec)
 
     def _verify(self, tensors: Sequence[Tensor]) -> None:
@@ -152,7 +152,7 @@ class BlockCall:
             return
         args, kwargs = self._arguments(tensors)
         # Without modes: neither a meter nor the mode of a selective block may see this run.
-        nothing_saved = saved_tensors_hooks(lambda _: None, lambda _: None)
+        nothing_saved = saved_tensors_hooks(lambda _: None, lambda saved: saved)
         with (
             private.disable_current_modes(),
             core.recomputing(),
@@ -197,7 +197,7 @@ def _versions(inside: Reachable) -> list[tuple[Tensor, int]]:
 
 
 class _Place(NamedTuple):
-    index: int
+    number: int
 
 
 def _tables(inside: Reachable) -> list[Any]:
