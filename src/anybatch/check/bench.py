@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -64,10 +64,6 @@ class CheckBench:
     def named(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name."""
         return named_parameters(self.model, self.loss)
-
-    def without_dropout(self) -> "CheckBench":
-        """Return the same with dropout switched off."""
-        return replace(self, draws=Draws(without_dropout=True, is_wide=self.draws.is_wide))
 
     @contextmanager
     def fresh(self) -> Generator[None]:
