@@ -8,6 +8,7 @@ from anybatch.batchnorm.modes import (
     check_batch_norm as check_batch_norm,
     find_batch_norms as find_batch_norms,
     frozen_batch_norms as frozen_batch_norms,
+    listed as listed,
     names_of_batch_norms as names_of_batch_norms,
     refuse_batch_norms as refuse_batch_norms,
     warn_of_untrained as warn_of_untrained,

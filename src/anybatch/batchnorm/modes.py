@@ -43,8 +43,12 @@ def names_of_batch_norms(model: nn.Module, modules: Iterable[nn.Module]) -> str:
     A module outside of the model (of the loss), or the model itself, is named by its class.
     """
     dotted = {module: private.plain_name(name) for name, module in model.named_modules()}
-    told = [dotted.get(module) or type(module).__name__ for module in modules]
-    return ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")
+    return listed([dotted.get(module) or type(module).__name__ for module in modules])
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first three names, and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def refuse_batch_norms(model: nn.Module, norms: Sequence[BatchNorm], *, over_ranks: bool = False) -> None:
@@ -63,11 +67,10 @@ def refuse_batch_norms(model: nn.Module, norms: Sequence[BatchNorm], *, over_ran
 
 def warn_of_untrained(model: nn.Module, norms: Sequence[BatchNorm]) -> None:
     """Warn if all BatchNorms to be frozen have the initial running statistics of untrained layers."""
-    pairs = [(norm.running_mean, norm.running_var) for norm in norms]
     is_new = [
-        bool((mean == 0).all() and (var == 1).all())
-        for mean, var in pairs
-        if mean is not None and var is not None
+        bool((norm.running_mean == 0).all() and (norm.running_var == 1).all())
+        for norm in norms
+        if norm.running_mean is not None and norm.running_var is not None
     ]
     if is_new and all(is_new):
         warnings.warn(

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -65,17 +65,12 @@ class CheckBench:
         """The trainable parameters by name."""
         return named_parameters(self.model, self.loss)
 
-    def without_dropout(self) -> "CheckBench":
-        """Return the same with dropout switched off."""
-        return replace(self, draws=Draws(without_dropout=True, is_wide=self.draws.is_wide))
-
     @contextmanager
     def fresh(self) -> Generator[None]:
         """Give all tensors values of their own and replay draws; put back these and what has changed."""
         inside = module_of(self.loss)
         noted = ObjectState([self.model, self.loss, *self.model.modules(), *inside.modules()])
-        reached = [t for t in noted.found.values if isinstance(t, Tensor)]
-        held = [(t, t.data) for t in {id(t): t for t in reached if _is_copied(t)}.values()]
+        held = [(t, t.data) for t in noted.found.values if isinstance(t, Tensor) and _is_copied(t)]
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype or default)  # of tensors that the model makes: states, masks
         try:
@@ -110,7 +105,6 @@ class CheckBench:
 
 
 def _is_copied(tensor: Tensor) -> bool:
-    """Return True for a tensor with values that a pass may change."""
     is_odd = nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.is_inference()
     return not is_odd and tensor.is_leaf and tensor.layout is torch.strided
 

@@ -154,7 +154,8 @@ def check(
         prepared = prepare(bench, batch_of(batch, collate), micro_batch, rows)
         compared = Comparison(*prepared, micro_batch)
         if compared.may_be_dropout:
-            again = Comparison(prepared[0].without_dropout(), *prepared[1:], micro_batch)
+            draws = Draws(without_dropout=True, is_wide=prepared[0].draws.is_wide)
+            again = Comparison(replace(prepared[0], draws=draws), *prepared[1:], micro_batch)
             if not (again.differs and again.rows_differ):
                 compared = again
                 compared.notes.append(_DROPOUT)

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from anybatch.batchnorm import BatchNorm
-
-SHOWN = 3  # names of modules or buffers in a printed finding
+from anybatch.batchnorm import BatchNorm, listed
 
 WAYS_OUT = {
     "meeting": (
@@ -64,11 +62,6 @@ class Finding:
     def __str__(self) -> str:
         lines = [f"{self.kind}: {self.culprit}", self.what, *[f"- {way}" for way in self.ways_out]]
         return "\n".join(lines).replace("\n", "\n  ")
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first few names, and the number of the others."""
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def finding(kind: str, culprit: str, what: str, *ways_out: str) -> Finding:

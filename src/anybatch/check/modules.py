@@ -61,9 +61,8 @@ class ModuleTest:
             if changed := self._count_changed(inputs, outputs):
                 total = self.whole.total
                 return "meeting", f"mixes rows: when one is changed, {changed} other rows of {total} change"
-            if moved := [
-                one for one in rng.of_process() if not rng.is_same(draws.recorded.start, now, of=(one,))
-            ]:
+            streams = rng.of_process()
+            if moved := [one for one in streams if not rng.is_same(draws.recorded.start, now, of=(one,))]:
                 sources = " and ".join(["Python's random" if one is random else "NumPy" for one in moved])
                 return "position", (
                     f"draws random numbers from {sources}, by position: a row gets other numbers in another "
@@ -95,12 +94,10 @@ class ModuleTest:
             after = self._run(_select(both, axes, RowPart(tuple(order), 2 * total)), self.whole)
             return len(self._moved(outputs, after) - {row})
 
-        return next(
-            filter(None, (max(count(row, shift) for row in range(total)) for shift in range(total))), 0
-        )
+        counts = (max(count(row, shift) for row in range(total)) for shift in range(total))
+        return next(filter(None, counts), 0)
 
     def _moved(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> set[int]:
-        """Return the rows whose outputs differ."""
         parts = [RowPart((row,), self.whole.total) for row in self.whole.rows]
         return {
             part.rows[0]

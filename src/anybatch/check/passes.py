@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from anybatch.check.bench import CheckBench
 from anybatch.check.finding import culprit_of
 from anybatch.check.rows import Rows
-from anybatch.core import Batch, Total, torch_private as private
+from anybatch.core import Batch, Total, torch_private as private, tree
 from anybatch.engine import Plan, check_parts, gather
 from anybatch.losses import Terms, call_loss, module_of, resolve
 from anybatch.state import rng
@@ -42,8 +42,8 @@ class Call:
     def repeat(self, module: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Call a module in the same way, with copies of these tensors in place of its own."""
         rest = iter(inputs)
-        args, kwargs = _mapped(lambda _: next(rest).clone(), self.arguments)
-        return _tensors(_mapped(_copy, module(*args, **kwargs)))
+        args, kwargs = tree.map_leaves(lambda _: next(rest).clone(), self.arguments)
+        return _tensors(_copied(module(*args, **kwargs)))
 
 
 class Calls:
@@ -77,13 +77,13 @@ class Calls:
         if not private.is_in_backward():  # recomputed calls are known
             key = name, self._counts[name]
             self._counts[name] += 1
-            self._open.append(Call(key, _mapped(_copy, (args, kwargs)), rng.capture()))
+            self._open.append(Call(key, _copied((args, kwargs)), rng.capture()))
 
     def _after(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         if private.is_in_backward():
             return None
         call = self._open.pop()
-        call.outputs, call.is_outermost = _tensors(_mapped(_copy, outputs)), not self._open
+        call.outputs, call.is_outermost = _tensors(_copied(outputs)), not self._open
         self._table[call.key] = call
         known = self._known.get(call.key)
         return self._replaced(outputs, known.outputs) if known and call.is_outermost else None
@@ -97,19 +97,15 @@ class Calls:
             # A loss may ask for a gradient inside, and write in place, which a leaf does not allow.
             return leaf if value is None else value.clone().requires_grad_(leaf.requires_grad) * 1
 
-        return _mapped(replaced, output)
+        return tree.map_leaves(replaced, output)
 
 
-def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    return private.pytree.tree_map_only(Tensor, function, value)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+def _copied(value: Any) -> Any:
+    return tree.map_leaves(lambda tensor: tensor.detach().clone(), value)
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in private.pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [*tree.flatten(value, keeps=True).leaves]
 
 
 class Observed(nn.Module):

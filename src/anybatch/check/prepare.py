@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import product, repeat
 
 import torch
 from torch import nn
@@ -112,7 +112,6 @@ def _first_that_runs(
 
 
 def _affordable(bench: CheckBench, few: Rows, deadline: float) -> int:
-    """Return the number of rows for which there is time and memory."""
     start, rows = time.perf_counter(), few.batch.rows
     Pass(bench, few)  # the first one had one-time costs
     now = time.perf_counter()
@@ -130,8 +129,7 @@ def _collated(bench: CheckBench, whole: Rows, notes: list[str]) -> tuple[Rows, B
         collated = TensorBatch(one)
     except BatchError:
         return whole, None
-    pairs = zip(collated.leaves, tree.flatten(other).leaves, strict=True)
-    is_same = all(is_close(a, b, 0.0) for a, b in pairs)
+    is_same = all(map(is_close, collated.leaves, tree.flatten(other).leaves, repeat(0.0)))
     if not is_same:
         notes.append("`collate` draws random numbers; it ran once")
     return Rows.uncut(collated), whole.batch if is_same else None

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from anybatch.batchnorm import listed
 from anybatch.check.bench import CheckBench
-from anybatch.check.finding import Finding, finding, listed
+from anybatch.check.finding import Finding, finding
 from anybatch.check.passes import Call, Pass, Table
 from anybatch.check.rows import Rows, is_close
 from anybatch.core import Batch, BatchError

@@ -76,7 +76,7 @@ def find_terms(compared: Comparison) -> list[Finding]:
         limits.append(_CLOSER)  # in float32, terms of about the same size seem to add up
     for limit in limits:
         terms = [Term(compared, name, one, splits, limit) for shares in whole for name, one in shares.items()]
-        if found := [finding for term in terms for finding in term.findings()]:
+        if found := [term.finding() for term in terms if not term.is_sound]:
             return found
     return []
 
@@ -96,20 +96,20 @@ class Term:
             self._adds_up(whole.weight, [part.weight for part in parts]) for parts in parted
         )
 
-    def findings(self) -> Iterator[Finding]:
-        """Yield a finding if the term does not add up, or is a bare mean."""
-        if not (self.has_sums and self.has_weights) or self.is_bare:
-            kind, what, *ways_out = self._classify()
-            yield finding(kind, f"term {self.name!r} of {self.compared.name}", what, *ways_out)
+        self.is_sound = self.has_sums and self.has_weights and not self.is_bare
+
+    def finding(self) -> Finding:
+        """Return what a term that does not add up, or is a bare mean, does, and the ways out."""
+        kind, what, *ways_out = self._classify()
+        return finding(kind, f"term {self.name!r} of {self.compared.name}", what, *ways_out)
 
     def _classify(self) -> tuple[str, ...]:
-        """Return the kind of the finding, what the term does, and the ways out if they are its own."""
         rows = self.compared.whole
         if any(part.unreplayed for parts in ([self.whole], *self.parted) for part in parts):
-            what = (
-                "It draws random numbers by position: from a generator of its own, or after setting a seed."
+            return (
+                "position",
+                "It draws random numbers by position: from a generator of its own, or after setting a seed.",
             )
-            return "position", what
         if not self._are_same(self.whole, evaluate(self.compared, rows, rows)[1][self.name]):
             return "state", "It returns another value when it is called again with the same rows."
         if dropped := self._dropped():
@@ -251,9 +251,9 @@ def candidates(batch: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str,
 def held_weights(*holders: Any) -> dict[str, Tensor]:
     """Return real tensors of one axis that functions, modules and objects hold, by name: class weights."""
     found = Reachable(holders)
-    scopes: list[Any] = [*[scope for scope, _ in found.scopes], *found.containers]
-    tables: list[dict[Any, Any]] = [one for one in scopes if isinstance(one, dict)]
-    names = {id(value): key for table in tables for key, value in table.items() if str(key).isidentifier()}
+    tables: list[Any] = [*[scope for scope, _ in found.scopes], *found.containers]
+    pairs = [pair for table in tables if isinstance(table, dict) for pair in table.items()]
+    names = {id(value): key for key, value in pairs if str(key).isidentifier()}
     tensors = [one for one in found.values if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)]
     weights = {id(one): one for one in reversed(tensors) if one.dim() == 1 and one.is_floating_point()}
     return {names.get(at, "weight"): one.detach().double() for at, one in weights.items()}

@@ -75,15 +75,13 @@ class FakeMode(private.FakeTensorMode):
             return args[0].fake_device
         try:
             result: Any = _DISPATCH(self, func, types, args, kwargs)
-        except private.DataDependentOutputException:
-            if func is _ATEN._local_scalar_dense.default:
-                return self._number(args[0])
-            if func in (_ATEN.equal.default, _ATEN.allclose.default) and _find_caller()[1]:
-                return True
-            self._set_culprit(func)
-            raise
-        except Exception:
-            self._set_culprit(func)
+        except Exception as error:
+            if isinstance(error, private.DataDependentOutputException):
+                if func is _ATEN._local_scalar_dense.default:
+                    return self._number(args[0])
+                if func in (_ATEN.equal.default, _ATEN.allclose.default) and _find_caller()[1]:
+                    return True
+            self.culprit = self.culprit or f"{func} in {self.where() or 'the model'}"
             raise
         if func in _DRAGGING and not result.dim():
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
@@ -134,9 +132,6 @@ class FakeMode(private.FakeTensorMode):
             f"Expected shapes that are known before it runs, got {kind} asked of a tensor in {place}; "
             f"its shapes depend on values. {_INSTEAD}"
         )
-
-    def _set_culprit(self, func: object) -> None:
-        self.culprit = self.culprit or f"{func} in {self.where() or 'the model'}"
 
 
 _INSTEAD = "Choose micro_batch= yourself, without memory=."

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from anybatch.core import is_moving, tensors_in, torch_private as private
 from anybatch.memory.ledger import Ledger
@@ -59,7 +59,10 @@ class Meter(private.TorchDispatchMode):
         super().__init__()
         loss_module = loss_module or nn.Identity()
         self._optimizers = optimizers
-        self._parameters = _named_parameters(loss_module, model, optimizers)
+        groups = [group for one in optimizers for group in one.param_groups]
+        self._parameters: dict[Tensor, str] = {p: "" for group in groups for p in group["params"]}
+        for name, parameter in (*loss_module.named_parameters(), *model.named_parameters()):
+            self._parameters[parameter] = name.rpartition(".")[0]
         kinds = {parameter.device.type for parameter in self._parameters}
         self._storages = seen = _Storages(kinds, as_accelerator=as_accelerator)
         for parameter, place in self._parameters.items():
@@ -97,10 +100,10 @@ class Meter(private.TorchDispatchMode):
         """The events seen so far."""
         seen = self._storages  # what follows the last backward is the update
         marks = [one._replace(phase="update") if one.phase == _AFTER else one for one in seen.marks]
-        owners, last = list[int](), len(marks) - 1
+        owners = list[int]()
         for one, birth in enumerate(seen.births):
-            end = seen.ends.get(one)
-            found = find_owner(marks[birth], marks[last if end is None else end], has_ended=end is not None)
+            end = seen.ends.get(one, -1)
+            found = find_owner(marks[birth], marks[end], has_ended=end >= 0)
             owners.append(seen.owners.get(one, found))
         return Recording(
             storages=seen.numbers[:],
@@ -287,27 +290,10 @@ class _Storages:
             self.peak = self.live
 
 
-def _named_parameters(
-    loss_module: nn.Module, model: nn.Module, optimizers: Sequence[Optimizer]
-) -> dict[Tensor, str]:
-    held = {p: "" for one in optimizers for group in one.param_groups for p in group["params"]}
-    for module in (loss_module, model):
-        held |= {p: name.rpartition(".")[0] for name, p in module.named_parameters()}
-    return held
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-def _flash_back(*tensors: Any, **_: Any) -> int:
-    return sdpa_backward_flop_count(*[one.shape for one in tensors[:4]])
-
-
 _ATEN, _DEVICE = torch.ops.aten, torch.ops.prim.device.default
+_FUSED = "_scaled_dot_product_flash_attention"
 # torch's own table lacks the CPU's attention.
-_COUNTS: dict[Any, Callable[..., int]] = {
-    **flop_registry,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _flash,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _flash_back,
+_COUNTS: dict[Any, Callable[..., int]] = flop_registry | {
+    getattr(_ATEN, f"{_FUSED}_for_cpu{end}"): flop_registry[getattr(_ATEN, _FUSED + end)]
+    for end in ("", "_backward")
 }

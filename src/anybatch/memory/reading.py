@@ -28,11 +28,11 @@ class MemoryReading:
     that the cache is freed first. End it in the thread that began it.
     """
 
-    def __init__(self, start: "_Start", *, is_exact: bool, counted: Set[torch.device] = frozenset()) -> None:
+    def __init__(self, start: "_Start", devices: Set[torch.device], *, is_exact: bool) -> None:
         """Use `begin`."""
         self.events, self.is_exact = 0, is_exact  # allocations and releases; all bytes were seen
         self.allocated = self.unused = 0  # bytes of all tensors of the devices at the peak; reserved beside
-        self._counted = counted
+        self._devices = devices
         self._in_use, self._at_mark = held_by_malloc(), 0
         self._stop: Callable[[], list[int] | None] | None = start()
 
@@ -49,10 +49,9 @@ class MemoryReading:
                     accelerator.free_cache()
                     is_counted = all(accelerator.forget_peak(one) is not None for one in found)
                     start = _start_statistics if is_counted else Following
-                    counted = found if is_counted else set[torch.device]()
-                    reading = cls(partial(start, found), is_exact=is_counted, counted=counted)
+                    reading = cls(partial(start, found), found, is_exact=is_counted)
             elif not private.is_profiling() and _has_events():
-                reading = cls(private.start_memory_events, is_exact=_mallinfo() is not None)
+                reading = cls(private.start_memory_events, set(), is_exact=_mallinfo() is not None)
         finally:
             if reading is None:
                 _open.release()
@@ -77,7 +76,7 @@ class MemoryReading:
             _open.release()
         if sizes is None:
             return None
-        for device in self._counted:
+        for device in self._devices if self.is_exact else ():
             self.allocated += accelerator.peak_bytes(device) or 0
             self.unused += accelerator.peak_unused(device)
         level = peak = besides = 0

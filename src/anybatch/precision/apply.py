@@ -56,15 +56,13 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
         return masters
     kept = _kept(model, precision)
     inside = {part for module in kept for part in module.modules()}
-    if dtype is not None:
-        _refuse_unshaped(model, inside)
-        _refuse_shared(model, inside)
     called = dict.fromkeys(one for module in kept for one in _called(module))
     if dtype is None:
         for module in called:
             if not isinstance(module, BatchNorm):  # autocast handles it
                 AutocastOff(module)
         return masters
+    _refuse_parts(model, inside)
     for module in model.modules():
         cast = cast_of(module)
         if module not in called and isinstance(cast, Inner):
@@ -158,11 +156,12 @@ def _refuse_stored_short(model: nn.Module, trained: set[nn.Parameter]) -> None:
         )
 
 
-def _refuse_unshaped(model: nn.Module, kept: set[nn.Module]) -> None:
+def _refuse_parts(model: nn.Module, kept: set[nn.Module]) -> None:
+    short = {name: module for name, module in model.named_modules() if module not in kept}
     unshaped = [
         name
-        for name, module in model.named_modules()
-        if module not in kept and any(map(is_lazy, (*module.parameters(False), *module.buffers(False))))
+        for name, module in short.items()
+        if any(map(is_lazy, (*module.parameters(False), *module.buffers(False))))
     ]
     if unshaped:
         raise PlanError(
@@ -170,10 +169,7 @@ def _refuse_unshaped(model: nn.Module, kept: set[nn.Module]) -> None:
             "which wait for their first rows. Run one forward first, without gradient."
         )
 
-
-def _refuse_shared(model: nn.Module, kept: set[nn.Module]) -> None:
-    short = [module for module in model.modules() if module not in kept]
-    in_short = {p for module in short for p in module.parameters(recurse=False)}
+    in_short = {p for module in short.values() for p in module.parameters(recurse=False)}
     names = {p: name for name, p in model.named_parameters()}
     shared = [names[p] for module in kept for p in module.parameters(recurse=False) if p in in_short]
     if shared:

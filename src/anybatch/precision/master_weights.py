@@ -1,7 +1,7 @@
 """Master weights: a float32 copy of each 16-bit weight, which the optimizer updates."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -83,15 +83,15 @@ class Masters:
             backup.note(parameter)
         self._hold(parameter, backup)
 
+    @contextmanager
     def raised(
         self, parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer] = ()
-    ) -> AbstractContextManager[None]:
+    ) -> Generator[None]:
         """Make parameters, also new ones, hold their float32 weights; on exit round them to 16 bits."""
-        is_idle = not (self._held or self._is_needed)
-        return nullcontext() if is_idle else self._raised(list(parameters), optimizers)
-
-    @contextmanager
-    def _raised(self, parameters: list[nn.Parameter], optimizers: Iterable[Optimizer]) -> Generator[None]:
+        if not (self._held or self._is_needed):
+            yield
+            return
+        parameters = list(parameters)
         later = [
             parameter
             for parameter in parameters

@@ -1,7 +1,7 @@
 """Policies applied to the blocks of a model for a while"""
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial, wraps
 from itertools import count
 from typing import Any
@@ -25,7 +25,8 @@ Forward = Callable[..., Any]
 _VERIFIED: WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = WeakKeyDictionary()
 
 
-def apply_policies(model: nn.Module, choice: Choice, *, verify: bool = True) -> AbstractContextManager[None]:
+@contextmanager
+def apply_policies(model: nn.Module, choice: Choice, *, verify: bool = True) -> Generator[None]:
     """Evaluate the named blocks under their policies for a while; the result is bit-identical.
 
     "recompute" keeps only the arguments of a block and runs all of it again in backward; "selective" keeps
@@ -56,11 +57,9 @@ def apply_policies(model: nn.Module, choice: Choice, *, verify: bool = True) -> 
 
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4.
     """
-    return _applied(model, choice, verify) if choice else nullcontext()
-
-
-@contextmanager
-def _applied(model: nn.Module, choice: Choice, verify: bool) -> Generator[None]:
+    if not choice:
+        yield
+        return
     blocks = [(name, _block(model, name), checked(policy)) for name, policy in choice if name]
     is_all = WHOLE in choice
     # Blocks that run again need room for all that one of them saves; copies that come early fit in there.

@@ -177,7 +177,9 @@ def _matched(model: nn.Module, pattern: str) -> list[str]:
         is_matched = fnmatchcase(name, pattern) or name.rpartition(".")[0] in lists
         if not name or is_inside or not is_matched:
             continue
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) or (name == pattern and _is_list(module)):
+        is_list = name == pattern and type(module) is nn.Sequential and len(module) > 0
+        is_list = is_list and all(map(_may_be_block, module.children()))
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) or is_list:
             lists.add(name)
         else:
             found.append(name)
@@ -188,10 +190,6 @@ def _matched(model: nn.Module, pattern: str) -> list[str]:
             f"model.named_modules(): {some or 'this model has no submodules'}."
         )
     return found
-
-
-def _is_list(module: nn.Module) -> bool:
-    return type(module) is nn.Sequential and len(module) > 0 and all(map(_may_be_block, module))
 
 
 def _check(model: nn.Module, name: str, policy: str, choice: Choice) -> None:

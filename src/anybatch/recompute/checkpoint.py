@@ -1,10 +1,8 @@
 """A block's forward, recomputed in backward from its former state, and compared with the first run"""
 
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -89,13 +87,16 @@ class BlockCall:
     """
 
     def __init__(self, name: str, forward: Callable[..., Any], inside: Reachable, arguments: Any) -> None:
-        self.tensors: list[Tensor] = []
         self.verified: Callable[[], object] | None = None
         args, kwargs = arguments
         self._name, self._forward = name, forward
         self._inside = inside.joined((*args, *kwargs.values()))
         self._first: list[Any] = [arguments]
-        self._arguments = _taken_apart(arguments, self.tensors, {})
+        leaves, self._spec = private.pytree.tree_flatten(arguments)
+        # Inference tensors are constants, and autograd could not keep them.
+        given = {id(one): one for one in leaves if isinstance(one, Tensor) and not one.is_inference()}
+        self.tensors = [*given.values()]
+        self._leaves = [_Place([*given].index(id(one))) if id(one) in given else one for one in leaves]
         self._outputs: list[tuple[Tensor, int]] = []
 
     def __call__(self, *tensors: Tensor) -> Any:
@@ -132,7 +133,7 @@ class BlockCall:
         try:
             if self._outputs:
                 self._verify(tensors)
-            args, kwargs = _put_together(self._arguments, tensors)
+            args, kwargs = self._arguments(tensors)
             with core.recomputing(), self._state.again(self._name):
                 return self._forward(*args, **kwargs)
         except Exception as error:
@@ -140,14 +141,18 @@ class BlockCall:
                 error.add_note(f"This happened while block {self._name!r} was run again in backward.")
             raise
 
+    def _arguments(self, tensors: Sequence[Tensor]) -> Any:
+        leaves = [tensors[one.number] if isinstance(one, _Place) else one for one in self._leaves]
+        return private.pytree.tree_unflatten(leaves, self._spec)
+
     def _verify(self, tensors: Sequence[Tensor]) -> None:
         """Compare the outputs with those of an extra run, which saves nothing and so needs little memory."""
         expected, self._outputs = self._outputs, []
         if any(private.version(one) != version for one, version in expected):
             return
-        args, kwargs = _put_together(self._arguments, tensors)
+        args, kwargs = self._arguments(tensors)
         # Without modes: neither a meter nor the mode of a selective block may see this run.
-        nothing_saved = saved_tensors_hooks(_nothing, _nothing)
+        nothing_saved = saved_tensors_hooks(lambda _: None, lambda saved: saved)
         with (
             private.disable_current_modes(),
             core.recomputing(),
@@ -165,10 +170,6 @@ class BlockCall:
             )
         if self.verified is not None:
             self.verified()
-
-
-def _nothing(value: Any) -> Any:
-    """Return None in the place of a saved tensor."""
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -195,34 +196,8 @@ def _versions(inside: Reachable) -> list[tuple[Tensor, int]]:
     return [(one, private.version(one)) for one in found]
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    index: int
-
-
-def _taken_apart(value: object, tensors: list[Tensor], places: dict[int, _Place]) -> Any:
-    if not isinstance(value, Tensor):
-        return _rebuilt(value, lambda one: _taken_apart(one, tensors, places))
-    if value.is_inference():  # a constant, and autograd could not keep it
-        return value
-    if id(value) not in places:
-        places[id(value)] = _Place(len(tensors))
-        tensors.append(value)
-    return places[id(value)]
-
-
-def _put_together(value: object, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(value, _Place):
-        return tensors[value.index]
-    return _rebuilt(value, lambda one: _put_together(one, tensors))
-
-
-def _rebuilt(value: Any, change: Callable[[object], Any]) -> Any:
-    """Return a list, tuple or dict of changed elements; anything else unchanged."""
-    kind: Any = type(value)
-    if kind is dict or (isinstance(value, OrderedDict) and kind.__init__ is OrderedDict.__init__):
-        return kind([(key, change(one)) for key, one in value.items()])
-    return kind([change(one) for one in value]) if kind in (list, tuple) else value
+class _Place(NamedTuple):
+    number: int
 
 
 def _tables(inside: Reachable) -> list[Any]:

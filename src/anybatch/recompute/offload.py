@@ -69,10 +69,6 @@ class StreamLink(HostLink):
             return self._side.record_event()
 
 
-def _nothing() -> None:
-    """Return None, as a dead weak reference."""
-
-
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Moved:
     place: int  # in the order of saving
@@ -82,7 +78,7 @@ class _Moved:
     source: Tensor | None  # the same, until its copy is done
     host: Tensor  # its copy; the source itself until the operation is done
     mark: Any = None  # when the copy is done
-    taken: Callable[[], Tensor | None] = _nothing  # the storage that came back, while it is used
+    taken: Callable[[], Tensor | None] = lambda: None  # the storage that came back, while it is used
     is_changed: bool = False  # True if the source was written to before it left
 
     def look(self) -> None:

@@ -145,11 +145,5 @@ def _kept() -> frozenset[Any]:
 
 
 def _drops_out(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    place = _dropout_place(op)
-    return place >= 0 and bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
-
-
-@cache
-def _dropout_place(op: Any) -> int:
     names = [argument.name for argument in private.arguments_of(op)]
-    return names.index("dropout_p") if "dropout_p" in names else -1
+    return bool((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"))
