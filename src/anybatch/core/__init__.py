@@ -28,6 +28,7 @@ from anybatch.core.callback import (
     bound as bound,
     call as call,
     check_callbacks as check_callbacks,
+    takes as takes,
 )
 from anybatch.core.columns import ColumnBatch as ColumnBatch, batch_of as batch_of
 from anybatch.core.errors import (

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from anybatch.core import LossError, Number, all_finite, ran_out_of_memory, torch_private as private, tree
+from anybatch.core import (
+    LossError,
+    Number,
+    all_finite,
+    ran_out_of_memory,
+    takes,
+    torch_private as private,
+    tree,
+)
 from anybatch.losses.inputs import TARGET_KEYS, split_batch
 from anybatch.precision import FIRST_SCALE
 
@@ -61,23 +69,15 @@ def _last_is_target(model: nn.Module, parts: Sequence[Any]) -> bool:
     inner: Any = model
     while isinstance(wrapped := private.compiled_from(inner) or getattr(inner, "module", None), nn.Module):
         inner = wrapped  # compiled, or a wrapper for several devices: its signature takes any arguments
-    signature = inspect.signature(inner.forward)
-    takes_all, takes_fewer = _takes(signature, len(parts)), _takes(signature, len(parts) - 1)
-    if takes_all and takes_fewer:
+    takes_all = takes(inner.forward, len(parts))
+    if takes_all and takes(inner.forward, len(parts) - 1):
         raise LossError(
             f"Expected to see whether the last of {len(parts)} parts goes into the model or is the target, "
-            f"got a forward{signature} that takes {len(parts) - 1} as well as {len(parts)}. Name the parts, "
+            f"got a forward{inspect.signature(inner.forward)} that takes {len(parts) - 1} as well as "
+            f"{len(parts)}. Name the parts, "
             "in a dict with the target under 'target', or say it with ab.WholeBatch(function, outputs=...)."
         )
     return not takes_all
-
-
-def _takes(signature: inspect.Signature, count: int) -> bool:
-    try:
-        signature.bind(*[None] * count)
-    except TypeError:
-        return False
-    return True
 
 
 def joined(seen: Sequence[Seen]) -> Seen:
@@ -131,21 +131,23 @@ class Pull:
         """Return a scalar whose backward gives the outputs of these rows their gradient.
 
         The gradient of shared outputs and of the loss's parameters, and the value, come with the first rows.
+        Rows that are not of this rank get zeros.
         """
-        sent = [
-            (output, flow[start:stop] if flow.dim() else torch.zeros_like(flow) if start else flow)
-            for output, flow in zip(outputs, self.cotangents, strict=True)
-            if flow is not None and output.requires_grad
-        ]
-        if not start:
-            sent.extend(self.parameters)
-        return _sending(torch.zeros_like(self.value) if start else self.value, sent)
-
-    def nothing(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Return a zero whose backward gives the outputs of any rows a gradient of zeros."""
-        pairs = zip(outputs, self.cotangents, strict=True)
-        sent = [(one, torch.zeros_like(one)) for one, flow in pairs if flow is not None and one.requires_grad]
-        return _sending(torch.zeros_like(self.value), sent)
+        is_first, sent = start == 0 < self.stop, list[tuple[Tensor, Tensor]]()
+        for output, flow in zip(outputs, self.cotangents, strict=True):
+            if flow is None or not output.requires_grad:
+                continue
+            if flow.dim() and start < self.stop:
+                flow = flow[start:stop]
+            elif not is_first:
+                flow = torch.zeros_like(output)
+            sent.append((output, flow))
+        sent += self.parameters if is_first else ()
+        value = self.value if is_first else torch.zeros_like(self.value)
+        if not sent:
+            return value
+        targets, flows = zip(*sent, strict=True)
+        return cast("Tensor", _Send.apply(value, flows, *targets))
 
     def check(self, outputs: Sequence[Tensor], start: int, stop: int) -> None:
         """Record how far outputs are from the first pass; after the last rows raise if they differ."""
@@ -214,13 +216,6 @@ class _Send(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         return None, None, *[flow * gradient for flow in ctx.flows]
-
-
-def _sending(value: Tensor, sent: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    if not sent:
-        return value
-    targets, flows = zip(*sent, strict=True)
-    return cast("Tensor", _Send.apply(value, flows, *targets))
 
 
 def _drift(output: Tensor, first: Tensor) -> Tensor:

@@ -135,15 +135,19 @@ def call_model(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
             raise
     else:
         outputs = call(model, inputs)
-    if isinstance(outputs, Tensor):
-        return (outputs,)
-    if isinstance(outputs, tuple | list):
-        return tuple(output for output in cast("tuple[Any, ...]", outputs) if output is not None)
+    if isinstance(outputs, Tensor | tuple | list):
+        return several(outputs)
     raise LossError(
         f"Expected the model to return a tensor or a tuple of tensors, got {type(outputs).__name__}. If the "
         "model computes its loss from the labels in the batch, as those of transformers do, pass "
         "ab.ModelLoss() as the loss. Otherwise write the loss as a function (model, micro) -> ab.Total."
     )
+
+
+def several(outputs: Any) -> tuple[Any, ...]:
+    """Return what a model returned as a tuple, without entries that are None."""
+    found = cast("tuple[Any, ...]", outputs) if isinstance(outputs, tuple | list) else (outputs,)
+    return tuple([one for one in found if one is not None])
 
 
 def module_in(function: object) -> nn.Module:

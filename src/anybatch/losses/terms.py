@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from anybatch.core import Batch, LossError, Number, Total
 from anybatch.losses.cotangents import part
-from anybatch.losses.inputs import call, how_to_write, note, noted, shown, split_batch
+from anybatch.losses.inputs import call, how_to_write, note, noted, several, shown, split_batch
 from anybatch.losses.loss import Evaluated, Loss
 from anybatch.losses.reductions import summed
 
@@ -134,9 +134,7 @@ class PerRow:
     def __call__(self, model: nn.Module, micro: Any) -> Total:
         """Return the sum of the values of a micro-batch, and their number or summed weights."""
         inputs, targets = split_batch(micro) if isinstance(micro, tuple | list) else part(model, micro)
-        returned: Any = call(model, inputs)
-        outputs = cast("tuple[Any, ...]", returned) if isinstance(returned, tuple | list) else (returned,)
-        arguments = (*[output for output in outputs if output is not None], *targets)
+        arguments = (*several(call(model, inputs)), *targets)
         values: Any = noted(self.function, *arguments)
         values, *weights = cast("tuple[Any, ...]", values) if isinstance(values, tuple) else (values,)
         rows = {len(one) for one in arguments if isinstance(one, Tensor) and one.dim()}
@@ -251,13 +249,11 @@ def bare_mean(micro: object = None) -> str:
 
 
 def _named(value: object, micro: object) -> Mapping[str, Total]:
-    if isinstance(value, Total):
-        return {"loss": value}
-    if isinstance(value, Mapping):
-        totals = cast("Mapping[str, object]", value)
+    totals: Any = {"loss": value} if isinstance(value, Total) else value
+    if isinstance(totals, Mapping):
         wrong = {name: type(total).__name__ for name, total in totals.items() if not isinstance(total, Total)}
         if totals and not wrong:
-            return cast("Mapping[str, Total]", totals)
+            return totals
         raise LossError(
             f"Expected a mapping of named ab.Total values, got {wrong or 'an empty one'}. {bare_mean(micro)}"
         )

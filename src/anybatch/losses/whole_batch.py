@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from anybatch import core
 from anybatch.core import torch_private as private, tree
 from anybatch.losses.cotangents import Pull, Seen, flows_of, joined, part
-from anybatch.losses.inputs import call
+from anybatch.losses.inputs import call, several
 from anybatch.losses.loss import Evaluated, Loss, Share, first_pass_rows
 from anybatch.losses.terms import told_of
 from anybatch.state import rng
@@ -140,9 +140,7 @@ class WholeBatch(Loss):
         else:
             inputs, targets = part(model, micro)
             returned = call(model, inputs)
-        is_many = isinstance(returned, tuple | list)
-        outputs = cast("tuple[Any, ...]", returned) if is_many else (returned,)
-        nest = tree.flatten(tuple([output for output in outputs if output is not None]))
+        nest = tree.flatten(several(returned))
         wrong = [tuple(leaf.shape) for leaf in nest.leaves if leaf.dim() and len(leaf) != rows]
         if rows is not None and wrong:
             raise core.LossError(
@@ -263,15 +261,14 @@ class _Sent(Loss):
     tied = True
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
-        if self.start >= self.pull.stop:  # a micro-batch of weight 0, for other ranks
-            return Evaluated(
-                {"loss": self.pull.nothing(self.whole.look(model, micro).outputs)}, lambda: {"loss": 0}
-            )
-        outputs = self.whole.look(model, micro, self.stop - self.start).outputs
-        self.pull.check(outputs, self.start, self.stop)
+        has_rows = self.start < self.pull.stop  # else it is a micro-batch of weight 0, for other ranks
+        outputs = self.whole.look(model, micro, self.stop - self.start if has_rows else None).outputs
+        if has_rows:
+            self.pull.check(outputs, self.start, self.stop)
         value = self.pull.into(outputs, self.start, self.stop)
         # The value comes with the first rows, and so does its weight.
-        return Evaluated({"loss": value}, lambda: {"loss": 0 if self.start else self.pull.weight})
+        weight = 0 if self.start or not has_rows else self.pull.weight
+        return Evaluated({"loss": value}, lambda: {"loss": weight})
 
 
 def _gathered(here: Seen, ranks: Ranks) -> tuple[Seen, int]:
