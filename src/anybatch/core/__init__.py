@@ -85,6 +85,8 @@ from anybatch.core.total import (
     weighted_mean as weighted_mean,
 )
 from anybatch.core.tree import (
+    is_mapping as is_mapping,
+    is_sequence as is_sequence,
     is_shard as is_shard,
     mould as mould,
     parts as parts,

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -223,15 +223,14 @@ class Callbacks:
     @staticmethod
     def of(callbacks: Sequence[object]) -> "Callbacks":
         """Bind the methods of these callbacks."""
-        names = "attached", "begin", "micro_batch", "redone", "gradients", "parameters", "update"
+        *names, _ = [one.name for one in fields(Callbacks)]
         shown = tuple([one for one in callbacks if bound([one], "micro_gradients")])
         return Callbacks(**{name: bound(callbacks, name) for name in names}, of_micro_gradients=shown)
 
     @property
     def are_inside(self) -> bool:
         """True if any callback looks at more than the report of a step."""
-        inside = self.micro_batch, self.redone, self.gradients, self.parameters, self.of_micro_gradients
-        return any(inside)
+        return any((self.micro_batch, self.redone, self.gradients, self.parameters, self.of_micro_gradients))
 
     def due(self) -> Functions:
         """Return the functions that the gradients of a micro-batch are due to."""

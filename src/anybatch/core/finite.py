@@ -1,8 +1,8 @@
 """Checks for NaN and infinity, over many tensors at once."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -37,16 +37,15 @@ class Look:
                     flags[device][0].add_(~largest.isfinite())
             else:  # the kernel of torch's GradScaler, which also multiplies, here by 1
                 private.check_finite_(alike, *flags[device])
-        for device in dict.fromkeys(map(_FIRST, kinds)):
-            if flags[device][0].item():
+        for found, _ in flags.values():
+            if found.item():
                 return False
         self._flags = flags
         return True
 
 
 _Kind = tuple[torch.device, torch.dtype, torch.layout]
-_KIND: Callable[[Tensor], _Kind] = attrgetter("device", "dtype", "layout")
-_FIRST = itemgetter(0)
+_KIND = attrgetter("device", "dtype", "layout")
 _SCALED = frozenset({torch.float16, torch.float32})  # its CUDA kernel has no bfloat16, and looks in float32
 _REAL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 

@@ -103,17 +103,17 @@ class Plan:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Rows of each micro-batch, in order."""
-        return self.cut or tuple(cut_sizes(self.rows, self.micro_batch) if self.rows else ())
+        return self.cut or tuple(cut_sizes(self.rows, self.micro_batch))
 
     @property
     def parts(self) -> Cut:
         """The row indices of each micro-batch, in order."""
-        return _parts(self.rows, self.micro_batch, self.cut) if self.rows else Cut(())
+        return _parts(self.rows, self.micro_batch, self.cut)
 
     @property
     def micro_batches(self) -> int:
         """How many micro-batches the batch is cut into."""
-        return len(self.cut) or (-(-self.rows // self.micro_batch) if self.rows else 0)
+        return len(self.cut) or -(-self.rows // (self.micro_batch or 1))
 
     @property
     def accumulation_dtype(self) -> torch.dtype | None:
@@ -179,7 +179,7 @@ class Plan:
 
 @lru_cache(maxsize=256)  # batches of an epoch have one or two sizes
 def _parts(rows: int, micro_batch: int, sizes: tuple[int, ...]) -> Cut:
-    return Cut.of_sizes(sizes) if sizes else Cut.even(rows, micro_batch)
+    return Cut.of_sizes(sizes or cut_sizes(rows, micro_batch))
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -39,13 +39,13 @@ def apart(
     paired, back = _pairs(batch) if is_paired else (batch, _as_it_is)
     rows, fill = without_shared(paired, has_lists=has_lists)
     if may_be_one and not _has_rows(rows):
-        return _column([batch]), _only
+        return _column([batch]), lambda micro: micro[_ENTRIES][0]
     return rows, lambda micro: back(fill(micro))
 
 
 def without_shared(batch: Any, *, has_lists: bool = False) -> tuple[Any, Back]:
     """Return a batch without what all rows share, and a function that gives it back; as `apart`."""
-    values = batch if isinstance(batch, list | tuple) else ()
+    values = batch if tree.is_sequence(batch) else ()
     entries = dict[Any, Any](batch if isinstance(batch, Mapping) else enumerate(values))
     shared = {key: one for key, one in entries.items() if _is_shared(one)}
     first = next(filter(Tensor.dim, tree.tensors_in(batch)), None)
@@ -69,7 +69,7 @@ def _is_shared(value: Any) -> bool:
 
 
 def _is_list(value: Any, rows: int) -> bool:
-    is_long = isinstance(value, list | tuple) and len(value) == rows
+    is_long = tree.is_sequence(value) and len(value) == rows
     return is_long and all(isinstance(one, (*_PLAIN, Mapping)) for one in value)  # labels of images, too
 
 
@@ -89,11 +89,6 @@ def _has_rows(batch: Any) -> bool:
 
 def _column(entries: Sequence[Any]) -> Mapping[str, Any]:
     return {_ENTRIES: entries, _ROWS: torch.arange(len(entries))}
-
-
-def _only(micro: Any) -> Any:
-    (batch,) = micro[_ENTRIES]
-    return batch
 
 
 def _documents(batch: Any) -> list[dict[str, Tensor]] | None:

@@ -57,8 +57,8 @@ def part(model: nn.Module, micro: Any) -> tuple[Any, tuple[Any, ...]]:
     """Split a micro-batch into the model's inputs and the loss's targets, if there are any."""
     if isinstance(micro, Tensor):
         return micro, ()
-    if isinstance(micro, tuple | list):
-        return split_batch(micro, has_target=_last_is_target(model, cast("Sequence[Any]", micro)))
+    if tree.is_sequence(micro):
+        return split_batch(micro, has_target=_last_is_target(model, micro))
     keys = set(micro) if isinstance(micro, Mapping) else set(dir(micro))
     return split_batch(micro, has_target=bool(keys.intersection(TARGET_KEYS)))
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,15 @@ def find_paddings(batch: Any, model: nn.Module, keep: Sequence[str | int] = ()) 
     """
     kept = {*map(repr, keep)}
     nest = tree.flatten(batch)
-    is_pair = isinstance(batch, tuple | list) and len(cast("Sequence[Any]", batch)) == 2
+    is_pair = tree.is_sequence(batch) and len(batch) == 2
     leaves: _Leaves = [
         (at, path, leaf)
         for at, (path, leaf) in enumerate(zip(nest.paths, nest.leaves, strict=True))
         if tree.column(path) not in kept
     ]
-    tokens = _padding_tokens(model)
+    embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+    named: Any = getattr(getattr(model, "config", None), "pad_token_id", None)
+    tokens = {one for one in [named, *[one.padding_idx for one in embeddings]] if isinstance(one, int)}
     for length in dict.fromkeys(
         leaf.shape[1] for _, _, leaf in leaves if leaf.dim() == 2 and leaf.shape[1] > 1
     ):
@@ -131,13 +133,3 @@ def _is_of_target(path: str, is_pair: bool) -> bool:
         or any(word in last for word in ("target", "label", "loss"))
         or (is_pair and path.startswith("[1]"))
     )
-
-
-def _padding_tokens(model: nn.Module) -> set[int]:
-    found = {
-        module.padding_idx
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None
-    }
-    named = getattr(getattr(model, "config", None), "pad_token_id", None)
-    return found | ({named} if isinstance(named, int) else set())

@@ -167,5 +167,4 @@ def deprecated_in(settings: Settings) -> list[str]:
 
 def trained_in(settings: Settings) -> list[str]:
     """Return the names of weights that require grad."""
-    given = {name: settings.get(name) for name in WEIGHTS}
-    return [name for name, weight in given.items() if isinstance(weight, Tensor) and weight.requires_grad]
+    return [name for name in WEIGHTS if getattr(settings.get(name), "requires_grad", False)]

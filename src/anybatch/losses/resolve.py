@@ -30,7 +30,7 @@ LossLike = (
 )
 
 
-def resolve(loss: object) -> Loss:
+def resolve(loss: Any) -> Loss:
     """Return the `Loss` for a module or function of torch, `Terms`, or a function `(model, micro) -> Total`.
 
     It is cheap: each step calls it, so that changed settings (label smoothing, a moved class weight) take

@@ -4,12 +4,12 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Batch, LossError, Number, Total
+from anybatch.core import Batch, LossError, Number, Total, tree
 from anybatch.losses.cotangents import part
 from anybatch.losses.inputs import call, how_to_write, note, noted, several, shown, split_batch
 from anybatch.losses.loss import Evaluated, Loss
@@ -133,10 +133,10 @@ class PerRow:
 
     def __call__(self, model: nn.Module, micro: Any) -> Total:
         """Return the sum of the values of a micro-batch, and their number or summed weights."""
-        inputs, targets = split_batch(micro) if isinstance(micro, tuple | list) else part(model, micro)
+        inputs, targets = split_batch(micro) if tree.is_sequence(micro) else part(model, micro)
         arguments = (*several(call(model, inputs)), *targets)
-        values: Any = noted(self.function, *arguments)
-        values, *weights = cast("tuple[Any, ...]", values) if isinstance(values, tuple) else (values,)
+        returned: Any = noted(self.function, *arguments)
+        values, *weights = returned if isinstance(returned, tuple) else (returned,)
         rows = {len(one) for one in arguments if isinstance(one, Tensor) and one.dim()}
         if not isinstance(values, Tensor) or not values.dim() or (rows and len(values) not in rows):
             raise LossError(
@@ -221,7 +221,7 @@ def call_loss(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro
         raise
 
 
-def _takes_outputs(function: object, model: nn.Module, micro: object, error: Exception) -> bool:
+def _takes_outputs(function: Any, model: nn.Module, micro: object, error: Exception) -> bool:
     if not isinstance(error, TypeError | AttributeError):
         return False
     frames = error.__traceback__
@@ -230,7 +230,7 @@ def _takes_outputs(function: object, model: nn.Module, micro: object, error: Exc
     if frames is None or frames.tb_next is None or (name in str(error) and not is_of_forward):
         return True  # it does not accept two arguments, or used the model as a tensor
     try:
-        names = [name.lower() for name in inspect.signature(cast("Any", function)).parameters]
+        names = [name.lower() for name in inspect.signature(function).parameters]
     except (TypeError, ValueError):  # not a Python function
         return False
     if isinstance(error, AttributeError) and error.obj is micro and hasattr(Tensor, str(error.name)):

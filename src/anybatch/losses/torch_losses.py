@@ -117,7 +117,7 @@ class SummedLoss(Loss):
         return self.kind.weigh(self.settings, arguments, targets)
 
 
-def summed_loss(loss: object) -> SummedLoss | None:
+def summed_loss(loss: Any) -> SummedLoss | None:
     """Return a loss module, function or partial function of torch as a `SummedLoss`; None for others.
 
     Raises LossError if it has a reduction or arguments that cannot be summed.
@@ -133,7 +133,7 @@ def summed_loss(loss: object) -> SummedLoss | None:
         raise LossError(
             f"Expected keyword arguments only in the partial loss, got positional {loss.args}. Name them."
         )
-    return _summed(function.__name__, kind, settings, cast("Callable[..., Tensor]", loss))
+    return _summed(function.__name__, kind, settings, loss)
 
 
 def _from_module(loss: nn.Module) -> SummedLoss | None:
