@@ -153,7 +153,7 @@ class TensorBatch(Batch):
 
     def __init__(self, value: object) -> None:
         self._nest = tree.flatten(value)
-        self.leaves: Sequence[Tensor] = self._nest.leaves  # in order of the nest
+        self.leaves = self._nest.leaves  # in order of the nest
         self.kind = (*map(_dtype_and_axes, self.leaves),)
         self.rows = _common_rows(self._nest, value)
         self.given = self.whole = value
@@ -252,7 +252,7 @@ class SampleBatch(Batch):
 
     def __init__(self, samples: Sequence[Any], collate: Collate, order: Sequence[int] = ()) -> None:
         self.rows, self.order, self.collate = _num_samples(samples), order, collate
-        self.given: Any = samples
+        self.given = samples
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
         """Yield each part, collated."""

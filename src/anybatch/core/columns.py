@@ -39,7 +39,7 @@ def batch_of(value: Any, collate: Collate | None = None) -> Batch:
     ends = dict(_ends_of(value, "", lambda node: node is not value and _is_list(node)))
     lists = {path: one for path, one in ends.items() if tree.is_sequence(one)}
     is_list = isinstance(value, list)
-    lone: list[Any] = value if is_list else []
+    lone = value if is_list else []
     if _are_alike(lone) and {len(lone)} >= _sizes_in(lone):
         raise BatchError(
             f"Expected tensors with the rows of the batch in front, got a list of {len(lone)} dicts, as if "

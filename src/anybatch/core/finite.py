@@ -59,15 +59,11 @@ def _by_kind(tensors: Sequence[Tensor]) -> Mapping[_Kind, Sequence[Tensor]]:
     found: dict[_Kind, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            plain = _values(tensor)
+            plain = (tensor.coalesce().values() if tensor.is_sparse else tensor).detach()
+            plain = plain.resolve_conj().resolve_neg()
+            plain = torch.view_as_real(plain) if plain.is_complex() else plain
             found.setdefault(_KIND(plain), []).append(plain)
     return found
-
-
-def _values(tensor: Tensor) -> Tensor:
-    values = (tensor.coalesce().values() if tensor.is_sparse else tensor).detach()
-    values = values.resolve_conj().resolve_neg()
-    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

@@ -112,7 +112,7 @@ def mould(node: Any) -> Callable[[Sequence[Any]], Any]:
     It never writes to `node`. It does not keep a plain tuple, list or dict alive, so their tensors can be
     freed.
     """
-    kind: Any = type(node)
+    kind = type(node)
     if is_sequence(node):
         return getattr(kind, "_make", kind)  # a named tuple takes its fields one by one
     if is_mapping(node):

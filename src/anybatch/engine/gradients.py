@@ -244,7 +244,7 @@ class Apart:
 
     def _take(self, parameter: Any) -> None:
         """Hold a finished gradient until a bucket is full."""
-        gradient: Tensor | None = parameter.grad
+        gradient = parameter.grad
         if not self._in_backward or gradient is None:
             return
         parameter.grad = None

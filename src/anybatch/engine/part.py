@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import core
-from anybatch.core import torch_private as private, tree
+from anybatch.core import tree
 from anybatch.engine.gradients import Apart, InPlace, accumulation_dtype
 from anybatch.engine.plan import Plan
 from anybatch.engine.sums import UNDECIDED, Division, Sums
@@ -50,7 +50,7 @@ class Ways:
         # If the batch is not cut, the loss is torch's own, bit-identical. The total weight of a window, or of
         # several ranks, is unknown before its end.
         is_open = not is_whole or task.strategy.is_many or bool(task.guess)
-        self.loss: Loss = task.loss if plan.is_cut or is_open else task.loss.uncut()
+        self.loss = task.loss if plan.is_cut or is_open else task.loss.uncut()
         # gradients of a micro-batch, until it is over
         self.holds_whole = not is_whole or task.strategy.is_lockstep
         self.is_late = is_open or (plan.non_finite == "drop" and plan.is_cut)
@@ -238,11 +238,9 @@ class Part:
         if self._micro is not None:
             with suppress(core.BatchError):  # `collate` may return other objects
                 rows = tree.flatten(self._micro.rows).leaves
-        buffers = [one for each in network.modules for one in private.buffers_of(each).values()]
+        buffers = network.state.buffers_now()
         found = {"rows": rows, "parameters": network.everyone, "buffers": buffers}
-        places = {
-            name: sorted({str(one.device) for one in ones if one is not None}) for name, ones in found.items()
-        }
+        places = {name: sorted({str(one.device) for one in ones}) for name, ones in found.items()}
         told = [f"{name} on {' and '.join(ones)}" for name, ones in places.items() if ones]
         if len({*chain.from_iterable(places.values())}) < 2:
             return ""

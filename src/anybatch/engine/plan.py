@@ -147,6 +147,8 @@ class Plan:
             ) from None
 
     def __str__(self) -> str:
+        counts = Counter(policy for _, policy in self.blocks)
+        blocks = [f"{policy} {count}" for policy, count in sorted(counts.items())]
         table = {
             "rows": str(self.rows) if self.rows else "as they come",
             "micro_batch": self._cut_in_words(),
@@ -155,7 +157,7 @@ class Plan:
             **({} if math.isinf(self.clip_value) else {"clip_value": str(self.clip_value)}),
             "accumulate": self.accumulate,
             **({} if self.batch_norm is None else {"batch_norm": self.batch_norm}),
-            "blocks": self._blocks_in_words(),
+            "blocks": ", ".join(blocks) or "all kept",
             "foreach": "as set" if self.foreach is None else "yes" if self.foreach else "no",
             "precision": str(self.precision),
             "non_finite": self.non_finite,
@@ -171,10 +173,6 @@ class Plan:
             return f"{self.micro_batches} of {min(self.cut)} to {max(self.cut)} rows"
         full, rest = divmod(self.rows, self.micro_batch)
         return f"{full} x {self.micro_batch} rows" + f", then {rest}" * (rest > 0)
-
-    def _blocks_in_words(self) -> str:
-        counts = Counter(policy for _, policy in self.blocks)
-        return ", ".join(f"{policy} {count}" for policy, count in sorted(counts.items())) or "all kept"
 
 
 @lru_cache(maxsize=256)  # batches of an epoch have one or two sizes

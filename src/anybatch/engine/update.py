@@ -127,7 +127,7 @@ class _Noted:
         self._is_known = _is_known(optimizer)
         if not self._is_known:
             return
-        state: Any = optimizer.state
+        state = optimizer.state
         self._slots = {p: slots.copy() for p, slots in state.items() if isinstance(slots, dict)}
         held = [one for slots in self._slots.values() for one in slots.values() if isinstance(one, Tensor)]
         parameters = owned([optimizer])
@@ -141,12 +141,12 @@ class _Noted:
             return _UNKNOWN
         if private.versions(self._watched) != self._versions:
             return _TORN
-        state: Any = self._optimizer.state
+        state = self._optimizer.state
         for parameter in [*state]:
             if parameter not in self._slots:
                 del state[parameter]
             elif isinstance(state[parameter], dict):
-                slots: dict[str, Any] = state[parameter]
+                slots = state[parameter]
                 slots.clear()
                 slots.update(self._slots[parameter])
         return ""

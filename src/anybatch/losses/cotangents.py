@@ -66,7 +66,7 @@ def part(model: nn.Module, micro: Any) -> tuple[Any, tuple[Any, ...]]:
 def _last_is_target(model: nn.Module, parts: Sequence[Any]) -> bool:
     if len(parts) < 2 or (len(parts) == 2 and isinstance(parts[0], tuple | list | Mapping)):
         return len(parts) == 2
-    inner: Any = model
+    inner = model
     while isinstance(wrapped := private.compiled_from(inner) or getattr(inner, "module", None), nn.Module):
         inner = wrapped  # compiled, or a wrapper for several devices: its signature takes any arguments
     takes_all = takes(inner.forward, len(parts))
@@ -173,7 +173,10 @@ def flows_of(value: Tensor) -> dict[Tensor, Tensor]:
     leaves: list[Tensor] = [value] if is_leaf else [node.variable for node in nodes]
     if not leaves:  # no gradient; the step decides if that is allowed
         return {}
-    scale = FIRST_SCALE if _is_in_float16([value, *leaves]) else 1.0
+    kinds = {one.device.type for one in (value, *leaves)}
+    dtypes = {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    is_short = torch.float16 in dtypes.union(one.dtype for one in (value, *leaves))
+    scale = FIRST_SCALE if is_short else 1.0
     while scale > 1:
         found = torch.autograd.grad(value, leaves, torch.full_like(value, scale), retain_graph=True)
         # Some are expanded from one number.
@@ -196,12 +199,6 @@ def nodes_behind(start: Node | None, stops: Container[Node] = ()) -> Iterator[No
             fresh = {one: None for one, _ in node.next_functions if one is not None and one not in seen}
             nodes += fresh
             seen.update(fresh)
-
-
-def _is_in_float16(tensors: Sequence[Tensor]) -> bool:
-    kinds = {tensor.device.type for tensor in tensors}
-    autocast = {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
-    return torch.float16 in autocast | {tensor.dtype for tensor in tensors}
 
 
 class _Send(torch.autograd.Function):

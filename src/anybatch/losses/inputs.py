@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from functools import partial
-from inspect import ismethod
 from typing import Any
 
 from torch import Tensor, nn
@@ -148,13 +146,6 @@ def call_model(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
 def several(outputs: Any) -> tuple[Any, ...]:
     """Return what a model returned as a tuple, without entries that are None."""
     return tuple([one for one in _spread(outputs) if one is not None])
-
-
-def module_in(function: object) -> nn.Module:
-    """Return the module that a function is, belongs to or wraps; an empty module if there is none."""
-    held = function.func if isinstance(function, partial) else function
-    held = held.__self__ if ismethod(held) else held
-    return held if isinstance(held, nn.Module) else nn.Identity()
 
 
 def _spread(target: Any) -> tuple[Any, ...]:

@@ -96,7 +96,7 @@ def linear_cross_entropy(
     # Inside a Function gradients are always off, so the caller's setting is read here.
     wanted = torch.is_grad_enabled()
     tokens = hidden.reshape(len(target), weight.shape[1])
-    summed: Any = _LinearCrossEntropy.apply(tokens, weight, bias, losses, dtype, rows, wanted)
+    summed = _LinearCrossEntropy.apply(tokens, weight, bias, losses, dtype, rows, wanted)
     return Total(summed, divisor)
 
 

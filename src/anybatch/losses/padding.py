@@ -34,7 +34,7 @@ def find_paddings(batch: Any, model: nn.Module, keep: Sequence[str | int] = ()) 
         if tree.column(path) not in kept
     ]
     embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding)]
-    named: Any = getattr(getattr(model, "config", None), "pad_token_id", None)
+    named = getattr(getattr(model, "config", None), "pad_token_id", None)
     tokens = {one for one in [named, *[one.padding_idx for one in embeddings]] if isinstance(one, int)}
     for length in dict.fromkeys(
         leaf.shape[1] for _, _, leaf in leaves if leaf.dim() == 2 and leaf.shape[1] > 1

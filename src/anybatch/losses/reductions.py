@@ -51,12 +51,12 @@ class Kind:
 
 def _count_classes(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
     """Return the sum of class weights over valid targets; rows (times positions) for probabilities."""
-    target: Tensor = targets[0]
+    target = targets[0]
     if target.is_floating_point():
         return target.numel() // target.shape[1 if target.dim() > 1 else 0]
     ignored = settings.get("ignore_index")
     valid = target != (-100 if ignored is None else ignored)
-    class_weight: Tensor | None = settings.get("weight")
+    class_weight = settings.get("weight")
     if class_weight is None:
         return valid.sum()
     # int64, because torch accepts uint8 targets too, and an index of uint8 is a mask.
@@ -76,7 +76,7 @@ def _count_elements(settings: Settings, arguments: Arguments, targets: Arguments
 
 
 def _count_vectors(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
-    first: Tensor = arguments[0]  # one loss for each vector along the last axis
+    first = arguments[0]  # one loss for each vector along the last axis
     vectors = [value.shape[:-1] for value in arguments if value.dim() == first.dim()]
     return torch.broadcast_shapes(*vectors).numel()
 

@@ -135,7 +135,7 @@ class PerRow:
         """Return the sum of the values of a micro-batch, and their number or summed weights."""
         inputs, targets = split_batch(micro) if tree.is_sequence(micro) else part(model, micro)
         arguments = (*several(call(model, inputs)), *targets)
-        returned: Any = noted(self.function, *arguments)
+        returned = noted(self.function, *arguments)
         values, *weights = returned if isinstance(returned, tuple) else (returned,)
         rows = {len(one) for one in arguments if isinstance(one, Tensor) and one.dim()}
         if not isinstance(values, Tensor) or not values.dim() or (rows and len(values) not in rows):
@@ -187,7 +187,7 @@ class Additive(Loss):
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Call the function and check that it returned a scalar."""
-        value: Any = call_loss(self.function, model, micro)
+        value = call_loss(self.function, model, micro)
         if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
             raise LossError(
                 "Expected a real scalar tensor, of shape (), from the function in ab.Additive, got "
@@ -249,7 +249,7 @@ def bare_mean(micro: object = None) -> str:
 
 
 def _named(value: object, micro: object) -> Mapping[str, Total]:
-    totals: Any = {"loss": value} if isinstance(value, Total) else value
+    totals = {"loss": value} if isinstance(value, Total) else value
     if isinstance(totals, Mapping):
         wrong = {name: type(total).__name__ for name, total in totals.items() if not isinstance(total, Total)}
         if totals and not wrong:

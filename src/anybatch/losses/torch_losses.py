@@ -124,7 +124,7 @@ def summed_loss(loss: Any) -> SummedLoss | None:
     """
     if isinstance(loss, nn.Module):
         return _from_module(loss)
-    function: Any = loss.func if isinstance(loss, partial) else loss
+    function = loss.func if isinstance(loss, partial) else loss
     settings: Mapping[str, Any] = loss.keywords if isinstance(loss, partial) else {}
     kind = FUNCTIONS.get(cast("Any", function)) if callable(function) else None
     if kind is None:

@@ -174,6 +174,6 @@ def _axes_of(sample: Any) -> list[tuple[tuple[Any, int], int]]:
     found: list[tuple[tuple[Any, int], int]] = []
     for name, entry in entries.items():
         has_length = isinstance(entry, tuple | list | str | bytes)
-        shape: Sequence[int] = (len(entry),) if has_length else getattr(entry, "shape", ())
+        shape = (len(entry),) if has_length else getattr(entry, "shape", ())
         found += [((name, axis), int(size)) for axis, size in enumerate(shape)]
     return found
