@@ -95,16 +95,9 @@ class Batch:
     paddings: Sequence[Padding] = ()  # that each micro-batch leaves out
     # A key that rows of any length share: dtypes and numbers of dimensions, and what is trimmed.
     kind: tuple[Any, ...] = ()
-
-    @property
-    def like(self) -> Hashable:
-        """A key that rows of the same kind share: dtypes and sizes of one row, as far as known."""
-        return ()
-
-    @property
-    def trimmed(self) -> Sequence[str]:
-        """Paths of the tensors that are trimmed, each once."""
-        return ()
+    # A key that rows of the same kind share: dtypes and sizes of one row, as far as known.
+    like: Hashable = ()
+    trimmed: Sequence[str] = ()  # paths of the tensors that are trimmed, each once
 
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """Yield the rows in order, `micro_batch` at a time; the last micro-batch holds the remaining rows."""
@@ -159,7 +152,7 @@ class TensorBatch(Batch):
         self.given = self.whole = value
 
     @property
-    def like(self) -> Hashable:
+    def like(self) -> Hashable:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The dtype of each leaf and its size in one row."""
         return tuple([(leaf.dtype, leaf.shape[1:]) for leaf in self._nest.leaves])
 
@@ -202,7 +195,7 @@ class TrimmedBatch(TensorBatch):
         self.kind += tuple([(one.axes, one.is_left) for one in paddings])
 
     @property
-    def trimmed(self) -> list[str]:
+    def trimmed(self) -> list[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Paths of the tensors that are trimmed, each once."""
         short = [one for one in self.paddings if min(one.valid) < one.length]
         return list(dict.fromkeys(self._nest.paths[leaf] for one in short for leaf, _ in one.axes))

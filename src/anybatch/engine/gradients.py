@@ -179,9 +179,9 @@ class Apart:
             NonFinite: some are not finite; they were not added.
         """
         self._unscale = unscale
-        parts = [[*values]] if len(self.banks) == 1 else [[name] for name in values]
-        for index, names in enumerate(parts, 1):
-            self._at = names[0] if len(self.banks) > 1 else self._at
+        parts = [(self._at, [*values])] if len(self.banks) == 1 else [(name, [name]) for name in values]
+        for index, (bank, names) in enumerate(parts, 1):
+            self._at = bank
             self._backward(
                 [values[name] for name in names],
                 [cotangents[name] for name in names],

@@ -138,24 +138,23 @@ def _undo(part: Part, before: Snapshot, said: str, kind: type[core.AnybatchError
     Raises:
         AnybatchError: the forward has changed what cannot be put back; the message names it.
     """
-    task, what, got, lost, advice = part.task, "", "", "these", ""
-    task.strategy.undo(said, kind)
+    part.task.strategy.undo(said, kind)
     if written := before.written():
-        task.effects.writes(written)  # next time they are noted before
-        what, got = "to no parameter", f"{len(written)} that it had changed"
+        part.task.effects.writes(written)  # next time they are noted before
+        what, got, lost = "to no parameter", f"{len(written)} that it had changed", "these"
         advice = "load them again. From now on they are noted before each micro-batch."
     elif before.written_rows():
         what, got, lost = "not to its rows", "rows changed", "the rows"
         advice = "hand them over anew, and let the model work on a copy (x = x.clone())."
     elif tensors := before.written_tensors():
-        what, got = "to no tensor but buffers", f"{tensors} changed"
+        what, got, lost = "to no tensor but buffers", f"{tensors} changed", "these"
         advice = "register them as buffers, which are put back."
-    if advice:
-        raise kind(
-            f"Expected a forward that writes {what}, got {got} when a micro-batch was to be undone ({said}). "
-            f"No update was made, but {lost} are not as before: {advice}"
-        )
-    return before.undo_micro_batch()
+    else:
+        return before.undo_micro_batch()
+    raise kind(
+        f"Expected a forward that writes {what}, got {got} when a micro-batch was to be undone ({said}). "
+        f"No update was made, but {lost} are not as before: {advice}"
+    )
 
 
 def why_not_cut(part: Part, rows: int) -> str:

@@ -170,16 +170,15 @@ def _told(called: str, name: str, known: Sequence[str], places: Mapping[str, str
         return f"Expected parameters of {called}, {got}. {places[name]}"
     if name in _OPTIONS and "options" in known:
         return f"Expected {name} in the options, {got}. Write options=ab.Options({name}=...)."
-    foreign, trainers = _advice_on(name, _FOREIGN), _advice_on(name, _TRAINERS)
-    if called == "Trainer" and trainers:
-        return f"Expected parameters of Trainer, {got}. {trainers}"
+    if called == "Trainer" and (advice := _advice_on(name, _TRAINERS)):
+        return f"Expected parameters of Trainer, {got}. {advice}"
     if called == "Trainer" and name in {*_STEPS, *_OPTIONS}:
         written = f"{name}=..." if name in _STEPS else f"options=ab.Options({name}=...)"
         return f"Expected {name} in the step, {got}. Write ab.Step(..., {written})."
     if name in _STEPS and called == "Options":
         return f"Expected {name} beside the options, {got}. Write Step(..., {name}=...)."
-    if foreign:
-        return f"Expected parameters of {called}, {got}. {foreign}"
+    if advice := _advice_on(name, _FOREIGN):
+        return f"Expected parameters of {called}, {got}. {advice}"
     options = _OPTIONS if "options" in known else ()
     names = {one: f"options=ab.Options({one}=...)" for one in options} | {one: f"{one}=..." for one in known}
     close = get_close_matches(name, names, n=1)
