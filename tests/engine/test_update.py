@@ -119,7 +119,7 @@ def test_first_gradients_that_share_memory_are_summed_apart(name: str, way: str)
     cotangent = torch.ones(())  # the same for all micro-batches
     for _ in range(3):
         gradients.begin()
-        gradients.add([SHARED[name](a, b, leaf)], [cotangent])
+        gradients.add({"loss": SHARED[name](a, b, leaf)}, {"loss": cotangent})
     total = finish(gradients.parted(), {})
     if isinstance(gradients, Apart):
         gradients.close()

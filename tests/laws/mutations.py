@@ -123,9 +123,12 @@ def late_divisor_of_another_term(right: Any, division: Division, weights: Mappin
     return dict(zip(factors, values[1:] + values[:1], strict=True))
 
 
-@_in_place_of(Apart, "add_each")
-def one_bank_for_all_terms(right: Any, sums: Apart, values: Any, cotangents: Any, unscale: float) -> None:
-    sums.add([*values.values()], [cotangents[name] for name in values], unscale=unscale)
+@_in_place_of(Apart, "add")
+def one_bank_for_all_terms(add: Any, sums: Apart, *args: Any) -> None:
+    banks = sums.banks
+    sums.banks = {name: banks[name] for name in [*banks][:1]}
+    add(sums, *args)
+    sums.banks = banks
 
 
 @_in_place_of(Part, "_open")
@@ -242,7 +245,7 @@ attributes_left_by_a_first_pass = _put(
 
 @_in_place_of(Part, "cut_smaller")
 def a_half_that_is_forgotten(right: Any, schedule: Part, most: int) -> None:
-    rest = schedule._cut.after(schedule._done, most=most)
+    rest = Cut(tuple(schedule.left)).of_at_most(most)
     schedule._cut = Cut((*schedule._cut.parts[: schedule._done], *rest.parts[1:]))
 
 

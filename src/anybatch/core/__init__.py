@@ -28,6 +28,7 @@ from anybatch.core.callback import (
     bound as bound,
     call as call,
     check_callbacks as check_callbacks,
+    takes as takes,
 )
 from anybatch.core.columns import ColumnBatch as ColumnBatch, batch_of as batch_of
 from anybatch.core.errors import (
@@ -84,6 +85,8 @@ from anybatch.core.total import (
     weighted_mean as weighted_mean,
 )
 from anybatch.core.tree import (
+    is_mapping as is_mapping,
+    is_sequence as is_sequence,
     is_shard as is_shard,
     mould as mould,
     parts as parts,

@@ -58,28 +58,31 @@ def free_cache() -> None:
     getattr(in_use(), "empty_cache", tuple)()
 
 
+def _told(device: torch.device, name: str) -> Any:
+    """Return what this function of a device's module tells of it; None if there is none, as on a CPU."""
+    read = getattr(module_of(device), name, None)
+    return None if read is None else read(device)
+
+
 def peak_bytes(device: torch.device) -> int | None:
     """Return the peak of the bytes allocated on a device; None if they are not counted, as on a CPU."""
-    read = getattr(module_of(device), "max_memory_allocated", None)
-    return None if read is None else read(device)
+    return _told(device, "max_memory_allocated")
 
 
 def peak_unused(device: torch.device) -> int:
     """Return the peak of the bytes reserved, which a limit counts, less that of the bytes allocated."""
-    read = getattr(module_of(device), "max_memory_reserved", None)
-    return 0 if read is None else read(device) - (peak_bytes(device) or 0)
+    peak = _told(device, "max_memory_reserved")
+    return 0 if peak is None else peak - (peak_bytes(device) or 0)
 
 
 def reserved(device: torch.device) -> int:
     """Return the bytes that the allocator of a device holds; 0 if they are not counted."""
-    read = getattr(module_of(device), "memory_reserved", None)
-    return 0 if read is None else read(device)
+    return _told(device, "memory_reserved") or 0
 
 
 def allocated(device: torch.device) -> int:
     """Return the bytes allocated on a device; 0 if they are not counted."""
-    read = getattr(module_of(device), "memory_allocated", None)
-    return 0 if read is None else read(device)
+    return _told(device, "memory_allocated") or 0
 
 
 def forget_peak(device: torch.device) -> int | None:
@@ -133,8 +136,7 @@ def widened(value: torch.Tensor) -> torch.Tensor:
 
 def name_of(device: torch.device) -> str:
     """Return the name of the card, or the kind of device where it has none."""
-    read = getattr(module_of(device), "get_device_name", None)
-    return device.type if read is None else read(device)
+    return _told(device, "get_device_name") or device.type
 
 
 def has_streams(device: torch.device) -> bool:

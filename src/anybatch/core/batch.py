@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from anybatch.core.errors import BatchError
 
 Collate = Callable[[list[Any]], Any]
 
-_dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
+_dtype_and_axes = attrgetter("dtype", "ndim")
 _SHOWN = 4  # tensors in an error
 _NAMED = 32  # rows in an error
 
@@ -25,8 +25,8 @@ class Cut:
 
     Example:
         >>> cut = Cut.even(10, 4)
-        >>> cut.sizes, cut.after(1, most=3).parts
-        ((4, 4, 2), (range(4, 7), range(7, 10)))
+        >>> cut.sizes, cut.of_at_most(3).parts
+        ((4, 4, 2), (range(0, 3), range(3, 6), range(6, 9), range(9, 10)))
     """
 
     parts: tuple[Sequence[int], ...]  # row indices of each micro-batch; a `range` if they are adjacent
@@ -49,15 +49,18 @@ class Cut:
 
     def halved(self) -> "Cut":
         """Return the cut with each part of two or more rows split in two."""
-        halves = [(part[: -(-len(part) // 2)], part[-(-len(part) // 2) :]) for part in self.parts]
-        return Cut(tuple([half for pair in halves for half in pair if len(half)]))
+        return Cut(tuple([half for part in self.parts for half in _split(part, -(-len(part) // 2))]))
 
-    def after(self, done: int, *, most: int) -> "Cut":
-        """Return the rows after the first `done` parts, in order, in parts of at most `most` rows."""
-        left = self.parts[done:]
-        is_row_after_row = left and _are_adjacent(left)
-        rest = range(left[0][0], left[-1][-1] + 1) if is_row_after_row else [*chain.from_iterable(left)]
-        return Cut(tuple([rest[start : start + most] for start in range(0, len(rest), most)]))
+    def of_at_most(self, most: int) -> "Cut":
+        """Return the same rows, in order, in parts of at most `most` rows."""
+        parts = self.parts
+        is_row_after_row = parts and _are_adjacent(parts)
+        rows = range(parts[0][0], parts[-1][-1] + 1) if is_row_after_row else [*chain.from_iterable(parts)]
+        return Cut((*_split(rows, most),))
+
+
+def _split(rows: Sequence[int], most: int) -> list[Sequence[int]]:
+    return [rows[start : start + most] for start in range(0, len(rows), most)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +72,6 @@ class Padding:
     source: str  # the mask, token or labels that mark padding, in words
     axes: tuple[tuple[int, int], ...] = ()  # (index of a tensor, its axis of this length)
     is_left: bool = False  # True if padding is at the start
-
-    def longest(self, rows: Sequence[int]) -> int:
-        """Return the length of the longest of these rows without padding, at least 1."""
-        return max(1, *[self.valid[row] for row in rows])
-
-    def only(self, rows: Sequence[int]) -> "Padding":
-        """Return the padding of these rows."""
-        return replace(self, valid=tuple([self.valid[row] for row in rows]))
 
 
 class Micro(NamedTuple):
@@ -100,16 +95,9 @@ class Batch:
     paddings: Sequence[Padding] = ()  # that each micro-batch leaves out
     # A key that rows of any length share: dtypes and numbers of dimensions, and what is trimmed.
     kind: tuple[Any, ...] = ()
-
-    @property
-    def like(self) -> Hashable:
-        """A key that rows of the same kind share: dtypes and sizes of one row, as far as known."""
-        return ()
-
-    @property
-    def trimmed(self) -> Sequence[str]:
-        """Paths of the tensors that are trimmed, each once."""
-        return ()
+    # A key that rows of the same kind share: dtypes and sizes of one row, as far as known.
+    like: Hashable = ()
+    trimmed: Sequence[str] = ()  # paths of the tensors that are trimmed, each once
 
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """Yield the rows in order, `micro_batch` at a time; the last micro-batch holds the remaining rows."""
@@ -146,8 +134,8 @@ class Batch:
 
 
 def cut_sizes(rows: int, micro_batch: int) -> list[int]:
-    """Return the number of rows of each micro-batch."""
-    full, rest = divmod(rows, micro_batch)
+    """Return the number of rows of each micro-batch; none of no rows."""
+    full, rest = divmod(rows, micro_batch or 1)
     return [micro_batch] * full + [rest] * (rest > 0)
 
 
@@ -158,14 +146,13 @@ class TensorBatch(Batch):
 
     def __init__(self, value: object) -> None:
         self._nest = tree.flatten(value)
-        self.leaves: Sequence[Tensor] = self._nest.leaves  # in order of the nest
+        self.leaves = self._nest.leaves  # in order of the nest
         self.kind = (*map(_dtype_and_axes, self.leaves),)
         self.rows = _common_rows(self._nest, value)
-        self.given: Any = value
-        self.whole: Any = value
+        self.given = self.whole = value
 
     @property
-    def like(self) -> Hashable:
+    def like(self) -> Hashable:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The dtype of each leaf and its size in one row."""
         return tuple([(leaf.dtype, leaf.shape[1:]) for leaf in self._nest.leaves])
 
@@ -208,7 +195,7 @@ class TrimmedBatch(TensorBatch):
         self.kind += tuple([(one.axes, one.is_left) for one in paddings])
 
     @property
-    def trimmed(self) -> list[str]:
+    def trimmed(self) -> list[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Paths of the tensors that are trimmed, each once."""
         short = [one for one in self.paddings if min(one.valid) < one.length]
         return list(dict.fromkeys(self._nest.paths[leaf] for one in short for leaf, _ in one.axes))
@@ -226,7 +213,7 @@ class TrimmedBatch(TensorBatch):
             rows = self.callers(index)
             leaves = [*self.leaves]
             for padding in self.paddings:
-                longest = padding.longest(rows)
+                longest = max(1, *[padding.valid[row] for row in rows])
                 start = padding.length - longest if padding.is_left else 0
                 for leaf, axis in padding.axes:
                     leaves[leaf] = leaves[leaf].narrow(axis, start, longest)
@@ -236,7 +223,7 @@ class TrimmedBatch(TensorBatch):
     def only(self, indices: Sequence[int]) -> "TrimmedBatch":
         """Return a batch of these rows, trimmed in the same way."""
         rows = self.callers(indices)
-        paddings = [padding.only(rows) for padding in self.paddings]
+        paddings = [replace(one, valid=tuple([one.valid[row] for row in rows])) for one in self.paddings]
         return TrimmedBatch(TensorBatch(self.whole).only(rows).whole, paddings, range(len(rows)))
 
     def copied(self) -> "TrimmedBatch":
@@ -251,14 +238,14 @@ class TrimmedBatch(TensorBatch):
 class SampleBatch(Batch):
     """A list of samples, cut first; each micro-batch is collated separately, so padding stays short."""
 
-    __slots__ = ("collate", "given", "order", "rows", "whole")
+    # Never collated as a whole (`whole`): that would need the memory the cut saves.
+    __slots__ = ("collate", "given", "order", "rows")
 
     draws = True
 
     def __init__(self, samples: Sequence[Any], collate: Collate, order: Sequence[int] = ()) -> None:
         self.rows, self.order, self.collate = _num_samples(samples), order, collate
-        self.given: Any = samples
-        self.whole: Any = None  # never collated as a whole: that would need the memory the cut saves
+        self.given = samples
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
         """Yield each part, collated."""
@@ -326,17 +313,14 @@ def _common_rows(nest: tree.Nest, value: object) -> int:
     return rows
 
 
-def _disagreement(nest: tree.Nest, value: object) -> str:
+def _disagreement(nest: tree.Nest, value: Any) -> str:
     message = (
         f"Expected all tensors of a batch to agree in their first axis (the rows), got {_shapes(nest)}. "
         "Give each tensor one entry per row; what all rows share belongs in the model or the loss, and "
         "what is made of several rows (packed lengths, all boxes one after the other) in a collate=."
     )
-    if not isinstance(value, list):
-        return message
-    entries = cast("list[Any]", value)
-    if len(entries) <= _SHOWN and isinstance(entries[0], Tensor):  # as in [inputs, targets]
-        return message
+    if not isinstance(value, list) or (len(value) <= _SHOWN and isinstance(value[0], Tensor)):
+        return message  # as for [inputs, targets]
     return f"{message} A list of samples needs collate=, for instance torch.utils.data.default_collate."
 
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -159,11 +159,11 @@ def _fault(one: object) -> str:
         return f"the class {one.__name__}. Pass an object: {one.__name__}(...)."
     if _is_function(one):
         told = "which does not take a StepReport alone. A metric belongs in ab.Metrics(name=...)."
-        return "" if _takes(one, 1) else f"{one!r}, {told}"
+        return "" if takes(one, 1) else f"{one!r}, {told}"
     for name, nothing in _NOTHING.items():
         given = [*inspect.signature(nothing).parameters][1:]
         for function in bound([one], name):
-            if not _takes(function, len(given)):
+            if not takes(function, len(given)):
                 return f"{one!r} with another {name}(). Write def {name}({', '.join(['self', *given])})."
     has_any = any(bound([one], name) for name in _NOTHING)
     for name in [name for name in dir(one) if name[0] != "_" and name not in _NOTHING]:
@@ -180,7 +180,8 @@ def _fault(one: object) -> str:
     return "" if has_any else f"{one!r}, which has none of them. Give it one of {', '.join(_NOTHING)}."
 
 
-def _takes(function: Any, count: int) -> bool:
+def takes(function: Any, count: int) -> bool:
+    """Return True if a function may be called with so many positional arguments."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # unknown, as of some builtins
@@ -222,15 +223,14 @@ class Callbacks:
     @staticmethod
     def of(callbacks: Sequence[object]) -> "Callbacks":
         """Bind the methods of these callbacks."""
-        names = "attached", "begin", "micro_batch", "redone", "gradients", "parameters", "update"
+        *names, _ = [one.name for one in fields(Callbacks)]
         shown = tuple([one for one in callbacks if bound([one], "micro_gradients")])
         return Callbacks(**{name: bound(callbacks, name) for name in names}, of_micro_gradients=shown)
 
     @property
     def are_inside(self) -> bool:
         """True if any callback looks at more than the report of a step."""
-        inside = self.micro_batch, self.redone, self.gradients, self.parameters, self.of_micro_gradients
-        return any(inside)
+        return any((self.micro_batch, self.redone, self.gradients, self.parameters, self.of_micro_gradients))
 
     def due(self) -> Functions:
         """Return the functions that the gradients of a micro-batch are due to."""

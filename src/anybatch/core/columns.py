@@ -1,7 +1,8 @@
 """Columns of rows: lists with one entry for each row, such as the boxes of each image, cut as tensors are."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,17 +34,20 @@ def batch_of(value: Any, collate: Collate | None = None) -> Batch:
     """
     if collate is not None:
         return SampleBatch(value, collate)
-    if type(value) is tuple and all(type(one) is Tensor for one in cast("tuple[Any, ...]", value)):
+    if type(value) is tuple and {*map(type, value)} == {Tensor}:
         return TensorBatch(value)  # the usual case
-    lists = dict(_lists_in(value, "", is_top=True))
-    lone = cast("list[Any]", value) if isinstance(value, list) else []
+    ends = dict(_ends_of(value, "", lambda node: node is not value and _is_list(node)))
+    lists = {path: one for path, one in ends.items() if tree.is_sequence(one)}
+    is_list = isinstance(value, list)
+    lone = value if is_list else []
     if _are_alike(lone) and {len(lone)} >= _sizes_in(lone):
         raise BatchError(
             f"Expected tensors with the rows of the batch in front, got a list of {len(lone)} dicts, as if "
             "each were a sample. Pass collate= and a list of samples; if they are no samples, a dict in "
             "place of the list."
         )
-    rows = _rows_of({*_sizes_beside(value)}, lists, is_list=isinstance(value, list)) if lists else 0
+    beside = {_size_of(one) for one in ends.values() if isinstance(one, Tensor)}
+    rows = _rows_of(beside, lists, is_list=is_list) if lists else 0
     if not rows:
         return TensorBatch(value)
     column = _column(value, "", rows, is_top=True)
@@ -60,7 +64,7 @@ class ColumnBatch(SampleBatch):
 
 class _Column(NamedTuple):
     row: Callable[[int], Any]  # what belongs to a row
-    collate: Callable[[Sequence[Any]], Any]  # what belongs to some rows, in the caller's form
+    collate: Callable[[Any], Any]  # what belongs to some rows, in the caller's form
 
 
 def _rows_of(beside: set[int | None], lists: Mapping[str, Sequence[Any]], *, is_list: bool) -> int:
@@ -79,13 +83,14 @@ def _rows_of(beside: set[int | None], lists: Mapping[str, Sequence[Any]], *, is_
     if not beside and (len(sizes) != 1 or (len(lists) > 1 and has_labels)):
         sizes = lengths  # images of several sizes; images and their labels
     rows = next(iter(sizes), None) or 0
-    columns = [pair for path, one in lists.items() for pair in _columns_in(one, path, rows)]
+    ends = [end for path, one in lists.items() for end in _ends_of(one, path, partial(_is_column, rows))]
+    columns = [(path, one) for path, one in ends if tree.is_sequence(one)]
     if not columns or len(beside) > 1:  # tensors that disagree: a batch of tensors says so
         return 0
     for path, one in columns:
         for at, entry in enumerate(one):  # rows as lists of numbers are meant to be a tensor
-            if isinstance(entry, list | tuple):
-                tree.flatten(cast("Sequence[Any]", entry), path=f"{path}[{at}]")
+            if tree.is_sequence(entry):
+                tree.flatten(entry, path=f"{path}[{at}]")
         shapes = {getattr(entry, "shape", None) for entry in one}
         shape = shapes.pop() if beside and len(shapes) == 1 else None
         if len(one) != rows or shape is not None:
@@ -100,33 +105,39 @@ def _rows_of(beside: set[int | None], lists: Mapping[str, Sequence[Any]], *, is_
     return rows
 
 
-def _columns_in(node: Any, path: str, rows: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    if _is_list(node) and _is_column(node, rows):
+def _ends_of(node: Any, path: str, is_end: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a nest, and what is an end in it, by path; not what ends hold."""
+    found = None if is_end(node) else tree.parts(node)
+    if found is None:
         yield path, node
-    elif (found := tree.parts(node)) is not None:
+    else:
         for place, one in zip(tree.places(node), found, strict=True):
-            yield from _columns_in(one, f"{path}{place}", rows)
+            yield from _ends_of(one, f"{path}{place}", is_end)
 
 
 def _sizes_in(entries: Sequence[Any]) -> set[int | None]:
     """Return the first sizes of all tensors in a list; None among them for other entries."""
     try:
-        return {leaf.size(0) if leaf.dim() else None for leaf in tree.flatten(entries).leaves}
+        return {*map(_size_of, tree.flatten(entries).leaves)}
     except BatchError:
         return {None}
 
 
-def _is_column(entries: Sequence[Any], rows: int) -> bool:
+def _size_of(leaf: Tensor) -> int | None:
+    return leaf.size(0) if leaf.dim() else None
+
+
+def _is_column(rows: int, node: Any) -> bool:
     """Return False for a list of tensors of all rows, as several targets are, and for one without tensors."""
-    return not _sizes_in(entries) <= {rows} or (_are_alike(entries) and len(entries) == rows)
+    return _is_list(node) and (not _sizes_in(node) <= {rows} or (_are_alike(node) and len(node) == rows))
 
 
 def _column(node: Any, path: str, rows: int, *, is_top: bool = False) -> _Column:
     if isinstance(node, Tensor):
-        return _Column(node.__getitem__, _stacked)
+        return _Column(node.__getitem__, torch.stack)
     if node is None:
         return _Column(_nothing, _nothing)
-    if not is_top and _is_list(node) and _is_column(node, rows):
+    if not is_top and _is_column(rows, node):
         return _Column(node.__getitem__, tree.mould(node))
     found = tree.parts(node)
     if found is None:
@@ -143,34 +154,12 @@ def _column(node: Any, path: str, rows: int, *, is_top: bool = False) -> _Column
     return _Column(row, collate)
 
 
-def _stacked(several: Sequence[Tensor]) -> Tensor:
-    return torch.stack([*several])
-
-
 def _nothing(_: Any) -> None:
     pass
 
 
-def _lists_in(node: Any, path: str, *, is_top: bool = False) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield the lists and tuples of a nest that are neither its top nor in another, by their paths."""
-    if not is_top and _is_list(node):
-        yield path, node
-    elif (found := tree.parts(node)) is not None:
-        for place, one in zip(tree.places(node), found, strict=True):
-            yield from _lists_in(one, f"{path}{place}")
-
-
-def _sizes_beside(node: Any, *, is_top: bool = True) -> Iterator[int | None]:
-    """Yield the first size of each tensor that is in no such list."""
-    if isinstance(node, Tensor):
-        yield node.size(0) if node.dim() else None
-    elif is_top or not _is_list(node):
-        for one in tree.parts(node) or ():
-            yield from _sizes_beside(one, is_top=False)
-
-
 def _is_list(node: Any) -> bool:
-    return isinstance(node, list | tuple) and not hasattr(node, "_fields") and len(node) > 0
+    return tree.is_sequence(node) and not hasattr(node, "_fields") and len(node) > 0
 
 
 def _are_alike(entries: Sequence[Any]) -> bool:

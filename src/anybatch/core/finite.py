@@ -1,8 +1,8 @@
 """Checks for NaN and infinity, over many tensors at once."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -37,16 +37,15 @@ class Look:
                     flags[device][0].add_(~largest.isfinite())
             else:  # the kernel of torch's GradScaler, which also multiplies, here by 1
                 private.check_finite_(alike, *flags[device])
-        for device in dict.fromkeys(map(_FIRST, kinds)):
-            if flags[device][0].item():
+        for found, _ in flags.values():
+            if found.item():
                 return False
         self._flags = flags
         return True
 
 
 _Kind = tuple[torch.device, torch.dtype, torch.layout]
-_KIND: Callable[[Tensor], _Kind] = attrgetter("device", "dtype", "layout")
-_FIRST = itemgetter(0)
+_KIND = attrgetter("device", "dtype", "layout")
 _SCALED = frozenset({torch.float16, torch.float32})  # its CUDA kernel has no bfloat16, and looks in float32
 _REAL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -60,15 +59,11 @@ def _by_kind(tensors: Sequence[Tensor]) -> Mapping[_Kind, Sequence[Tensor]]:
     found: dict[_Kind, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            plain = _values(tensor)
+            plain = (tensor.coalesce().values() if tensor.is_sparse else tensor).detach()
+            plain = plain.resolve_conj().resolve_neg()
+            plain = torch.view_as_real(plain) if plain.is_complex() else plain
             found.setdefault(_KIND(plain), []).append(plain)
     return found
-
-
-def _values(tensor: Tensor) -> Tensor:
-    values = (tensor.coalesce().values() if tensor.is_sparse else tensor).detach()
-    values = values.resolve_conj().resolve_neg()
-    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

@@ -205,7 +205,7 @@ def kernels_before_autocast(kernels: Mapping[str, Callable[..., Any]]) -> Genera
         with _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_UNUSED)):
             return kernel(operator, *args, **kwargs)
 
-    library: Any = torch.library._scoped_library
+    library = torch.library._scoped_library
     with library("_", "IMPL") as others, library("aten", "IMPL") as named:
         others.fallback(torch.library.fallthrough_kernel, _UNUSED.name)
         for name, kernel in kernels.items():
@@ -403,8 +403,8 @@ _GLOBAL_HOOKS = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
 
 def default_generators(device_module: Any) -> Sequence[torch.Generator]:
     """Return the default generators of a module such as `torch.xpu`; MPS has one. If missing: none."""
-    found: Any = getattr(device_module, "default_generators", None)
-    mps: Any = getattr(device_module, "_get_default_mps_generator", None)
+    found = getattr(device_module, "default_generators", None)
+    mps = getattr(device_module, "_get_default_mps_generator", None)
     return found or (() if mps is None else (mps(),))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
 from numbers import Real
+from operator import add
 from typing import Generic, TypeVar
 
 import torch
@@ -155,6 +156,6 @@ def weighted_mean(measure: Callable[[Item], Total]) -> Fold[Item, Total, Number]
     return Fold(
         init=Total.zero,
         add=lambda total, item: total + measure(item),
-        merge=lambda left, right: left + right,
-        finish=lambda total: total.mean(),
+        merge=add,
+        finish=Total.mean,
     )

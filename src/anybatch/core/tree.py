@@ -4,7 +4,8 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, cast
+from operator import setitem
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -62,35 +63,46 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
     A container that occurs several times is visited once: a nest may be a graph.
     """
-    return _tensors_in(value, {})
+    seen: dict[int, Any] = {}  # holds references, so that no id is reused
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Tensor):
+            yield one
+        elif not isinstance(one, _PLAIN) and id(one) not in seen and (found := parts(one)):
+            seen[id(one)] = one
+            waiting += reversed(found)
 
 
-def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif not isinstance(value, _PLAIN) and id(value) not in seen:
-        found = parts(value)
-        if found:
-            seen[id(value)] = value  # a reference, so that the id is not reused
-            for one in found:
-                yield from _tensors_in(one, seen)
+def is_sequence(node: object) -> TypeGuard[Sequence[Any]]:
+    """Return True for a tuple or a list, whose entries may be anything."""
+    return isinstance(node, (tuple, list))  # `tuple | list` is not compiled by torch 2.6
+
+
+def is_mapping(node: object) -> TypeGuard[Mapping[Any, Any]]:
+    """Return True for a mapping, whose keys and values may be anything."""
+    return isinstance(node, Mapping)
 
 
 def parts(node: object) -> list[Any] | None:
     """Return the items, values or fields of a container, in order; None if `node` is no container."""
-    if isinstance(node, (tuple, list)):  # `tuple | list` is not compiled by torch 2.6
-        return list(cast("Sequence[Any]", node))
-    if isinstance(node, Mapping):
-        return list(cast("Mapping[Any, Any]", node).values())
-    return [getattr(node, name) for name in _fields(node)] if _is_record(node) else None
+    if is_sequence(node):
+        return list(node)
+    if is_mapping(node):
+        return list(node.values())
+    if not dataclasses.is_dataclass(node) or isinstance(
+        node, type | nn.Module
+    ):  # these may be dataclasses, too
+        return None
+    return [getattr(node, name) for name in _fields(node)]
 
 
 def places(node: Any) -> list[str]:
     """Return the key, position or field of each of the `parts` of a container, as in a path."""
-    if isinstance(node, (tuple, list)):
-        return [f"[{index}]" for index in range(len(cast("Sequence[Any]", node)))]
-    if isinstance(node, Mapping):
-        return [f"[{key!r}]" for key in cast("Mapping[Any, Any]", node)]
+    if is_sequence(node):
+        return [f"[{index}]" for index in range(len(node))]
+    if is_mapping(node):
+        return [f"[{key!r}]" for key in node]
     return [f".{name}" for name in _fields(node)]
 
 
@@ -100,62 +112,50 @@ def mould(node: Any) -> Callable[[Sequence[Any]], Any]:
     It never writes to `node`. It does not keep a plain tuple, list or dict alive, so their tensors can be
     freed.
     """
-    kind: Any = type(node)
-    if isinstance(node, (tuple, list)):
+    kind = type(node)
+    if is_sequence(node):
         return getattr(kind, "_make", kind)  # a named tuple takes its fields one by one
-    if isinstance(node, Mapping):
-        known = cast("Mapping[Any, Any]", node)
-        keys = tuple(known)
+    if is_mapping(node):
+        keys = tuple(node)
         # Python's own copy of any other mapping may share its items with the caller's.
-        copies_items = isinstance(known, dict) or hasattr(known, "__copy__")
-        if kind is dict or not (copies_items and isinstance(known, MutableMapping)):
+        copies_items = isinstance(node, dict) or hasattr(node, "__copy__")
+        if kind is dict or not (copies_items and isinstance(node, MutableMapping)):
             return lambda fresh: dict(zip(keys, fresh, strict=True))
-        return lambda fresh: _with_items(copy.copy(known), keys, fresh)
-    return lambda fresh: _with_fields(copy.copy(node), fresh)
+        return lambda fresh: _filled(node, setitem, keys, fresh)
+    # The `__setattr__` of a frozen dataclass refuses.
+    return lambda fresh: _filled(node, object.__setattr__, _fields(node), fresh)
 
 
-def _with_items(other: Any, keys: Sequence[Any], fresh: Sequence[Any]) -> Any:
-    # A copy keeps the subclass and its other attributes (a BatchEncoding, a ModelOutput).
+def _filled(
+    node: Any, put: Callable[[Any, Any, Any], None], keys: Sequence[Any], fresh: Sequence[Any]
+) -> Any:
+    other = copy.copy(node)  # which keeps the subclass and its other attributes (of a BatchEncoding)
     for key, part in zip(keys, fresh, strict=True):
-        other[key] = part
+        put(other, key, part)
     return other
-
-
-def _with_fields(other: Any, fresh: Sequence[Any]) -> Any:
-    for name, part in zip(_fields(other), fresh, strict=True):
-        object.__setattr__(other, name, part)  # also for frozen dataclasses
-    return other
-
-
-def _is_record(node: object) -> bool:
-    # A module or a class may be a dataclass, too.
-    return dataclasses.is_dataclass(node) and not isinstance(node, type | nn.Module)
 
 
 def _fields(node: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
 
 
-def _advice(node: object, path: str) -> str:
+def no_tensor(node: object, path: str) -> BatchError:
+    """Return the error for what is no tensor."""
+    advice = "Make it a tensor with one entry per row, or pass a list of samples to a step with a collate=."
     if type(node).__module__.startswith("numpy"):
-        return "Make it a tensor with torch.from_numpy."
-    if isinstance(node, bool):
-        return (
+        advice = "Make it a tensor with torch.from_numpy."
+    elif isinstance(node, bool):
+        advice = (
             "Pass a setting to the model in a loss function (model, micro); CLIP's loss is an ab.WholeBatch."
         )
-    if not path:
-        return (
+    elif not path:
+        advice = (
             "Make a DataLoader(dataset, batch_size=...); then, for batch in loader: step(batch), or "
             "ab.Trainer(step, loader).fit(epochs=...)."
         )
-    return "Make it a tensor with one entry per row, or pass a list of samples to a step with a collate=."
-
-
-def no_tensor(node: object, path: str) -> BatchError:
-    """Return the error for what is no tensor."""
     return BatchError(
         f"Expected tensors (or None) at every leaf of a batch, got a {type(node).__name__} at "
-        f"{path or 'the top'}. {_advice(node, path)}"
+        f"{path or 'the top'}. {advice}"
     )
 
 

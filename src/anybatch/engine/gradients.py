@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,10 +83,12 @@ class InPlace:
         awaited = any(parameter.grad is not None for parameter in self._awaited)
         return awaited or private.versions(self._sums) != self._versions
 
-    def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor], unscale: float = 1.0) -> None:
-        """One backward: add J^T c of these scalars, each with its own cotangent; `unscale` is 1."""
+    def add(
+        self, values: Mapping[str, Tensor], cotangents: Mapping[str, Tensor], unscale: float = 1.0
+    ) -> None:
+        """One backward: add J^T c of the scalar of each term, with its own cotangent c; `unscale` is 1."""
         self._has_flowed = True
-        private.run_backward(values, cotangents)
+        private.run_backward([*values.values()], [*map(cotangents.__getitem__, values)])
 
     def _own_memory(self) -> None:
         """Give each new `.grad` memory of its own, before anything is added to it in place.
@@ -141,8 +143,8 @@ class Apart:
         *,
         dtype: torch.dtype | None,
         names: Sequence[str],
-        is_looked_at: bool,
-        is_whole: bool,
+        is_looked_at: bool = False,
+        is_whole: bool = True,
         tell: Callable[[Mapping[str, Mapping[nn.Parameter, Tensor]]], object] | None = None,
     ) -> None:
         self._parameters = parameters
@@ -166,26 +168,26 @@ class Apart:
         self.has_accepted = False
         self._waiting, self._nbytes = {}, 0
 
-    def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor], unscale: float = 1.0) -> None:
-        """One backward into the first bank; its gradients are multiplied by `unscale`, a power of two.
+    def add(
+        self, values: Mapping[str, Tensor], cotangents: Mapping[str, Tensor], unscale: float = 1.0
+    ) -> None:
+        """One backward into the only bank, or one of each term into its own; all are added at the end.
+
+        Gradients are multiplied by `unscale`, a power of two.
 
         Raises:
             NonFinite: some are not finite; they were not added.
         """
         self._unscale = unscale
-        self._backward(values, cotangents)
-        self.commit(values)
-
-    def add_each(
-        self, values: Mapping[str, Tensor], cotangents: Mapping[str, Tensor], unscale: float
-    ) -> None:
-        """One backward per term, each into its own bank; all are added at the end."""
-        self._unscale = unscale
-        last = len(values) - 1
-        for index, (name, value) in enumerate(values.items()):
-            self._at = name
-            self._backward([value], [cotangents[name]], retain_graph=index < last)
-        self.commit(list(values.values()))
+        parts = [(self._at, [*values])] if len(self.banks) == 1 else [(name, [name]) for name in values]
+        for index, (bank, names) in enumerate(parts, 1):
+            self._at = bank
+            self._backward(
+                [values[name] for name in names],
+                [cotangents[name] for name in names],
+                retain_graph=index < len(parts),
+            )
+        self.commit([*values.values()])
 
     def commit(self, values: Sequence[Tensor] = ()) -> None:
         """Add what waits, after a look at it and at the values that it came from."""
@@ -240,13 +242,13 @@ class Apart:
                     parameter.grad = None
                     bank[parameter] = gradient
 
-    def _take(self, parameter: Tensor) -> None:
+    def _take(self, parameter: Any) -> None:
         """Hold a finished gradient until a bucket is full."""
         gradient = parameter.grad
         if not self._in_backward or gradient is None:
             return
         parameter.grad = None
-        self._waiting.setdefault(self._at, {})[cast("nn.Parameter", parameter)] = gradient
+        self._waiting.setdefault(self._at, {})[parameter] = gradient
         self._nbytes += 0 if gradient.is_sparse else gradient.nbytes
         if self._look is None or self._nbytes > BUCKET:
             del gradient
@@ -260,21 +262,21 @@ class Apart:
             return
         fresh = {p: self._first(p, g) for p, g in bank.items() if p not in sums}
         later = [(p, g.resolve_conj()) for p, g in bank.items() if p in sums]
-        self.has_accepted = self.has_accepted or bool(fresh or later)
+        self.has_accepted = self.has_accepted or bool(bank)
         plain = [(p, g) for p, g in later if _is_plain(sums[p]) and _is_plain(g) and g.dtype == sums[p].dtype]
         if plain:
             private.foreach_add_([sums[p] for p, _ in plain], [g for _, g in plain], alpha=self._unscale)
-        if len(plain) < len(later):
-            done = {p for p, _ in plain}
-            rest = [(p, g) for p, g in later if p not in done]
-            for p, g in sorted(rest, key=lambda pair: pair[1].is_sparse):  # sparse ones last
-                sums[p] = sums[p].add_(g, alpha=self._unscale)
+        done = {p for p, _ in plain}
+        rest = [(p, g) for p, g in later if p not in done]
+        for p, g in sorted(rest, key=lambda pair: pair[1].is_sparse):  # sparse ones last
+            sums[p] = sums[p].add_(g, alpha=self._unscale)
         sums.update(fresh)
 
     def _first(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         """Return the first sum of a parameter, in memory of its own."""
         dtype, gradient = self._dtypes[parameter], gradient.resolve_conj().resolve_neg()
-        if gradient.dtype == dtype and _is_alone(gradient):
+        is_alone = gradient.layout is torch.strided and private.holders(gradient) <= private.ALONE
+        if gradient.dtype == dtype and is_alone:
             return gradient if self._unscale == 1.0 else gradient.mul_(self._unscale)
         wide = torch.promote_types(gradient.dtype, dtype)  # without its scale it may fit the sums only so
         value = gradient.to(wide, copy=True)
@@ -301,8 +303,8 @@ def _add_together(
     return True
 
 
-_gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad")
-_kind: Callable[[Any], object] = attrgetter("dtype", "layout")
+_gradient_of = attrgetter("grad")
+_kind = attrgetter("dtype", "layout")
 
 
 # What torch adds in one go, whatever its strides. Complex tensors may be conjugated lazily.
@@ -313,10 +315,6 @@ _PLAIN = frozenset(
 
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_conj()
-
-
-def _is_alone(gradient: Tensor) -> bool:
-    return gradient.layout is torch.strided and private.holders(gradient) <= private.ALONE
 
 
 def is_own_hook(hook: object) -> bool:

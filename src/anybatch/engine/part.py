@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import core
-from anybatch.core import torch_private as private, tree
+from anybatch.core import tree
 from anybatch.engine.gradients import Apart, InPlace, accumulation_dtype
 from anybatch.engine.plan import Plan
-from anybatch.engine.sums import UNDECIDED, Division, Redone, Sums
+from anybatch.engine.sums import UNDECIDED, Division, Sums
 from anybatch.engine.task import Reader, Task
 from anybatch.losses import Evaluated, Loss, Share
 from anybatch.state import Snapshot, rng
@@ -26,7 +26,7 @@ NO_READER = Reader()
 class Tried(NamedTuple):
     """The experience of earlier attempts at one `add`."""
 
-    redone: tuple[Redone, ...] = ()
+    redone: tuple[int, ...] = ()  # as of `Sums`
     is_guarded: bool = False  # look at each micro-batch before it is added
     scale_limit: float = math.inf  # the largest loss scale
     last: frozenset[int] = frozenset()  # first rows of micro-batches that were tried again uncut
@@ -50,7 +50,7 @@ class Ways:
         # If the batch is not cut, the loss is torch's own, bit-identical. The total weight of a window, or of
         # several ranks, is unknown before its end.
         is_open = not is_whole or task.strategy.is_many or bool(task.guess)
-        self.loss: Loss = task.loss if plan.is_cut or is_open else task.loss.uncut()
+        self.loss = task.loss if plan.is_cut or is_open else task.loss.uncut()
         # gradients of a micro-batch, until it is over
         self.holds_whole = not is_whole or task.strategy.is_lockstep
         self.is_late = is_open or (plan.non_finite == "drop" and plan.is_cut)
@@ -91,6 +91,7 @@ class Part:
         reader: of their cost; None for none.
         is_guarded: look at each micro-batch before it is added.
         tried: grows while micro-batches are undone.
+        scale_limit: the largest loss scale of the current micro-batch.
         scale_before: the loss scale before the current micro-batch lowered it; None if it has not.
     """
 
@@ -112,7 +113,7 @@ class Part:
         self._window = window
         if window is not None:
             sums.division = window.division
-        self.tried, self._scale_limit = tried, tried.scale_limit
+        self.tried, self.scale_limit = tried, tried.scale_limit
         self._share = share
         self._cut, self._done = ways.plan.parts, 0
         self.scale_before: dict[str, float] | None = None
@@ -178,7 +179,7 @@ class Part:
                 before.begin()
             self._micro = micro = next(micro_batches)
             if self.sums.scale_before is not None:
-                self.task.scale.begin(self.tried.scale_limit)
+                self.task.scale.begin(self.scale_limit)
             gradients, reader = self.sums.gradients, self.reader
             if gradients is not None:
                 gradients.begin()
@@ -192,8 +193,7 @@ class Part:
         self._done += 1
         self._is_told = True
         self.scale_before = self._micro = None
-        if self.tried.scale_limit != self._scale_limit:  # a fixed loss scale comes back for the next one
-            self.tried = self.tried._replace(scale_limit=self._scale_limit)
+        self.scale_limit = self.tried.scale_limit  # a fixed loss scale comes back for the next one
 
     def leave_out(self) -> None:
         """Drop the current micro-batch: neither its rows nor their weight count."""
@@ -207,7 +207,7 @@ class Part:
         """Cut the rows that are left into micro-batches of at most so many rows."""
         left = core.Cut(tuple(self.left))
         # Parts that were cut by tokens differ in rows, but all need as much memory.
-        rest = left.halved() if self.batch.order else left.after(0, most=most)
+        rest = left.halved() if self.batch.order else left.of_at_most(most)
         self._cut = core.Cut((*self._cut.parts[: self._done], *rest.parts))
 
     def sizes(self) -> list[int]:
@@ -238,11 +238,9 @@ class Part:
         if self._micro is not None:
             with suppress(core.BatchError):  # `collate` may return other objects
                 rows = tree.flatten(self._micro.rows).leaves
-        buffers = [one for each in network.modules for one in private.buffers_of(each).values()]
+        buffers = network.state.buffers_now()
         found = {"rows": rows, "parameters": network.everyone, "buffers": buffers}
-        places = {
-            name: sorted({str(one.device) for one in ones if one is not None}) for name, ones in found.items()
-        }
+        places = {name: sorted({str(one.device) for one in ones}) for name, ones in found.items()}
         told = [f"{name} on {' and '.join(ones)}" for name, ones in places.items() if ones]
         if len({*chain.from_iterable(places.values())}) < 2:
             return ""
@@ -301,8 +299,10 @@ class Part:
         task = self.task
         due = task.callbacks.due() if task.callbacks.of_micro_gradients else ()
         if self.is_guarded or due or len(banks) > 1 or not ways.can_add_in_place:
-            gradients = sums.apart(
-                banks,
+            gradients = Apart(
+                task.network.parameters,
+                dtype=ways.plan.accumulation_dtype,
+                names=banks,
                 is_looked_at=self.is_guarded,
                 is_whole=bool(due) or ways.holds_whole or ways.plan.non_finite == "drop",
                 tell=partial(self._tell, due) if due else None,
@@ -400,10 +400,7 @@ class Part:
         gradients, division, scale = self.sums.gradients, self.sums.division, self.task.scale.value
         assert gradients is not None  # noqa: S101 - `evaluate` has opened them
         cotangents = cotangents or division.cotangents.get(scale) or division.made_cotangents(scale)
-        if isinstance(gradients, Apart) and division.divisors is None and len(cotangents) > 1:
-            gradients.add_each(flowing, cotangents, 1 / scale)
-        else:
-            gradients.add([*flowing.values()], [*map(cotangents.__getitem__, flowing)], 1 / scale)
+        gradients.add(flowing, cotangents, 1 / scale)
 
     @property
     def has_accepted(self) -> bool:

@@ -103,17 +103,17 @@ class Plan:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Rows of each micro-batch, in order."""
-        return self.cut or tuple(cut_sizes(self.rows, self.micro_batch) if self.rows else ())
+        return self.cut or tuple(cut_sizes(self.rows, self.micro_batch))
 
     @property
     def parts(self) -> Cut:
         """The row indices of each micro-batch, in order."""
-        return _parts(self.rows, self.micro_batch, self.cut) if self.rows else Cut(())
+        return _parts(self.rows, self.micro_batch, self.cut)
 
     @property
     def micro_batches(self) -> int:
         """How many micro-batches the batch is cut into."""
-        return len(self.cut) or (-(-self.rows // self.micro_batch) if self.rows else 0)
+        return len(self.cut) or -(-self.rows // (self.micro_batch or 1))
 
     @property
     def accumulation_dtype(self) -> torch.dtype | None:
@@ -147,6 +147,8 @@ class Plan:
             ) from None
 
     def __str__(self) -> str:
+        counts = Counter(policy for _, policy in self.blocks)
+        blocks = [f"{policy} {count}" for policy, count in sorted(counts.items())]
         table = {
             "rows": str(self.rows) if self.rows else "as they come",
             "micro_batch": self._cut_in_words(),
@@ -155,7 +157,7 @@ class Plan:
             **({} if math.isinf(self.clip_value) else {"clip_value": str(self.clip_value)}),
             "accumulate": self.accumulate,
             **({} if self.batch_norm is None else {"batch_norm": self.batch_norm}),
-            "blocks": self._blocks_in_words(),
+            "blocks": ", ".join(blocks) or "all kept",
             "foreach": "as set" if self.foreach is None else "yes" if self.foreach else "no",
             "precision": str(self.precision),
             "non_finite": self.non_finite,
@@ -172,14 +174,10 @@ class Plan:
         full, rest = divmod(self.rows, self.micro_batch)
         return f"{full} x {self.micro_batch} rows" + f", then {rest}" * (rest > 0)
 
-    def _blocks_in_words(self) -> str:
-        counts = Counter(policy for _, policy in self.blocks)
-        return ", ".join(f"{policy} {count}" for policy, count in sorted(counts.items())) or "all kept"
-
 
 @lru_cache(maxsize=256)  # batches of an epoch have one or two sizes
 def _parts(rows: int, micro_batch: int, sizes: tuple[int, ...]) -> Cut:
-    return Cut.of_sizes(sizes) if sizes else Cut.even(rows, micro_batch)
+    return Cut.of_sizes(sizes or cut_sizes(rows, micro_batch))
 
 
 def parse_dtype(name: str) -> torch.dtype:

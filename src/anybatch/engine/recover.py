@@ -1,13 +1,11 @@
 """Recovery: undo the micro-batch that failed; then cut the rest smaller, restart the `add`, or raise."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from anybatch import core
 from anybatch.batchnorm import names_of_batch_norms
-from anybatch.engine.part import Part, Tried
-from anybatch.engine.sums import Redone
+from anybatch.engine.part import Part
 from anybatch.losses import EvaluateAgain
 from anybatch.state import Snapshot, rng
 
@@ -18,18 +16,11 @@ _AT_END = -2  # in `Tried.last`: memory ran out after the last micro-batch
 class Restart(Exception):  # noqa: N818
     """A request to undo this `add` and begin it again, with another plan and what was tried so far."""
 
-    def __init__(
-        self, part: Part, sizes: Sequence[int], *, is_guarded: bool = False, scale: float = math.inf
-    ) -> None:
+    def __init__(self, part: Part, sizes: Sequence[int]) -> None:
         super().__init__(f"to be cut into {tuple(sizes)}")
-        tried = part.tried
         self.plan = replace(part.ways.plan, cut=tuple(sizes))
-        self.tried = Tried(
-            redone=tuple(part.sums.redone),
-            is_guarded=is_guarded or tried.is_guarded,
-            scale_limit=min(scale, tried.scale_limit),
-            last=tried.last,
-        )
+        redone = tuple(part.sums.redone)
+        self.tried = part.tried._replace(redone=redone, scale_limit=part.scale_limit)
 
 
 class NotUndoneError(core.NonFiniteLossError):
@@ -82,7 +73,7 @@ def _recover_memory(said: str, part: Part, before: Snapshot) -> None:
     is_complete = _undo(part, before, said, core.OutOfMemoryError)
     core.call(task.callbacks.redone, core.MicroBatchRedone(index=part.count, rows=rows, reason=said))
     reason = why_not_cut(part, rows)
-    part.sums.redone.append(Redone(rows, may_be_cut=not reason))
+    part.sums.redone.append(0 if reason else rows)
     first = -1 if is_first_pass else left[0][0]
     if reason and first in part.tried.last:
         raise core.OutOfMemoryError(
@@ -114,10 +105,10 @@ def _recover_from_overflow(where: str, part: Part, before: Snapshot) -> None:
     part.scale_before = part.scale_before or scale.state()
     if where == "gradient" and scale.give_way():
         core.call(task.callbacks.redone, core.MicroBatchRedone(index=part.count, rows=len(rows), reason=said))
-        part.sums.redone.append(Redone(len(rows), may_be_cut=False))
+        part.sums.redone.append(0)
+        part.scale_limit = scale.value
         if part.has_accepted or not is_complete:
-            raise Restart(part, part.sizes(), scale=scale.value)
-        part.tried = part.tried._replace(scale_limit=scale.value)
+            raise Restart(part, part.sizes())
         return
     scale.load(part.scale_before)  # it was not at fault, and would take many updates to come back
     is_tied = part.loss_of(rows).tied
@@ -147,24 +138,23 @@ def _undo(part: Part, before: Snapshot, said: str, kind: type[core.AnybatchError
     Raises:
         AnybatchError: the forward has changed what cannot be put back; the message names it.
     """
-    task, what, got, lost, advice = part.task, "", "", "these", ""
-    task.strategy.undo(said, kind)
+    part.task.strategy.undo(said, kind)
     if written := before.written():
-        task.effects.writes(written)  # next time they are noted before
-        what, got = "to no parameter", f"{len(written)} that it had changed"
+        part.task.effects.writes(written)  # next time they are noted before
+        what, got, lost = "to no parameter", f"{len(written)} that it had changed", "these"
         advice = "load them again. From now on they are noted before each micro-batch."
     elif before.written_rows():
         what, got, lost = "not to its rows", "rows changed", "the rows"
         advice = "hand them over anew, and let the model work on a copy (x = x.clone())."
     elif tensors := before.written_tensors():
-        what, got = "to no tensor but buffers", f"{tensors} changed"
+        what, got, lost = "to no tensor but buffers", f"{tensors} changed", "these"
         advice = "register them as buffers, which are put back."
-    if advice:
-        raise kind(
-            f"Expected a forward that writes {what}, got {got} when a micro-batch was to be undone ({said}). "
-            f"No update was made, but {lost} are not as before: {advice}"
-        )
-    return before.undo_micro_batch()
+    else:
+        return before.undo_micro_batch()
+    raise kind(
+        f"Expected a forward that writes {what}, got {got} when a micro-batch was to be undone ({said}). "
+        f"No update was made, but {lost} are not as before: {advice}"
+    )
 
 
 def why_not_cut(part: Part, rows: int) -> str:
@@ -194,14 +184,13 @@ def restart_after_end(part: Part, *, is_memory: bool) -> Restart | None:
     """
     sums = part.sums
     if not is_memory:
-        return (
-            None
-            if part.is_guarded or part.ways.adds_over_ranks
-            else Restart(part, sums.rows, is_guarded=True)
-        )
+        if part.is_guarded or part.ways.adds_over_ranks:
+            return None
+        part.tried = part.tried._replace(is_guarded=True)
+        return Restart(part, sums.rows)
     rows = max(sums.rows, default=0)
     if _AT_END in part.tried.last or part.task.strategy.is_many or not rows or why_not_cut(part, rows):
         return None
     part.tried = part.tried._replace(last=part.tried.last | {_AT_END})
-    sums.redone.append(Redone(rows, may_be_cut=True))
+    sums.redone.append(rows)
     return Restart(part, core.Cut.of_sizes(sums.rows).halved().sizes)

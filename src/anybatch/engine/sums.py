@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -63,11 +63,15 @@ class Division:
         made: dict[str, Tensor] = {}
         for name, (dtype, device) in self.like.items():
             if self.divisors is None:
-                made[name] = torch.full((), scale / self.provisional[name], dtype=dtype, device=device)
+                coefficient, divisor = 1.0, self.provisional[name]
             else:
-                divisor = 1 if self.is_divided else self.divisors[name]
-                cotangent = _cotangent(self.coefficients[name], divisor, dtype, device)
-                made[name] = cotangent if scale == 1.0 else cotangent * scale
+                coefficient, divisor = self.coefficients[name], 1 if self.is_divided else self.divisors[name]
+            if isinstance(divisor, Tensor) and not divisor.is_cpu:
+                divisor = divisor.to(device, dtype)
+            value = _quotient(coefficient, divisor)
+            if not isinstance(value, Tensor):
+                value = torch.full((), value, dtype=dtype, device=device)
+            made[name] = value if scale == 1.0 else value * scale
         self.cotangents[scale] = made
         return made
 
@@ -80,13 +84,6 @@ class Division:
 
 
 UNDECIDED = Division(coefficients={}, divisors=None, provisional={}, is_counted=False, is_divided=False)
-
-
-class Redone(NamedTuple):
-    """A micro-batch that was undone: memory ran out in it, or its gradient overflowed."""
-
-    rows: int
-    may_be_cut: bool  # smaller micro-batches would fit and give the same result
 
 
 class Sums:
@@ -105,7 +102,8 @@ class Sums:
         rows: rows of each micro-batch that was added or left out.
         total: rows of all of them.
         dropped: rows of micro-batches that were left out.
-        redone: micro-batches that were undone.
+        redone: rows of each micro-batch that was undone because memory ran out in it, 0 if smaller ones would
+            not fit or change the result, or if its gradient overflowed.
         has_flowed: a loss had a gradient.
         scale_before: the loss scale before the first micro-batch; None where none is in use.
         agreed: totals of all ranks; None in one process.
@@ -120,7 +118,7 @@ class Sums:
         self.weights: list[Mapping[str, Number]] = []
         self.rows: list[int] = []
         self.total = self.dropped = 0
-        self.redone: list[Redone] = []
+        self.redone: list[int] = []
         self.has_flowed = False
         self.scale_before = task.scale.state() if task.scale.is_on else None
         self.agreed: Agreed | None = None
@@ -149,7 +147,11 @@ class Sums:
         if other.gradients is not None:
             if self.gradients is None:
                 self.division = other.division
-                self.gradients = self.apart([*self.division.coefficients])
+                self.gradients = Apart(
+                    self.task.network.parameters,
+                    dtype=self.plan.accumulation_dtype,
+                    names=[*self.division.coefficients],
+                )
             assert isinstance(self.gradients, Apart)  # noqa: S101 - a window of several adds has no others
             self.gradients.take(other.gradients)
         self.values += other.values
@@ -159,19 +161,6 @@ class Sums:
         self.redone += other.redone
         self.dropped += other.dropped
         self.has_flowed = self.has_flowed or other.has_flowed
-
-    def apart(
-        self, names: Sequence[str], *, is_looked_at: bool = False, is_whole: bool = True, tell: Any = None
-    ) -> Apart:
-        """Make gradient sums of this plan that are held beside `.grad`."""
-        return Apart(
-            self.task.network.parameters,
-            dtype=self.plan.accumulation_dtype,
-            names=names,
-            is_looked_at=is_looked_at,
-            is_whole=is_whole,
-            tell=tell,
-        )
 
     def weigh(self) -> dict[str, Number]:
         """Return the weight of each term over all micro-batches, on its device; `read` checks it."""
@@ -208,22 +197,22 @@ class Sums:
             NonFiniteLossError: a summed loss is not finite; the message names its rows.
         """
         if self.agreed is not None:  # all ranks have checked theirs
-            known = to_host(weights)
-            self.totals = {name: self.agreed.totals[name] for name in known}
-            return known, all_to_host(others)
+            found = all_to_host([*weights.values(), *others])
+            self.totals = {name: self.agreed.totals[name] for name in weights}
+            return dict(zip(weights, found, strict=False)), found[len(weights) :]
         weighed = self.weights if weights else []
         sums = [one[name] for name in weights for one in self.values]
         added = [one[name] for one in weighed for name in one]
-        found = iter(all_to_host([*weights.values(), *added, *sums, *others]))
-        known = {name: next(found) for name in weights}
-        hosted = [{name: next(found) for name in one} for one in weighed]
+        hosts = iter(all_to_host([*weights.values(), *added, *sums, *others]))
+        known = {name: next(hosts) for name in weights}
+        hosted = [{name: next(hosts) for name in one} for one in weighed]
         self._check(known, hosted)
         for name, weight in known.items():
-            values = [next(found) for _ in self.values]
+            values = [next(hosts) for _ in self.values]
             if not (is_dry or all(map(math.isfinite, values))) and weight:
                 self._refuse(values, name)
             self.totals[name] = math.fsum(values)
-        return known, [*found]
+        return known, [*hosts]
 
     def _check(self, known: Mapping[str, float], hosted: Sequence[Mapping[str, float]]) -> None:
         """Refuse weights that are negative, not finite, or not those that were promised."""
@@ -276,7 +265,7 @@ class Sums:
 
     def too_large(self) -> int:
         """Return the rows of the smallest micro-batch that is to be smaller from now on; 0 for none."""
-        return min([one.rows for one in self.redone if one.may_be_cut], default=0)
+        return min(filter(None, self.redone), default=0)
 
     def close(self) -> None:
         """Remove hooks from the parameters."""
@@ -292,7 +281,7 @@ def _kept(value: Number) -> Number:
     """
     if not isinstance(value, Tensor):
         return value
-    if value.device.type == "cpu":
+    if value.is_cpu:
         return value.item()
     value = value.detach()
     return value.clone() if value.untyped_storage().nbytes() > value.element_size() else value
@@ -327,28 +316,15 @@ def all_to_host(values: Sequence[Number]) -> list[float]:
     return [next(found) if isinstance(one, Tensor) and not one.is_cpu else float(one) for one in values]
 
 
-def to_host(weights: Mapping[str, Number]) -> dict[str, float]:
-    """Return weights as numbers."""
-    return dict(zip(weights, map(float, weights.values()), strict=True))
-
-
 def _stand_in(weight: Number, rows: int) -> float:
     """Return the power of two nearest a weight on the host, or nearest the rows: a device need not stop."""
-    is_far = isinstance(weight, Tensor) and weight.device.type != "cpu"
+    is_far = isinstance(weight, Tensor) and not weight.is_cpu
     size = rows if is_far else float(weight) or rows
     return 2.0 ** round(math.log2(size)) if 0 < size < math.inf else 1.0
 
 
-def _cotangent(coefficient: float, divisor: Number, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return coefficient / divisor as a scalar like the sum it flows into; 0 if nothing is to be divided."""
-    if isinstance(divisor, Tensor) and divisor.device.type != "cpu":
-        divisor = divisor.to(device, dtype)
-    value = _quotient(coefficient, divisor)
-    return value if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=device)
-
-
 def _quotient(coefficient: float, divisor: Number) -> Number:
     """Return coefficient / divisor, or 0 if the divisor is 0; on its device, which need not stop for it."""
-    if isinstance(divisor, Tensor) and divisor.device.type != "cpu":
+    if isinstance(divisor, Tensor) and not divisor.is_cpu:
         return torch.where(divisor == 0, 0, coefficient / divisor)
     return coefficient / float(divisor) if divisor else 0.0

@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import unwrap
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +127,7 @@ class _Noted:
         self._is_known = _is_known(optimizer)
         if not self._is_known:
             return
-        state: Any = optimizer.state
+        state = optimizer.state
         self._slots = {p: slots.copy() for p, slots in state.items() if isinstance(slots, dict)}
         held = [one for slots in self._slots.values() for one in slots.values() if isinstance(one, Tensor)]
         parameters = owned([optimizer])
@@ -141,12 +141,12 @@ class _Noted:
             return _UNKNOWN
         if private.versions(self._watched) != self._versions:
             return _TORN
-        state: Any = self._optimizer.state
+        state = self._optimizer.state
         for parameter in [*state]:
             if parameter not in self._slots:
                 del state[parameter]
             elif isinstance(state[parameter], dict):
-                slots: dict[str, Any] = state[parameter]
+                slots = state[parameter]
                 slots.clear()
                 slots.update(self._slots[parameter])
         return ""
@@ -232,7 +232,7 @@ def check_optimizers(optimizer: object, known: Iterable[nn.Parameter]) -> tuple[
                 f"Expected every parameter in one optimizer, got {len(shared)} in optimizers "
                 f"{owners[shared[0]]} and {index}. Each update would be made twice; give it to one of them."
             )
-    return cast("tuple[Optimizer, ...]", optimizers)
+    return optimizers
 
 
 def check_schedulers(scheduler: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
@@ -257,11 +257,11 @@ def check_schedulers(scheduler: object, optimizers: Sequence[Optimizer]) -> tupl
                 f"Expected {type(one).__name__} to schedule an optimizer of this step, got one for another. "
                 "Make it from the same optimizer."
             )
-    return cast("tuple[LRScheduler, ...]", schedulers)
+    return schedulers
 
 
 _EXAMPLE = "Pass torch.optim.SGD(model.parameters(), lr=...) or another."
 
 
-def _as_tuple(given: Any) -> tuple[object, ...]:
-    return tuple(given) if isinstance(given, list | tuple) else (given,)
+def _as_tuple(given: Any) -> tuple[Any, ...]:
+    return tuple(given) if core.is_sequence(given) else (given,)

@@ -12,6 +12,7 @@ from torch import Tensor
 from anybatch.core import BatchError, batch_of, tree
 
 _PLAIN = (bool, int, float, str)
+# What kernels for flat sequences get, by its name in transformers.
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _IGNORED = -100  # label of a document's first token, which packing sets: no token before it tells it
 _ENTRIES, _ROWS = "entries", "rows"  # of a batch that is a list with one entry for each row
@@ -39,15 +40,19 @@ def apart(
     paired, back = _pairs(batch) if is_paired else (batch, _as_it_is)
     rows, fill = without_shared(paired, has_lists=has_lists)
     if may_be_one and not _has_rows(rows):
-        return _column([batch]), _only
+        return _column([batch]), lambda micro: micro[_ENTRIES][0]
     return rows, lambda micro: back(fill(micro))
 
 
 def without_shared(batch: Any, *, has_lists: bool = False) -> tuple[Any, Back]:
     """Return a batch without what all rows share, and a function that gives it back; as `apart`."""
-    values = batch if isinstance(batch, list | tuple) else ()
+    values = batch if tree.is_sequence(batch) else ()
     entries = dict[Any, Any](batch if isinstance(batch, Mapping) else enumerate(values))
-    shared = {key: one for key, one in entries.items() if _is_shared(one)}
+    shared = {
+        key: one
+        for key, one in entries.items()
+        if isinstance(one, _PLAIN) or (isinstance(one, Tensor) and not one.dim())
+    }
     first = next(filter(Tensor.dim, tree.tensors_in(batch)), None)
     rows = -1 if first is None or not has_lists else len(first)
     lists = {key: one for key, one in entries.items() if _is_list(one, rows)}
@@ -64,12 +69,8 @@ def without_shared(batch: Any, *, has_lists: bool = False) -> tuple[Any, Back]:
     return (tensors, torch.arange(rows)) if lists else tensors, whole
 
 
-def _is_shared(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, Tensor) and not value.dim())
-
-
 def _is_list(value: Any, rows: int) -> bool:
-    is_long = isinstance(value, list | tuple) and len(value) == rows
+    is_long = tree.is_sequence(value) and len(value) == rows
     return is_long and all(isinstance(one, (*_PLAIN, Mapping)) for one in value)  # labels of images, too
 
 
@@ -89,11 +90,6 @@ def _has_rows(batch: Any) -> bool:
 
 def _column(entries: Sequence[Any]) -> Mapping[str, Any]:
     return {_ENTRIES: entries, _ROWS: torch.arange(len(entries))}
-
-
-def _only(micro: Any) -> Any:
-    (batch,) = micro[_ENTRIES]
-    return batch
 
 
 def _documents(batch: Any) -> list[dict[str, Tensor]] | None:
@@ -117,18 +113,13 @@ def _documents(batch: Any) -> list[dict[str, Tensor]] | None:
 
 def _flat(documents: Sequence[Mapping[str, Tensor]], batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return some documents as one flat sequence, in the form of this batch."""
-    made = _bounds([len(one["position_ids"]) for one in documents])
+    lengths = torch.tensor([len(one["position_ids"]) for one in documents])
+    ends, longest = F.pad(lengths.cumsum(0), (1, 0)), int(lengths.max())
+    numbers = torch.arange(len(documents)).repeat_interleave(lengths)[None]
+    made = dict(zip(_BOUNDS, (ends, ends, longest, longest, numbers), strict=True))
     made |= {key: torch.cat([one[key] for one in documents])[None] for key in documents[0]}
     found = {key: made.get(key, one) for key, one in batch.items()}
     return {key: one.to(batch[key]) if isinstance(one, Tensor) else one for key, one in found.items()}
-
-
-def _bounds(sizes: Sequence[int]) -> dict[str, Any]:
-    """Return what kernels for flat sequences get, by its name in transformers."""
-    lengths, longest = torch.tensor(sizes), max(sizes)
-    ends = F.pad(lengths.cumsum(0), (1, 0))
-    numbers = torch.arange(len(sizes)).repeat_interleave(lengths)[None]
-    return dict(zip(_BOUNDS, (ends, ends, longest, longest, numbers), strict=True))
 
 
 def _pairs(batch: Mapping[str, Any]) -> tuple[Any, Back]:

@@ -116,9 +116,7 @@ class WholeBatchCallback(Callback):
         """Give `training_step` back to the module."""
         self._place.close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give `training_step` back to the module."""
-        self._place.close()
+    on_exception = teardown  # pyright: ignore[reportAssignmentType]
 
     def _whole(self, module: LightningModule, batch: Any, run: Callable[[Any], Any]) -> Any:
         """Return the loss of the whole batch, with what else `training_step` returns; log."""

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,12 +92,12 @@ class WholeBatchTrainer:
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Begin an update: gradients of one that was broken off are dropped."""
         self._seam.discard()
-        return cast("Any", super()).get_batch_samples(*args, **kwargs)
+        return super().get_batch_samples(*args, **kwargs)  # pyright: ignore
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the Trainer's own step, in which `compute_loss` returns the loss of the whole batch."""
         with self._seam.in_place():
-            return cast("Any", super()).training_step(*args, **kwargs)
+            return super().training_step(*args, **kwargs)  # pyright: ignore
 
 
 def _descends(trainer: Any, *names: str) -> bool:

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from anybatch.core import LossError, Number, all_finite, ran_out_of_memory, torch_private as private, tree
+from anybatch.core import (
+    LossError,
+    Number,
+    all_finite,
+    ran_out_of_memory,
+    takes,
+    torch_private as private,
+    tree,
+)
 from anybatch.losses.inputs import TARGET_KEYS, split_batch
 from anybatch.precision import FIRST_SCALE
 
@@ -49,8 +57,8 @@ def part(model: nn.Module, micro: Any) -> tuple[Any, tuple[Any, ...]]:
     """Split a micro-batch into the model's inputs and the loss's targets, if there are any."""
     if isinstance(micro, Tensor):
         return micro, ()
-    if isinstance(micro, tuple | list):
-        return split_batch(micro, has_target=_last_is_target(model, cast("Sequence[Any]", micro)))
+    if tree.is_sequence(micro):
+        return split_batch(micro, has_target=_last_is_target(model, micro))
     keys = set(micro) if isinstance(micro, Mapping) else set(dir(micro))
     return split_batch(micro, has_target=bool(keys.intersection(TARGET_KEYS)))
 
@@ -58,26 +66,18 @@ def part(model: nn.Module, micro: Any) -> tuple[Any, tuple[Any, ...]]:
 def _last_is_target(model: nn.Module, parts: Sequence[Any]) -> bool:
     if len(parts) < 2 or (len(parts) == 2 and isinstance(parts[0], tuple | list | Mapping)):
         return len(parts) == 2
-    inner: Any = model
+    inner = model
     while isinstance(wrapped := private.compiled_from(inner) or getattr(inner, "module", None), nn.Module):
         inner = wrapped  # compiled, or a wrapper for several devices: its signature takes any arguments
-    signature = inspect.signature(inner.forward)
-    takes_all, takes_fewer = _takes(signature, len(parts)), _takes(signature, len(parts) - 1)
-    if takes_all and takes_fewer:
+    takes_all = takes(inner.forward, len(parts))
+    if takes_all and takes(inner.forward, len(parts) - 1):
         raise LossError(
             f"Expected to see whether the last of {len(parts)} parts goes into the model or is the target, "
-            f"got a forward{signature} that takes {len(parts) - 1} as well as {len(parts)}. Name the parts, "
+            f"got a forward{inspect.signature(inner.forward)} that takes {len(parts) - 1} as well as "
+            f"{len(parts)}. Name the parts, "
             "in a dict with the target under 'target', or say it with ab.WholeBatch(function, outputs=...)."
         )
     return not takes_all
-
-
-def _takes(signature: inspect.Signature, count: int) -> bool:
-    try:
-        signature.bind(*[None] * count)
-    except TypeError:
-        return False
-    return True
 
 
 def joined(seen: Sequence[Seen]) -> Seen:
@@ -131,21 +131,23 @@ class Pull:
         """Return a scalar whose backward gives the outputs of these rows their gradient.
 
         The gradient of shared outputs and of the loss's parameters, and the value, come with the first rows.
+        Rows that are not of this rank get zeros.
         """
-        sent = [
-            (output, flow[start:stop] if flow.dim() else torch.zeros_like(flow) if start else flow)
-            for output, flow in zip(outputs, self.cotangents, strict=True)
-            if flow is not None and output.requires_grad
-        ]
-        if not start:
-            sent.extend(self.parameters)
-        return _sending(torch.zeros_like(self.value) if start else self.value, sent)
-
-    def nothing(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Return a zero whose backward gives the outputs of any rows a gradient of zeros."""
-        pairs = zip(outputs, self.cotangents, strict=True)
-        sent = [(one, torch.zeros_like(one)) for one, flow in pairs if flow is not None and one.requires_grad]
-        return _sending(torch.zeros_like(self.value), sent)
+        is_first, sent = start == 0 < self.stop, list[tuple[Tensor, Tensor]]()
+        for output, flow in zip(outputs, self.cotangents, strict=True):
+            if flow is None or not output.requires_grad:
+                continue
+            if flow.dim() and start < self.stop:
+                flow = flow[start:stop]
+            elif not is_first:
+                flow = torch.zeros_like(output)
+            sent.append((output, flow))
+        sent += self.parameters if is_first else ()
+        value = self.value if is_first else torch.zeros_like(self.value)
+        if not sent:
+            return value
+        targets, flows = zip(*sent, strict=True)
+        return cast("Tensor", _Send.apply(value, flows, *targets))
 
     def check(self, outputs: Sequence[Tensor], start: int, stop: int) -> None:
         """Record how far outputs are from the first pass; after the last rows raise if they differ."""
@@ -171,7 +173,10 @@ def flows_of(value: Tensor) -> dict[Tensor, Tensor]:
     leaves: list[Tensor] = [value] if is_leaf else [node.variable for node in nodes]
     if not leaves:  # no gradient; the step decides if that is allowed
         return {}
-    scale = FIRST_SCALE if _is_in_float16([value, *leaves]) else 1.0
+    kinds = {one.device.type for one in (value, *leaves)}
+    dtypes = {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    is_short = torch.float16 in dtypes.union(one.dtype for one in (value, *leaves))
+    scale = FIRST_SCALE if is_short else 1.0
     while scale > 1:
         found = torch.autograd.grad(value, leaves, torch.full_like(value, scale), retain_graph=True)
         # Some are expanded from one number.
@@ -196,12 +201,6 @@ def nodes_behind(start: Node | None, stops: Container[Node] = ()) -> Iterator[No
             seen.update(fresh)
 
 
-def _is_in_float16(tensors: Sequence[Tensor]) -> bool:
-    kinds = {tensor.device.type for tensor in tensors}
-    autocast = {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
-    return torch.float16 in autocast | {tensor.dtype for tensor in tensors}
-
-
 class _Send(torch.autograd.Function):
     """A number whose backward returns known gradients, times the incoming gradient."""
 
@@ -214,13 +213,6 @@ class _Send(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         return None, None, *[flow * gradient for flow in ctx.flows]
-
-
-def _sending(value: Tensor, sent: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    if not sent:
-        return value
-    targets, flows = zip(*sent, strict=True)
-    return cast("Tensor", _Send.apply(value, flows, *targets))
 
 
 def _drift(output: Tensor, first: Tensor) -> Tensor:

@@ -2,20 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from functools import partial
-from inspect import ismethod
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
-from anybatch.core import AnybatchError, LossError, kind_of, ran_out_of_memory
+from anybatch.core import AnybatchError, LossError, is_mapping, is_sequence, kind_of, ran_out_of_memory
 
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 
 
 def how_to_write(micro: object = None) -> str:
     """Return an example of a loss of one's own, for batches of the form of this micro-batch."""
-    keys = list(cast("Mapping[Any, Any]", micro)) if isinstance(micro, Mapping) else []
+    keys = list(micro) if is_mapping(micro) else []
     inputs = next((key for key in keys if key not in TARGET_KEYS), "inputs" if keys else 0)
     target = next((key for key in keys if key in TARGET_KEYS), "target" if keys else 1)
     return (
@@ -53,10 +51,10 @@ def shown(value: Any) -> str:
     """Return the shapes and dtypes of the tensors in a batch, in its form."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {shown(one)}' for key, one in cast('Any', value).items())}}}"
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(shown, cast('Any', value[:6])))}]"
+    if is_mapping(value):
+        return f"{{{', '.join(f'{key!r}: {shown(one)}' for key, one in value.items())}}}"
+    if is_sequence(value):
+        return f"[{', '.join(map(shown, value[:6]))}]"
     return type(value).__name__
 
 
@@ -87,28 +85,27 @@ def split_batch(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any,
         >>> split_batch((1, 2, 3), has_target=False)
         ((1, 2, 3), ())
     """
-    if type(micro) is tuple and len(cast("tuple[Any, ...]", micro)) == 2 and has_target:  # the usual case
-        inputs, target = cast("tuple[Any, Any]", micro)
+    if type(micro) is tuple and len(micro) == 2 and has_target:  # the usual case
+        inputs, target = micro
         return inputs, (target,) if isinstance(target, Tensor) else _spread(target)
-    if isinstance(micro, tuple | list):
-        parts = tuple(cast("tuple[Any, ...]", micro))
+    if is_sequence(micro):
+        parts = tuple(micro)
         if len(parts) == 1 or not has_target:
             return parts[0] if len(parts) == 1 else parts, ()
         if len(parts) > 1:
             return parts[0] if len(parts) == 2 else parts[:-1], _spread(parts[-1])
     if is_dataclass(micro) and not isinstance(micro, type | Mapping):
-        micro = {field.name: getattr(micro, field.name) for field in fields(micro)}
-    if isinstance(micro, Mapping):
-        mapping = cast("Mapping[str, Any]", micro)
-        found = [key for key in TARGET_KEYS if key in mapping]
+        micro = {one.name: getattr(micro, one.name) for one in fields(micro)}
+    if is_mapping(micro):
+        found = [key for key in TARGET_KEYS if key in micro]
         if not has_target:
-            return mapping, ()
+            return micro, ()
         if len(found) == 1:
-            rest = {key: value for key, value in mapping.items() if key != found[0]}
-            return rest, _spread(mapping[found[0]])
+            rest = {key: value for key, value in micro.items() if key != found[0]}
+            return rest, _spread(micro[found[0]])
         raise LossError(
-            f"Expected exactly one of the keys {TARGET_KEYS} in the batch, got {list(mapping)}. Rename the "
-            f"target, or write the loss as a function:\n{how_to_write(mapping)}"
+            f"Expected exactly one of the keys {TARGET_KEYS} in the batch, got {list(micro)}. Rename the "
+            f"target, or write the loss as a function:\n{how_to_write(micro)}"
         )
     raise LossError(
         f"Expected a batch (inputs, target) or a mapping with a target, got {kind_of(micro)}. Pass both in "
@@ -118,10 +115,10 @@ def split_batch(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any,
 
 def call(model: nn.Module, inputs: Any) -> Any:
     """Return the model's output for a tensor, a tuple (positional) or a mapping (keywords)."""
-    if isinstance(inputs, tuple | list):
-        return noted(model, *cast("tuple[Any, ...]", inputs))
-    if isinstance(inputs, Mapping):
-        return noted(model, **cast("Mapping[str, Any]", inputs))
+    if is_sequence(inputs):
+        return noted(model, *inputs)
+    if is_mapping(inputs):
+        return noted(model, **inputs)
     return noted(model, inputs)
 
 
@@ -137,8 +134,8 @@ def call_model(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
         outputs = call(model, inputs)
     if isinstance(outputs, Tensor):
         return (outputs,)
-    if isinstance(outputs, tuple | list):
-        return tuple(output for output in cast("tuple[Any, ...]", outputs) if output is not None)
+    if is_sequence(outputs):
+        return several(outputs)
     raise LossError(
         f"Expected the model to return a tensor or a tuple of tensors, got {type(outputs).__name__}. If the "
         "model computes its loss from the labels in the batch, as those of transformers do, pass "
@@ -146,13 +143,11 @@ def call_model(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     )
 
 
-def module_in(function: object) -> nn.Module:
-    """Return the module that a function is, belongs to or wraps; an empty module if there is none."""
-    held = function.func if isinstance(function, partial) else function
-    held = held.__self__ if ismethod(held) else held
-    return held if isinstance(held, nn.Module) else nn.Identity()
+def several(outputs: Any) -> tuple[Any, ...]:
+    """Return what a model returned as a tuple, without entries that are None."""
+    return tuple([one for one in _spread(outputs) if one is not None])
 
 
 def _spread(target: Any) -> tuple[Any, ...]:
     # Collating turns tuples into lists, so both mean several targets.
-    return tuple(cast("tuple[Any, ...]", target)) if isinstance(target, tuple | list) else (target,)
+    return tuple(target) if is_sequence(target) else (target,)

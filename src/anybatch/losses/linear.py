@@ -1,7 +1,6 @@
 """Cross-entropy of a linear layer without holding all logits."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,55 +85,46 @@ def linear_cross_entropy(
     divisor = CLASSES.weigh({"ignore_index": ignore_index, "weight": class_weight}, (), (target,))
     dtype = torch.get_autocast_dtype(hidden.device.type) if _autocasts(hidden) else hidden.dtype
     factors = torch.ones(len(weight), device=target.device) if class_weight is None else class_weight
-    target = target.reshape(-1)
-    losses = _losses_of(target != ignore_index, target, factors.to(_wide(dtype)), label_smoothing)
+    target, factors, spread = target.reshape(-1), factors.to(_wide(dtype)), None
+    valid = target != ignore_index
+    target = target.where(valid, 0)
+    hard = mass = (1 - label_smoothing) * factors[target] * valid
+    if label_smoothing:
+        spread = factors * (label_smoothing / len(factors))
+        mass = hard + spread.sum() * valid
+    losses = _Losses((target, valid.to(factors.dtype), hard, mass), spread)
     # Inside a Function gradients are always off, so the caller's setting is read here.
     wanted = torch.is_grad_enabled()
     tokens = hidden.reshape(len(target), weight.shape[1])
-    summed: Any = _LinearCrossEntropy.apply(tokens, weight, bias, losses, dtype, rows, wanted)
+    summed = _LinearCrossEntropy.apply(tokens, weight, bias, losses, dtype, rows, wanted)
     return Total(summed, divisor)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Losses:
+class _Losses(NamedTuple):
     """A valid row adds `mass * logsumexp(logits) - hard * logits[target] - spread @ logits` to the sum."""
 
-    target: Tensor  # (rows,), 0 for ignored targets
-    valid: Tensor  # (rows,), 1, or 0 for ignored targets
-    hard: Tensor  # (rows,), the factor of the target class
-    mass: Tensor  # (rows,), the sum of the factors of all classes
+    # (rows,) each: target, 0 if ignored; valid, 1, or 0 if ignored; hard, the factor of the target class;
+    # mass, the sum of the factors of all classes
+    rows: tuple[Tensor, ...]
     spread: Tensor | None  # (classes,), the smoothed part of each class; None without label smoothing
 
-    def rows(self, start: int, end: int) -> "_Losses":
-        part = slice(start, end)
-        return _Losses(self.target[part], self.valid[part], self.hard[part], self.mass[part], self.spread)
-
-    def sum(self, logits: Tensor, *, differentiate: bool) -> Tensor:
-        """Return the sum for these logits, (rows, classes), and replace them by their gradient in place."""
-        target = self.target[:, None]
+    def sum(self, logits: Tensor, start: int, *, differentiate: bool) -> Tensor:
+        """Return the sum of some rows from `start` on, and replace their logits by the gradient in place."""
+        target, valid, hard, mass = [one[start : start + len(logits)] for one in self.rows]
+        target = target[:, None]
         logits.sub_(logits.amax(1, keepdim=True))
-        losses = -self.hard * logits.gather(1, target).squeeze(1)
+        losses = -hard * logits.gather(1, target).squeeze(1)
         if self.spread is not None:
             losses -= logits @ self.spread
         exponentials = logits.exp_().sum(1)
-        losses += self.mass * exponentials.log()
+        losses += mass * exponentials.log()
         if differentiate:
-            logits.mul_((self.mass / exponentials)[:, None])
-            logits.scatter_add_(1, target, -self.hard[:, None])
+            logits.mul_((mass / exponentials)[:, None])
+            logits.scatter_add_(1, target, -hard[:, None])
             if self.spread is not None:
-                logits.addr_(self.valid, self.spread, alpha=-1)
+                logits.addr_(valid, self.spread, alpha=-1)
         # `where` instead of a product: padding may give infinity, and 0 times infinity is NaN.
-        return losses.where(self.valid > 0, 0).sum()
-
-
-def _losses_of(valid: Tensor, target: Tensor, factors: Tensor, smoothing: float) -> _Losses:
-    target = target.where(valid, 0)
-    hard = mass = (1 - smoothing) * factors[target] * valid
-    spread = None
-    if smoothing:
-        spread = factors * (smoothing / len(factors))
-        mass = hard + spread.sum() * valid
-    return _Losses(target, valid.to(factors.dtype), hard, mass, spread)
+        return losses.where(valid > 0, 0).sum()
 
 
 class _LinearCrossEntropy(Function):
@@ -169,7 +159,7 @@ class _LinearCrossEntropy(Function):
                 logits = product.to(wide)  # the same tensor if the dtype is wide already
                 if bias is not None:
                     logits += bias
-                summed += losses.rows(start, start + rows).sum(logits, differentiate=any(needs))
+                summed += losses.sum(logits, start, differentiate=any(needs))
                 if not any(needs):
                     continue
                 narrow = logits if logits is product else product.copy_(logits)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,15 @@ def find_paddings(batch: Any, model: nn.Module, keep: Sequence[str | int] = ()) 
     """
     kept = {*map(repr, keep)}
     nest = tree.flatten(batch)
-    is_pair = isinstance(batch, tuple | list) and len(cast("Sequence[Any]", batch)) == 2
+    is_pair = tree.is_sequence(batch) and len(batch) == 2
     leaves: _Leaves = [
         (at, path, leaf)
         for at, (path, leaf) in enumerate(zip(nest.paths, nest.leaves, strict=True))
         if tree.column(path) not in kept
     ]
-    tokens = _padding_tokens(model)
+    embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+    named = getattr(getattr(model, "config", None), "pad_token_id", None)
+    tokens = {one for one in [named, *[one.padding_idx for one in embeddings]] if isinstance(one, int)}
     for length in dict.fromkeys(
         leaf.shape[1] for _, _, leaf in leaves if leaf.dim() == 2 and leaf.shape[1] > 1
     ):
@@ -48,7 +50,7 @@ def find_paddings(batch: Any, model: nn.Module, keep: Sequence[str | int] = ()) 
             if not _is_constant(leaf, content):
                 content = content | (leaf != IGNORED).to(content.device)
         first, last = content.int().argmax(1), length - content.flip(1).int().argmax(1)
-        is_left = bool((last == length).all()) and bool((first > 0).any())
+        is_left = bool((last == length).all() and (first > 0).any())
         valid = length - first if is_left else last
         axes = [(at, axis) for at, path, leaf in leaves for axis in _axes(path, leaf, length, content)]
         yield Padding(
@@ -82,24 +84,23 @@ def _by_mask(path: str, leaf: Tensor) -> Tensor | None:
     is_named = "mask" in name or "pad" in name
     if not (is_named or leaf.dtype == torch.bool) or "global" in name:
         return None
-    if leaf.dtype != torch.bool and not bool(((leaf == 0) | (leaf == 1)).all()):
+    if leaf.dtype != torch.bool and not ((leaf == 0) | (leaf == 1)).all():
         return None
     ones = leaf.bool()
     if "attention_mask" in name:
         return ones
-    if "pad" in name and bool(ones[:, 0].all()) and not bool(ones[:, -1].any()):
+    if "pad" in name and ones[:, 0].all() and not ones[:, -1].any():
         ones = ~ones  # torch's convention, if both are possible
-    # Padding goes to the end, or begins at the start.
-    valid = ones if bool(ones[:, 0].all()) else ~ones
-    if bool(valid[:, 0].all()) and bool((valid.int().diff(dim=1) <= 0).all()):
-        return valid
-    valid = ones if bool(ones[:, -1].all()) else ~ones
-    return valid if bool(valid[:, -1].all()) and bool((valid.int().diff(dim=1) >= 0).all()) else None
+    for edge, sign in ((0, 1), (-1, -1)):  # padding goes to the end, or begins at the start
+        valid = ones if ones[:, edge].all() else ~ones
+        if valid[:, edge].all() and (sign * valid.int().diff(dim=1) <= 0).all():
+            return valid
+    return None
 
 
 def _has_inside(leaf: Tensor, token: int) -> bool:
     steps = (leaf != token).int().diff(dim=1)
-    return not (bool((steps <= 0).all()) or bool((steps >= 0).all()))
+    return not ((steps <= 0).all() or (steps >= 0).all())
 
 
 def _axes(path: str, leaf: Tensor, length: int, content: Tensor) -> list[int]:
@@ -132,13 +133,3 @@ def _is_of_target(path: str, is_pair: bool) -> bool:
         or any(word in last for word in ("target", "label", "loss"))
         or (is_pair and path.startswith("[1]"))
     )
-
-
-def _padding_tokens(model: nn.Module) -> set[int]:
-    found = {
-        module.padding_idx
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None
-    }
-    named = getattr(getattr(model, "config", None), "pad_token_id", None)
-    return found | ({named} if isinstance(named, int) else set())

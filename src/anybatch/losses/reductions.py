@@ -51,20 +51,16 @@ class Kind:
 
 def _count_classes(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
     """Return the sum of class weights over valid targets; rows (times positions) for probabilities."""
-    target: Tensor = targets[0]
+    target = targets[0]
     if target.is_floating_point():
         return target.numel() // target.shape[1 if target.dim() > 1 else 0]
     ignored = settings.get("ignore_index")
     valid = target != (-100 if ignored is None else ignored)
-    class_weight: Tensor | None = settings.get("weight")
+    class_weight = settings.get("weight")
     if class_weight is None:
         return valid.sum()
     # int64, because torch accepts uint8 targets too, and an index of uint8 is a mask.
     return summed(torch.where(valid, class_weight[torch.where(valid, target, 0).long()], 0))
-
-
-def _sum_of_weights(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
-    return summed(settings["weight"])  # the divisor of `mse_loss` and `l1_loss` with a weight per element
 
 
 def summed(values: Tensor) -> Tensor:
@@ -79,24 +75,15 @@ def _count_elements(settings: Settings, arguments: Arguments, targets: Arguments
     return torch.broadcast_shapes(*[value.shape for value in arguments]).numel()
 
 
-def _count_gaussians(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
-    first, *others = arguments  # a variance that all elements of a row share may lack the last axis
-    shapes = [first.shape, *[value.shape for value in others if value.dim() == first.dim()]]
-    return torch.broadcast_shapes(*shapes).numel()
-
-
-def _count_rows(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
-    return arguments[0].shape[0]
-
-
 def _count_vectors(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
-    first: Tensor = arguments[0]  # one loss for each vector along the last axis
+    first = arguments[0]  # one loss for each vector along the last axis
     vectors = [value.shape[:-1] for value in arguments if value.dim() == first.dim()]
     return torch.broadcast_shapes(*vectors).numel()
 
 
-def _count_sequences(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
-    return arguments[0].shape[1]  # CTC: (time, sequences, classes)
+def _axis(axis: int) -> Callable[[Settings, Arguments, Arguments], Number]:
+    """Return a function that returns the size of the first argument's axis."""
+    return lambda settings, arguments, targets: arguments[0].shape[axis]
 
 
 def _per_target_length(losses: Tensor, arguments: Arguments) -> Tensor:
@@ -105,25 +92,31 @@ def _per_target_length(losses: Tensor, arguments: Arguments) -> Tensor:
     return losses / lengths.clamp(min=1)
 
 
-def _mean_and_variance(outputs: Arguments, targets: Arguments) -> Arguments:
-    return (outputs[0], *targets, *outputs[1:])  # a model may return (mean, var)
-
-
 CLASSES = Kind(counted=True, weigh=_count_classes, axes=2)
 ELEMENTS = Kind(weigh=_count_elements, per_row=("weight",), broadcasts=True)
-WEIGHTED_ELEMENTS = Kind(counted=True, weigh=_sum_of_weights, per_row=("weight",), broadcasts=True)
+WEIGHTED_ELEMENTS = Kind(  # as `mse_loss` and `l1_loss` divide with a weight for every element
+    counted=True,
+    weigh=lambda settings, arguments, targets: summed(settings["weight"]),
+    per_row=("weight",),
+    broadcasts=True,
+)
 DIVERGENCES = Kind(weigh=_count_elements, reductions=("mean", "sum", "batchmean"), broadcasts=True)
 BINARY = Kind(weigh=_count_elements, per_row=("weight", "pos_weight"), broadcasts=True)
 GAUSSIANS = Kind(
-    weigh=_count_gaussians, arrange=_mean_and_variance, arguments=3, per_row=("var",), broadcasts=True
+    # A variance that all elements of a row share may lack the last axis.
+    weigh=lambda settings, arguments, targets: _count_elements(settings, arguments[:2], targets),
+    arrange=lambda outputs, targets: (outputs[0], *targets, *outputs[1:]),  # a model may return (mean, var)
+    arguments=3,
+    per_row=("var",),
+    broadcasts=True,
 )
 PAIRS = Kind(weigh=_count_elements, arguments=3)
 VECTORS = Kind(weigh=_count_vectors, axes=2)
 LABELS = Kind(weigh=_count_vectors, per_row=("weight",), broadcasts=True, axes=2)
 PAIRS_OF_VECTORS = Kind(weigh=_count_vectors, arguments=3, axes=2)
 TRIPLETS = Kind(weigh=_count_vectors, arguments=3, has_target=False, axes=2)
-DISTANCES = Kind(weigh=_count_rows, shape_tells=False, arguments=3, has_target=False)
-SEQUENCES = Kind(weigh=_count_sequences, terms=_per_target_length, arguments=4, axes=3)
+DISTANCES = Kind(weigh=_axis(0), shape_tells=False, arguments=3, has_target=False)
+SEQUENCES = Kind(weigh=_axis(1), terms=_per_target_length, arguments=4, axes=3)  # (time, rows, classes)
 
 _LOSSES: tuple[tuple[Callable[..., Tensor], type[nn.Module], Kind], ...] = (
     (F.cross_entropy, nn.CrossEntropyLoss, CLASSES),
@@ -174,5 +167,4 @@ def deprecated_in(settings: Settings) -> list[str]:
 
 def trained_in(settings: Settings) -> list[str]:
     """Return the names of weights that require grad."""
-    given = {name: settings.get(name) for name in WEIGHTS}
-    return [name for name, weight in given.items() if isinstance(weight, Tensor) and weight.requires_grad]
+    return [name for name in WEIGHTS if getattr(settings.get(name), "requires_grad", False)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import ismethod
 from typing import Any, cast
 
 import torch
@@ -9,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.core import LossError, Total, kind_of
-from anybatch.losses.inputs import module_in
 from anybatch.losses.loss import Loss
 from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.losses.reductions import WEIGHTS
@@ -30,7 +30,7 @@ LossLike = (
 )
 
 
-def resolve(loss: object) -> Loss:
+def resolve(loss: Any) -> Loss:
     """Return the `Loss` for a module or function of torch, `Terms`, or a function `(model, micro) -> Total`.
 
     It is cheap: each step calls it, so that changed settings (label smoothing, a moved class weight) take
@@ -91,5 +91,8 @@ def function_of(loss: object) -> object:
 
 
 def module_of(loss: object) -> nn.Module:
-    """Return the module that a loss is or holds; an empty module if there is none."""
-    return module_in(function_of(loss))
+    """Return the module that a loss or its function is, belongs to or wraps; else an empty module."""
+    held = function_of(loss)
+    held = held.func if isinstance(held, partial) else held
+    held = held.__self__ if ismethod(held) else held
+    return held if isinstance(held, nn.Module) else nn.Identity()

@@ -4,14 +4,14 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Batch, LossError, Number, Total
+from anybatch.core import Batch, LossError, Number, Total, tree
 from anybatch.losses.cotangents import part
-from anybatch.losses.inputs import call, how_to_write, note, noted, shown, split_batch
+from anybatch.losses.inputs import call, how_to_write, note, noted, several, shown, split_batch
 from anybatch.losses.loss import Evaluated, Loss
 from anybatch.losses.reductions import summed
 
@@ -133,12 +133,10 @@ class PerRow:
 
     def __call__(self, model: nn.Module, micro: Any) -> Total:
         """Return the sum of the values of a micro-batch, and their number or summed weights."""
-        inputs, targets = split_batch(micro) if isinstance(micro, tuple | list) else part(model, micro)
-        returned: Any = call(model, inputs)
-        outputs = cast("tuple[Any, ...]", returned) if isinstance(returned, tuple | list) else (returned,)
-        arguments = (*[output for output in outputs if output is not None], *targets)
-        values: Any = noted(self.function, *arguments)
-        values, *weights = cast("tuple[Any, ...]", values) if isinstance(values, tuple) else (values,)
+        inputs, targets = split_batch(micro) if tree.is_sequence(micro) else part(model, micro)
+        arguments = (*several(call(model, inputs)), *targets)
+        returned = noted(self.function, *arguments)
+        values, *weights = returned if isinstance(returned, tuple) else (returned,)
         rows = {len(one) for one in arguments if isinstance(one, Tensor) and one.dim()}
         if not isinstance(values, Tensor) or not values.dim() or (rows and len(values) not in rows):
             raise LossError(
@@ -189,7 +187,7 @@ class Additive(Loss):
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Call the function and check that it returned a scalar."""
-        value: Any = call_loss(self.function, model, micro)
+        value = call_loss(self.function, model, micro)
         if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
             raise LossError(
                 "Expected a real scalar tensor, of shape (), from the function in ab.Additive, got "
@@ -223,7 +221,7 @@ def call_loss(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro
         raise
 
 
-def _takes_outputs(function: object, model: nn.Module, micro: object, error: Exception) -> bool:
+def _takes_outputs(function: Any, model: nn.Module, micro: object, error: Exception) -> bool:
     if not isinstance(error, TypeError | AttributeError):
         return False
     frames = error.__traceback__
@@ -232,7 +230,7 @@ def _takes_outputs(function: object, model: nn.Module, micro: object, error: Exc
     if frames is None or frames.tb_next is None or (name in str(error) and not is_of_forward):
         return True  # it does not accept two arguments, or used the model as a tensor
     try:
-        names = [name.lower() for name in inspect.signature(cast("Any", function)).parameters]
+        names = [name.lower() for name in inspect.signature(function).parameters]
     except (TypeError, ValueError):  # not a Python function
         return False
     if isinstance(error, AttributeError) and error.obj is micro and hasattr(Tensor, str(error.name)):
@@ -251,13 +249,11 @@ def bare_mean(micro: object = None) -> str:
 
 
 def _named(value: object, micro: object) -> Mapping[str, Total]:
-    if isinstance(value, Total):
-        return {"loss": value}
-    if isinstance(value, Mapping):
-        totals = cast("Mapping[str, object]", value)
+    totals = {"loss": value} if isinstance(value, Total) else value
+    if isinstance(totals, Mapping):
         wrong = {name: type(total).__name__ for name, total in totals.items() if not isinstance(total, Total)}
         if totals and not wrong:
-            return cast("Mapping[str, Total]", totals)
+            return totals
         raise LossError(
             f"Expected a mapping of named ab.Total values, got {wrong or 'an empty one'}. {bare_mean(micro)}"
         )

@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from anybatch.core import SHORT_DTYPES, Batch, LossError, Number, torch_private as private
 from anybatch.losses.inputs import call_model, noted, split_batch
 from anybatch.losses.loss import Evaluated, Loss
-from anybatch.losses.reductions import (
-    FUNCTIONS,
-    MODULES,
-    Kind,
-    deprecated_in,
-    summed,
-    trained_in,
-)
+from anybatch.losses.reductions import FUNCTIONS, MODULES, Kind, deprecated_in, summed, trained_in
 from anybatch.losses.terms import bare_mean
 
 
@@ -57,7 +50,11 @@ class SummedLoss(Loss):
         if not kind.keeps_rows_apart(arguments):
             self._refuse_crossed_rows(arguments)
         if self.divided:
-            value = _scalar(noted(self.reduced, *arguments))
+            value = noted(self.reduced, *arguments)
+            if value.dim():
+                raise LossError(
+                    f"Expected the loss to be a scalar, got shape {tuple(value.shape)}. {bare_mean()}"
+                )
             count = 0 if kind.counted else self._weigh(arguments, targets)
         elif kind.counted and getattr(arguments[0], "dtype", None) not in SHORT_DTYPES:
             value, count = noted(self.reduce("sum"), *arguments), 0  # one kernel
@@ -120,14 +117,14 @@ class SummedLoss(Loss):
         return self.kind.weigh(self.settings, arguments, targets)
 
 
-def summed_loss(loss: object) -> SummedLoss | None:
+def summed_loss(loss: Any) -> SummedLoss | None:
     """Return a loss module, function or partial function of torch as a `SummedLoss`; None for others.
 
     Raises LossError if it has a reduction or arguments that cannot be summed.
     """
     if isinstance(loss, nn.Module):
         return _from_module(loss)
-    function: Any = loss.func if isinstance(loss, partial) else loss
+    function = loss.func if isinstance(loss, partial) else loss
     settings: Mapping[str, Any] = loss.keywords if isinstance(loss, partial) else {}
     kind = FUNCTIONS.get(cast("Any", function)) if callable(function) else None
     if kind is None:
@@ -136,7 +133,7 @@ def summed_loss(loss: object) -> SummedLoss | None:
         raise LossError(
             f"Expected keyword arguments only in the partial loss, got positional {loss.args}. Name them."
         )
-    return _summed(function.__name__, kind, settings, cast("Callable[..., Tensor]", loss))
+    return _summed(function.__name__, kind, settings, loss)
 
 
 def _from_module(loss: nn.Module) -> SummedLoss | None:
@@ -150,8 +147,7 @@ def _from_module(loss: nn.Module) -> SummedLoss | None:
 
 def _summed(name: str, kind: Kind, settings: Mapping[str, Any], reduced: Callable[..., Tensor]) -> SummedLoss:
     reduction = settings.get("reduction", "mean")
-    deprecated = deprecated_in(settings)
-    if deprecated:
+    if deprecated := deprecated_in(settings):
         raise LossError(
             f"Expected {name} with reduction='mean' or 'sum', got the deprecated {' and '.join(deprecated)}. "
             "Write reduction= in their place."
@@ -188,9 +184,3 @@ def _reducer(loss: Callable[..., Tensor]) -> Callable[[str], Callable[..., Tenso
         return twin
 
     return reduce
-
-
-def _scalar(value: Tensor) -> Tensor:
-    if value.dim() == 0:
-        return value
-    raise LossError(f"Expected the loss to be a scalar, got shape {tuple(value.shape)}. {bare_mean()}")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,22 +11,10 @@ from torch import Tensor, nn
 from anybatch import core
 from anybatch.core import torch_private as private, tree
 from anybatch.losses.cotangents import Pull, Seen, flows_of, joined, part
-from anybatch.losses.inputs import call
+from anybatch.losses.inputs import call, several
 from anybatch.losses.loss import Evaluated, Loss, Share, first_pass_rows
 from anybatch.losses.terms import told_of
 from anybatch.state import rng
-
-
-class Ranks(Protocol):
-    """The ranks that hold rows of one batch."""
-
-    def first(self, micros: Iterable[tuple[Any, int]]) -> Iterable[tuple[Any, int]]:
-        """Yield these micro-batches and their rows; then some of 0 rows, if others have more."""
-        ...
-
-    def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-        """Return the rows of all ranks, and how many come before those of this rank."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +62,8 @@ class WholeBatch(Loss):
     function: Callable[..., Tensor | core.Total]
     loss_rows: int | None = None
     outputs: Callable[[nn.Module, Any], Any] | None = None
-    ranks: Ranks | None = field(default=None, repr=False, kw_only=True)  # set by the step
+    # set by the step: an `anybatch.engine.Strategy` whose ranks hold rows of one batch
+    ranks: Any = field(default=None, repr=False, kw_only=True)
 
     divided = True  # the function's value is the loss itself
     is_plain = False
@@ -97,10 +86,10 @@ class WholeBatch(Loss):
         seen = self.look(model, micro)
         if self.loss_rows is None:
             value, weight = self._value(seen)
-            return Evaluated({"loss": value}, lambda: {"loss": weight})
-        pull = self._pull(seen.without_graph())
-        value = pull.into(seen.outputs, 0, pull.rows)
-        return Evaluated({"loss": value}, lambda: {"loss": pull.weight})
+        else:
+            pull = self._pull(seen.without_graph())
+            value, weight = pull.into(seen.outputs, 0, pull.rows), pull.weight
+        return Evaluated({"loss": value}, lambda: {"loss": weight})
 
     @contextmanager
     def along(
@@ -140,9 +129,7 @@ class WholeBatch(Loss):
         else:
             inputs, targets = part(model, micro)
             returned = call(model, inputs)
-        is_many = isinstance(returned, tuple | list)
-        outputs = cast("tuple[Any, ...]", returned) if is_many else (returned,)
-        nest = tree.flatten(tuple([output for output in outputs if output is not None]))
+        nest = tree.flatten(several(returned))
         wrong = [tuple(leaf.shape) for leaf in nest.leaves if leaf.dim() and len(leaf) != rows]
         if rows is not None and wrong:
             raise core.LossError(
@@ -223,8 +210,11 @@ class WholeBatch(Loss):
                     wide = torch.promote_types(gradient.dtype, torch.float32)
                     sums[leaf] = gradient.to(wide, copy=True)
             total += core.Total(value.detach(), share.weight)
-        flows = {leaf: _no_wider(one / total.weight, leaf) for leaf, one in sums.items()}
-        return torch.as_tensor(total.mean()), total.weight, flows
+        for leaf, one in sums.items():
+            flow = one / total.weight
+            # That of a float16 leaf stays wide: without its scale it would underflow.
+            sums[leaf] = flow if leaf.dtype == torch.float16 else flow.to(leaf.dtype)
+        return torch.as_tensor(total.mean()), total.weight, sums
 
     def _value(self, seen: Seen) -> tuple[Tensor, core.Number]:
         value = self.function(*seen.arguments())
@@ -263,18 +253,17 @@ class _Sent(Loss):
     tied = True
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
-        if self.start >= self.pull.stop:  # a micro-batch of weight 0, for other ranks
-            return Evaluated(
-                {"loss": self.pull.nothing(self.whole.look(model, micro).outputs)}, lambda: {"loss": 0}
-            )
-        outputs = self.whole.look(model, micro, self.stop - self.start).outputs
-        self.pull.check(outputs, self.start, self.stop)
+        has_rows = self.start < self.pull.stop  # else it is a micro-batch of weight 0, for other ranks
+        outputs = self.whole.look(model, micro, self.stop - self.start if has_rows else None).outputs
+        if has_rows:
+            self.pull.check(outputs, self.start, self.stop)
         value = self.pull.into(outputs, self.start, self.stop)
         # The value comes with the first rows, and so does its weight.
-        return Evaluated({"loss": value}, lambda: {"loss": 0 if self.start else self.pull.weight})
+        weight = 0 if self.start or not has_rows else self.pull.weight
+        return Evaluated({"loss": value}, lambda: {"loss": weight})
 
 
-def _gathered(here: Seen, ranks: Ranks) -> tuple[Seen, int]:
+def _gathered(here: Seen, ranks: Any) -> tuple[Seen, int]:
     nest = tree.flatten(here.targets)
     in_rows = [one for one in here.outputs if one.dim()]
     found, first = ranks.gather([*[one.detach() for one in in_rows], *nest.leaves])
@@ -292,8 +281,3 @@ def _refuse_written(model: nn.Module, before: Sequence[int]) -> None:
             "passes it would do so twice, and it cannot be undone. Write to them after the step (an average "
             "of weights, a momentum encoder), or keep them as buffers."
         )
-
-
-def _no_wider(gradient: Tensor, leaf: Tensor) -> Tensor:
-    # A gradient of a float16 leaf stays wide: without its scale it would underflow.
-    return gradient if leaf.dtype == torch.float16 else gradient.to(leaf.dtype)

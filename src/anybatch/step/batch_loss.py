@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from anybatch import core
 from anybatch.core import torch_private as private
-from anybatch.engine import Gradient, Task, Window, check_parts, multiply
+from anybatch.engine import Task, Window, check_parts, multiply
 from anybatch.losses import LossLike, module_of
 from anybatch.precision import Precision, PrecisionName, find_precision
 from anybatch.step.options import DEFAULT, Options, known_keywords
@@ -209,10 +209,7 @@ class GradientStep(Step):
 
     def end(self, window: Window) -> core.StepReport:
         """End before the update."""
-        return window.hand_over(self._take)
-
-    def _take(self, gradient: Gradient) -> None:
-        self._taken = gradient
+        return window.hand_over(partial(setattr, self, "_taken"))
 
     def handed(self, report: core.StepReport) -> Tensor:
         """Return the loss, with the gradient of the last batch behind it; once."""

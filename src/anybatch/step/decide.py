@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Generator, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from numbers import Integral
-from typing import cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,19 +22,12 @@ _DEPENDS = "with batch_norm='micro' the result depends on the cut"
 PATIENCE = 16  # clean steps before a larger micro-batch is tried
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """The limit of one kind of row, and how it was met."""
+class Limit(NamedTuple):
+    """The limit of one kind of row, once memory has run out in it."""
 
     fits: int  # rows of the largest micro-batch that goes through, as far as is known
-    failed: int  # rows of the smallest in which memory ran out
-    clean: int = 0  # steps since then, or since the last larger one was tried
+    clean: int = 0  # steps since it was met, or since the last larger one was tried
     patience: int = PATIENCE  # clean steps after which a larger one is tried
-
-    def size(self, planned: int) -> int:
-        """Return the rows to try next: those that fit, or half of the way to the plan if it is time."""
-        fits = min(self.fits, planned)
-        return fits if self.clean < self.patience else fits + -(-(planned - fits) // 2)
 
 
 class Limits:
@@ -44,9 +37,10 @@ class Limits:
         self.known: dict[Hashable, Limit] = {}
 
     def size(self, like: Hashable, planned: int) -> int:
-        """Rows of a micro-batch that was planned to have as many."""
-        limit = self.known.get(like)
-        return planned if limit is None else limit.size(planned)
+        """Return the rows to try: those that fit, or half of the way to the plan if it is time."""
+        limit = self.known.get(like) or Limit(planned)
+        fits = min(limit.fits, planned)
+        return fits if limit.clean < limit.patience else fits + -(-(planned - fits) // 2)
 
     def learn(self, like: Hashable, planned: int, *, largest: int, failed: int) -> None:
         """Learn from micro-batches of `planned` rows: `largest` went through, `failed` did not (0: none)."""
@@ -56,20 +50,18 @@ class Limits:
             # What went through before a larger one was tried still does.
             fits = half if old is None or old.fits >= failed else max(old.fits, half)
             patience = PATIENCE if old is None else 2 * old.patience
-            self.known[like] = Limit(fits=fits, failed=failed, patience=patience)
+            self.known[like] = Limit(fits, patience=patience)
         elif old is not None and old.fits < planned:
-            if largest > old.fits:
-                self.known[like] = replace(old, fits=largest, clean=0)
-            else:
-                self.known[like] = replace(old, clean=old.clean + 1)
+            is_larger = largest > old.fits
+            self.known[like] = Limit(max(largest, old.fits), 0 if is_larger else old.clean + 1, old.patience)
 
     def state(self) -> list[tuple[Hashable, dict[str, int]]]:
         """Return the limits, for a checkpoint."""
-        return [(like, asdict(one)) for like, one in self.known.items()]
+        return [(like, one._asdict()) for like, one in self.known.items()]
 
     def load(self, state: Iterable[tuple[Hashable, Mapping[str, int]]]) -> None:
         """Load the result of `state`."""
-        self.known = {like: Limit(**one) for like, one in state}
+        self.known = {like: Limit(*map(one.__getitem__, Limit._fields)) for like, one in state}
 
 
 class Planning:
@@ -97,8 +89,8 @@ class Planning:
         self.limits = audit.known.limits = Limits()
         self._plans: dict[tuple[int, int], Plan] = {}  # without a budget, by rows of batch and micro-batch
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
-        self._used: tuple[planner.Ladder, planner.Rung] | None = None  # what chose the cut of this step
-        self._used_for: planner.Want | None = None
+        # What chose the cut of this step, and for which rows.
+        self._used: tuple[planner.Ladder, planner.Rung, planner.Want] | None = None
         self.limit: tuple[torch.device, int] | None = None  # bytes that an allocator may reserve in a step
 
     @property
@@ -130,7 +122,7 @@ class Planning:
             return plan, task
         ladder, rung, cut, want = self._within(task, batch, self.budget, is_add=is_add)
         plan = _of_cut(rung.settings, cut)
-        self._used, self._used_for, self._wanted = (ladder, rung), want, plan.micro_batch
+        self._used, self._wanted = (ladder, rung, want), plan.micro_batch
         task.strategy.spare(rung.spare(want, cut))
         size = self._limited(task, batch, self._wanted)
         reader = rung.reader(want, cut, task)
@@ -146,11 +138,17 @@ class Planning:
             BudgetError: nothing fits.
             PlanError: memory cannot be read here.
         """
+        if task.strategy.is_lockstep and isinstance(task.loss, WholeBatch):
+            raise core.PlanError(
+                f"Expected micro_batch= for ab.WholeBatch on a sharded model, got memory={budget.memory!r}. "
+                "A budget does not read its first pass there: leave memory= out."
+            )
         ladder = budget.ladder(task, self.settings, batch.kind)
         want = self._want(task, batch, ladder, is_add=is_add)
         has_looked = ladder.has_looked or batch.rows == 1
-        if self.audit.wants(task, batch, self.settings) and ladder.has_looked:
-            self._look(task, batch, ladder, want, again=True)
+        is_again = self.audit.wants(task, batch, self.settings) and ladder.has_looked
+        if is_again or not has_looked:
+            self._look(task, batch, ladder, want, again=is_again)
             want = self._want(task, batch, ladder, is_add=is_add)
         if has_looked and (found := ladder.known(want)):
             return ladder, *found, want
@@ -159,21 +157,13 @@ class Planning:
             run = audit.rehearse if task.strategy.is_lockstep else audit.run_parts
             limits: list[AbstractContextManager[object]] = [NO_LIMIT]
             if len(sizes) == 1:  # what runs within the budget fits; the last rung tells the smallest one
-                limits = [self._within_limit(task, batch, ladder), *limits[not rung.is_last :]]
+                limits = [self.enforced(task, batch, ladder), *limits[not rung.is_last :]]
             for limit in limits:
                 with self._reading(task, rung, want) as running, limit:
                     run(running, batch, _of_size(rung.settings, sum(sizes), max(sizes)), sizes)
                 if (want.rows, want.length) in rung.readings.whole:
                     return
 
-        if task.strategy.is_lockstep and isinstance(task.loss, WholeBatch):
-            raise core.PlanError(
-                f"Expected micro_batch= for ab.WholeBatch on a sharded model, got memory={budget.memory!r}. "
-                "A budget does not read its first pass there: leave memory= out."
-            )
-        if not has_looked:
-            self._look(task, batch, ladder, want)
-            want = self._want(task, batch, ladder, is_add=is_add)
         return ladder, *ladder.choose(want, read, lambda: self._blocks(task)), want
 
     def _want(
@@ -188,9 +178,9 @@ class Planning:
         """Return `rows` like those of a batch, what is held beside them, and the sizes that are allowed."""
         rows = batch.rows if rows is None else rows
         norms = bool(task.network.batch_norms) and self.settings.batch_norm != "frozen"
-        static = ladder.static_bytes(task, batch)
-        own = sum(one.nbytes for one in batch.leaves)
-        static += own * rows // max(1, batch.rows) - own
+        given = sum(one.nbytes for one in batch.leaves)
+        own = given * rows // max(1, batch.rows)
+        static = ladder.static_bytes(task, batch) + own - given
         if is_add:
             static += ladder.plain.readings.gradients  # sums of the window beside those of one `add`
         ladder.refused = ladder.refused or _why_uncut(task, self.settings)
@@ -201,7 +191,7 @@ class Planning:
             rows=rows,
             length=planner.length_of(batch),
             static=static,
-            own=own * rows // max(1, batch.rows),
+            own=own,
             only=None if only is None else min(only, rows),
             least=2 if norms and rows > 1 else 1,
             is_fixed=norms,
@@ -221,13 +211,7 @@ class Planning:
             raise planner.refuse_unread()
 
     def _look(
-        self,
-        task: Task,
-        batch: core.Batch,
-        ladder: planner.Ladder,
-        want: planner.Want,
-        *,
-        again: bool = False,
+        self, task: Task, batch: core.Batch, ladder: planner.Ladder, want: planner.Want, *, again: bool
     ) -> None:
         """Read a few rows, and compare loss and gradient of two splits."""
         rung, ladder.looks = ladder.plain, ladder.looks + 1
@@ -264,17 +248,14 @@ class Planning:
     def learn(self, task: Task, batch: core.Batch, largest: int, failed: int) -> None:
         """Learn from micro-batches that went through: `failed` rows ran out of memory before, 0 for none."""
         if self._used is not None and not failed:
-            ladder, rung = self._used
+            ladder, rung, _ = self._used
             ladder.finish(rung, is_random=task.effects.draws or task.effects.draws_process)
         if failed or self.limits.known:
             self.limits.learn(batch.like, self._wanted, largest=largest, failed=failed)
 
     def explain(self) -> str:
         """Return the basis of the last plan within a budget, in words; "" without one."""
-        if self._used is None:
-            return ""
-        ladder, rung = self._used
-        return ladder.note(rung)
+        return "" if self._used is None else self._used[0].note(self._used[1])
 
     def distrust(self, block: str, plan: Plan) -> bool:
         """Never choose this policy of a block again; return True if it was chosen here."""
@@ -287,19 +268,19 @@ class Planning:
 
     def room(self) -> float | None:
         """Return the bytes that a forward may take in this step; None without a budget."""
-        if self.budget is None or self._used is None or self._used_for is None:
-            return None
-        return self._used[1].room(self._used_for)
+        return None if self._used is None else self._used[1].room(self._used[2])
 
-    def enforced(self, task: Task, batch: core.Batch) -> AbstractContextManager[object]:
-        """Return a context in which the allocator of an accelerator itself keeps to the budget."""
-        # To look a device up takes milliseconds.
-        return NO_LIMIT if self._used is None else self._within_limit(task, batch, self._used[0])
-
-    def _within_limit(
-        self, task: Task, batch: core.Batch, ladder: planner.Ladder
+    def enforced(
+        self, task: Task, batch: core.Batch, ladder: planner.Ladder | None = None
     ) -> AbstractContextManager[object]:
-        if self.budget is None or task.network.kinds <= {"cpu"}:
+        """Return a context in which the allocator of an accelerator itself keeps to the budget.
+
+        The `ladder` is by default that of this step, if it has one.
+        """
+        if ladder is None and self._used is not None:
+            ladder = self._used[0]
+        # To look a device up takes milliseconds.
+        if ladder is None or self.budget is None or task.network.kinds <= {"cpu"}:
             return NO_LIMIT
         places = task.network.devices
         leaves = [one for one in batch.leaves if one.device in places]
@@ -327,7 +308,15 @@ class Planning:
     ) -> planner.PlanReport:
         """Return the cost of a batch of so many rows like these, on this device, within this much memory."""
         rows = batch.rows if rows is None else _at_least_one(rows)
-        request = self._request(task, batch, rows)
+        size = self._size(rows)
+        request = planner.Request(
+            task=task.alone(),
+            batch=batch,
+            like=_of_size(self.settings, rows, size),
+            cut_refused=_why_uncut(task, self.settings),
+            blocks=tuple(self._blocks(task)),
+            sizes=() if self.micro_batch is None else (size,),
+        )
         if self.budget is not None and memory is None and device is None:
             ladder = self.budget.ladder(task, self.settings, batch.kind)
             want = self._want(task, batch, ladder, rows=rows)
@@ -343,37 +332,26 @@ class Planning:
                 return planner.find_plan(replace(request, cut_refused=_DEPENDS), memory, device)
         return planner.find_plan(request, memory, device)
 
-    def _request(self, task: Task, batch: core.Batch, rows: int) -> planner.Request:
-        size = self._size(rows)
-        return planner.Request(
-            task=task.alone(),
-            batch=batch,
-            like=_of_size(self.settings, rows, size),
-            cut_refused=_why_uncut(task, self.settings),
-            blocks=tuple(self._blocks(task)),
-            sizes=() if self.micro_batch is None else (size,),
-        )
-
     def _size(self, rows: int) -> int:
         return rows if self.micro_batch is None else min(rows, self.micro_batch)
 
 
-def whole_number(micro_batch: object) -> int | None:
+def whole_number(micro_batch: Any) -> int | None:
     """Rows of a micro-batch as a plain int, which a plan holds; None stays; others are a PlanError."""
     if micro_batch is None:
         return None
     if isinstance(micro_batch, Integral) and not isinstance(micro_batch, int):
         micro_batch = int(micro_batch)  # NumPy's
     check_micro_batch(micro_batch)
-    return cast("int", micro_batch)
+    return micro_batch
 
 
 def _why_uncut(task: Task, settings: Plan) -> str:
     """Return the reason why the batch must not be cut; "" if it may."""
-    norms = task.network.batch_norms if settings.batch_norm is None else ()
-    if not norms:
+    norms = task.network.batch_norms
+    if not norms or settings.batch_norm is not None:
         return ""
-    return f"rows meet in {len(norms)} BatchNorm layer{'s' * (len(norms) > 1)} in training mode."
+    return f"rows meet in {core.counted(len(norms), 'BatchNorm layer')} in training mode."
 
 
 NO_LIMIT = nullcontext()

@@ -25,7 +25,7 @@ def show(step: Any, batch: Any, callback: object) -> None:
         BatchError: the batch cannot be cut, or is not where the model is.
         PlanError: rows meet in the model, so the batch must not be cut.
     """
-    changes: dict[str, Any] = {"effects": Effects(), "schedulers": (), "callbacks": Callbacks.of([callback])}
+    changes = {"effects": Effects(), "schedulers": (), "callbacks": Callbacks.of([callback])}
     task = replace(step.task().alone(), **changes)
     task.effects.begin(task.network.modules, looks=True)
     logical = admit(batch, task, step.collate).copied()

@@ -74,15 +74,13 @@ class EMA(core.Callback):
             return
         raise core.PlanError(f"Expected, to average weights, {said}")
 
+    @torch.no_grad()
     def update(self, report: core.StepReport) -> None:
         """Add the weights to the average if the step made an update."""
-        if report.updated and self._step is not None:
-            self._add(self._step)
-
-    @torch.no_grad()
-    def _add(self, step: Step) -> None:
-        places, averaged, current = self._places(step), list[Tensor](), list[Tensor]()
-        for name, (*_, value) in places.items():
+        if not report.updated or self._step is None:
+            return
+        averaged, current = list[Tensor](), list[Tensor]()
+        for name, (*_, value) in self._places(self._step).items():
             if name not in self.average:
                 dtype = torch.float32 if value.dtype in core.SHORT_DTYPES else value.dtype
                 self.average[name] = value.detach().to(dtype, copy=True)
@@ -145,10 +143,11 @@ class EMA(core.Callback):
 
     def _refuse_other(self) -> None:
         """Refuse the average of another model."""
-        model = None if self._step is None else self._step.model
-        known = dict([*model.named_parameters(), *model.named_buffers()] if model else ())
-        shapes = {private.plain_name(name): tuple(one.shape) for name, one in known.items()}
-        for name, value in self.average.items() if model else ():
+        if self._step is None:
+            return
+        known = [*self._step.model.named_parameters(), *self._step.model.named_buffers()]
+        shapes = {private.plain_name(name): tuple(one.shape) for name, one in known}
+        for name, value in self.average.items():
             if shapes.get(name) != tuple(value.shape):
                 raise core.CheckpointError(
                     f"Expected an average of this model's weights, got {name!r} of shape "

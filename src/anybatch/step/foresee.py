@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core import Collate, torch_private as private
+from anybatch.core import Collate, tree
 from anybatch.losses import LossLike
 from anybatch.parallel import refuse_sharded, unwrapped
 from anybatch.planner import PlanReport
 from anybatch.precision import Precision, PrecisionName, find_precision
-from anybatch.state import Contents
+from anybatch.state import ObjectState
 from anybatch.step.options import DEFAULT, Options, known_keywords
 from anybatch.step.step import Step
 
@@ -70,7 +70,7 @@ def plan(
     model = unwrapped(model, "auto")  # rank 0 may plan while the others wait
     refuse_sharded(model, "a plan")
     chosen = find_precision(precision)
-    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = optimizer if tree.is_sequence(optimizer) else [optimizer]
     with _as_it_was(model, optimizers) if chosen.is_short else nullcontext():
         step = Step(
             model,
@@ -89,12 +89,7 @@ def plan(
 def _as_it_was(model: nn.Module, optimizers: Iterable[Any]) -> Generator[None]:
     """Afterwards weights, buffers, forwards and states are as before; a short precision changes them."""
     weights = [(parameter, parameter.data) for parameter in model.parameters()]
-    modules = list(model.modules())
-    tables: list[Any] = [*map(vars, modules), *map(private.buffers_of, modules)]
-    tables += map(private.children_of, modules)
-    tables += [getattr(one, name) for one in optimizers for name in private.LOAD_HOOKS if hasattr(one, name)]
-    tables += [slots for one in optimizers if isinstance(one, Optimizer) for slots in one.state.values()]
-    noted = Contents(tables)
+    noted = ObjectState([model, *optimizers])
     try:
         yield
     finally:

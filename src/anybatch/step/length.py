@@ -1,9 +1,10 @@
 """Rows in the order of their lengths, cut by tokens, so that each micro-batch is as short as its rows."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple
 
 from anybatch import core
 from anybatch.core import tree
@@ -36,8 +37,7 @@ _WHERE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Ordered:
+class Ordered(NamedTuple):
     """A batch whose rows may be in another order, and what each row needs."""
 
     batch: core.Batch
@@ -147,12 +147,9 @@ def _sizes(needs: Sequence[int], most: Sequence[int]) -> tuple[int, ...]:
 
 def _even(needs: Sequence[int], most: int) -> tuple[int, ...]:
     """Return as few parts as there can be, and of these the smallest."""
-    count = len(_sizes(needs, [most]))
-    low, high = 0, most
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(_sizes(needs, [middle])) == count else (middle, high)
-    return _sizes(needs, [high])
+    fewest = len(_sizes(needs, [most]))
+    least = bisect_left(range(most), True, lo=1, key=lambda limit: len(_sizes(needs, [limit])) <= fewest)
+    return _sizes(needs, [least])
 
 
 def _lengths_of_samples(batch: core.SampleBatch) -> list[int]:
@@ -170,18 +167,13 @@ def _lengths_of_samples(batch: core.SampleBatch) -> list[int]:
 
 def _axes_of(sample: Any) -> list[tuple[tuple[Any, int], int]]:
     """Return the sizes of a sample by entry and axis."""
-    entries: Mapping[Any, Any] = {"": sample}
-    if isinstance(sample, Mapping):
-        entries = cast("Mapping[Any, Any]", sample)
-    elif isinstance(sample, tuple | list) and not _are_numbers(cast("Sequence[Any]", sample)):
-        entries = dict(enumerate(cast("Sequence[Any]", sample)))
+    entries: Mapping[Any, Any] = sample if isinstance(sample, Mapping) else {"": sample}
+    if tree.is_sequence(sample):
+        is_row = isinstance(sample, list) and all(isinstance(one, int | float) for one in sample[:1])
+        entries = entries if is_row else dict(enumerate(sample))
     found: list[tuple[tuple[Any, int], int]] = []
     for name, entry in entries.items():
         has_length = isinstance(entry, tuple | list | str | bytes)
-        shape = (len(cast("Sequence[Any]", entry)),) if has_length else getattr(entry, "shape", ())
+        shape = (len(entry),) if has_length else getattr(entry, "shape", ())
         found += [((name, axis), int(size)) for axis, size in enumerate(shape)]
     return found
-
-
-def _are_numbers(values: Sequence[Any]) -> bool:
-    return isinstance(values, list) and all(isinstance(one, int | float) for one in values[:1])

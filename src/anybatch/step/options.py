@@ -101,41 +101,37 @@ class Options:
 
 _OPTIONS = {one.name for one in fields(Options)}
 _STEPS = ("clip_norm", "collate", "memory", "micro_batch", "precision")
-_STEPS_SIZE = "Write micro_batch=..., the rows of a micro-batch: of 512 rows in 4 steps 128."
-_NORM = "Write clip_norm=..., the largest 2-norm, or options=ab.Options(clip_value=...) to clamp each entry."
-_MIXED = 'Write precision="bf16-mixed" or precision="fp16-mixed".'
-#: Names that other libraries and loops use, and the place here.
+#: Names that other libraries and loops use, by what is to be written here.
 _FOREIGN = {
-    "accumulation_steps": _STEPS_SIZE,  # gradient accumulation
-    "gradient_accumulation_steps": _STEPS_SIZE,  # gradient accumulation by another name
-    **dict.fromkeys(("accumulate_grad_batches", "accum_steps", "grad_accum_steps"), _STEPS_SIZE),
-    **dict.fromkeys(("num_micro_batches", "n_micro_batches", "micro_batches"), _STEPS_SIZE),
-    **dict.fromkeys(("clip_grad", "grad_clip", "clip_grad_norm", "max_norm", "max_grad_norm"), _NORM),
-    **dict.fromkeys(("gradient_clip_val", "gradient_clipping"), _NORM),
-    **dict.fromkeys(("amp", "use_amp", "autocast", "mixed_precision", "fp16", "bf16"), _MIXED),
-    "listeners": "Write callbacks=[...]: functions called with each StepReport, or objects.",
-    "observers": "Write callbacks=[...], with methods of ab.Callback such as gradients(gradients).",
-    "compensated": "Write options=ab.Options(accumulate=torch.float64): as exact, in as much memory.",
-    "clip_grad_value": "Write options=ab.Options(clip_value=...).",
-    "gradient_checkpointing": 'Write options=ab.Options(recompute="all").',
-    "lr_scheduler": "Write options=ab.Options(scheduler=...).",
-    "schedulers": "Write options=ab.Options(scheduler=...).",
-    "batch_size": "Pass the whole batch to the step, and write micro_batch=..., the rows of a micro-batch.",
-    "scaler": 'Write precision="fp16-mixed", which scales the loss by itself.',
-    "grad_scaler": 'Write precision="fp16-mixed", which scales the loss by itself.',
+    "Write micro_batch=..., the rows of a micro-batch: of 512 rows in 4 steps 128.": (
+        "accumulation_steps "  # gradient accumulation
+        "gradient_accumulation_steps "  # gradient accumulation by another name
+        "accumulate_grad_batches accum_steps grad_accum_steps num_micro_batches n_micro_batches micro_batches"
+    ),
+    "Write clip_norm=..., the largest 2-norm, or options=ab.Options(clip_value=...) to clamp each entry.": (
+        "clip_grad grad_clip clip_grad_norm max_norm max_grad_norm gradient_clip_val gradient_clipping"
+    ),
+    'Write precision="bf16-mixed" or precision="fp16-mixed".': (
+        "amp use_amp autocast mixed_precision fp16 bf16"
+    ),
+    "Write callbacks=[...]: functions called with each StepReport, or objects.": "listeners",
+    "Write callbacks=[...], with methods of ab.Callback such as gradients(gradients).": "observers",
+    "Write options=ab.Options(accumulate=torch.float64): as exact, in as much memory.": "compensated",
+    "Write options=ab.Options(clip_value=...).": "clip_grad_value",
+    'Write options=ab.Options(recompute="all").': "gradient_checkpointing",
+    "Write options=ab.Options(scheduler=...).": "lr_scheduler schedulers",
+    "Pass the whole batch to the step, and write micro_batch=..., the rows of a micro-batch.": "batch_size",
+    'Write precision="fp16-mixed", which scales the loss by itself.': "scaler grad_scaler",
 }
-
-_FIT = "Write trainer.fit(epochs=...)."
-_STOPPING = "Write callbacks=[ab.EarlyStopping(...)]."
 #: The same for a trainer.
 _TRAINERS = {
-    "metrics": "Write callbacks=[ab.Metrics(accuracy=ab.accuracy)].",
-    "ema": "Write callbacks=[ab.EMA(...)].",
-    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _FIT),
-    **dict.fromkeys(("patience", "early_stopping"), _STOPPING),
-    **dict.fromkeys(("monitor", "mode"), "Write best_by=..., and larger_is_better=True where it is."),
-    **dict.fromkeys(("val", "valid", "eval", "eval_dataset"), "Write validation=..."),
-    "output_dir": "Write out=..., the folder of the run.",
+    "Write callbacks=[ab.Metrics(accuracy=ab.accuracy)].": "metrics",
+    "Write callbacks=[ab.EMA(...)].": "ema",
+    "Write trainer.fit(epochs=...).": "epochs max_epochs num_epochs num_train_epochs",
+    "Write callbacks=[ab.EarlyStopping(...)].": "patience early_stopping",
+    "Write best_by=..., and larger_is_better=True where it is.": "monitor mode",
+    "Write validation=...": "val valid eval eval_dataset",
+    "Write out=..., the folder of the run.": "output_dir",
 }
 
 
@@ -174,21 +170,24 @@ def _told(called: str, name: str, known: Sequence[str], places: Mapping[str, str
         return f"Expected parameters of {called}, {got}. {places[name]}"
     if name in _OPTIONS and "options" in known:
         return f"Expected {name} in the options, {got}. Write options=ab.Options({name}=...)."
-    if called == "Trainer" and name in _TRAINERS:
-        return f"Expected parameters of Trainer, {got}. {_TRAINERS[name]}"
+    if called == "Trainer" and (advice := _advice_on(name, _TRAINERS)):
+        return f"Expected parameters of Trainer, {got}. {advice}"
     if called == "Trainer" and name in {*_STEPS, *_OPTIONS}:
         written = f"{name}=..." if name in _STEPS else f"options=ab.Options({name}=...)"
         return f"Expected {name} in the step, {got}. Write ab.Step(..., {written})."
     if name in _STEPS and called == "Options":
         return f"Expected {name} beside the options, {got}. Write Step(..., {name}=...)."
-    if name in _FOREIGN:
-        return f"Expected parameters of {called}, {got}. {_FOREIGN[name]}"
-    names = {**{one: f"{one}=..." for one in known}}
-    if "options" in known:
-        names = {**{one: f"options=ab.Options({one}=...)" for one in _OPTIONS}, **names}
+    if advice := _advice_on(name, _FOREIGN):
+        return f"Expected parameters of {called}, {got}. {advice}"
+    options = _OPTIONS if "options" in known else ()
+    names = {one: f"options=ab.Options({one}=...)" for one in options} | {one: f"{one}=..." for one in known}
     close = get_close_matches(name, names, n=1)
     advice = f"Did you mean {names[close[0]]}?" if close else f"It takes {', '.join(known)}."
     return f"Expected parameters of {called}, {got}. {advice}"
+
+
+def _advice_on(name: str, table: Mapping[str, str]) -> str:
+    return next((advice for advice, names in table.items() if name in names.split()), "")
 
 
 Options.__init__ = known_keywords()(Options.__init__)

@@ -18,8 +18,8 @@ class Remote:
     model: Any
     loss: Any
     optimizers: Any
-    device: str = "cpu"
-    modes: tuple[torch.dtype, str] = (torch.float32, "highest")
+    device: str
+    modes: tuple[torch.dtype, str]  # default dtype, precision of matrix products
     keywords: dict[str, Any]
     options: Options
 
