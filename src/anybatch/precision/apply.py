@@ -30,9 +30,9 @@ def at_work(model: nn.Module, precision: str | Precision, optimizers: Iterable[O
     """Apply a precision to a model, see `lower`; convert 16-bit state of its optimizers to float32."""
     chosen, known = find_precision(precision), list(optimizers)
     trained = [p for one in known for g in one.param_groups for p in g["params"]]
-    short = {p for p in trained if p.dtype in SHORT_DTYPES}
+    short = {parameter for parameter in trained if parameter.dtype in SHORT_DTYPES}
     masters = lower(model, chosen, trained)
-    long_now = short - {p for p in trained if p.dtype in SHORT_DTYPES}
+    long_now = {parameter for parameter in short if parameter.dtype not in SHORT_DTYPES}
     lengthen_states(known, [p for p in trained if p in long_now or masters.of(p) is not None])
     for one in known:
         masters.keep_states(one)
@@ -56,13 +56,15 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
         return masters
     kept = _kept(model, precision)
     inside = {part for module in kept for part in module.modules()}
+    if dtype is not None:
+        _refuse_unshaped(model, inside)
+        _refuse_shared(model, inside)
     called = dict.fromkeys(one for module in kept for one in _called(module))
     if dtype is None:
         for module in called:
             if not isinstance(module, BatchNorm):  # autocast handles it
-                AutocastOff(module)
+                AutocastOff(module).put_on()
         return masters
-    _refuse_parts(model, inside)
     for module in model.modules():
         cast = cast_of(module)
         if module not in called and isinstance(cast, Inner):
@@ -77,7 +79,7 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
         like = _first(model, dtype)
         if like is not None:
             for module in called:
-                Inner(module, like)
+                Inner(module, like).put_on()
     return masters
 
 
@@ -98,7 +100,7 @@ def _store(
         if module is model or isinstance(cast_of(module), Outer):
             like = _first(module, dtype)
             if like is not None:
-                Outer(module, like)
+                Outer(module, like).put_on()
 
 
 def _first(module: nn.Module, dtype: torch.dtype) -> nn.Parameter | None:
@@ -156,12 +158,11 @@ def _refuse_stored_short(model: nn.Module, trained: set[nn.Parameter]) -> None:
         )
 
 
-def _refuse_parts(model: nn.Module, kept: set[nn.Module]) -> None:
-    short = {name: module for name, module in model.named_modules() if module not in kept}
+def _refuse_unshaped(model: nn.Module, kept: set[nn.Module]) -> None:
     unshaped = [
         name
-        for name, module in short.items()
-        if any(map(is_lazy, (*module.parameters(False), *module.buffers(False))))
+        for name, module in model.named_modules()
+        if module not in kept and any(map(is_lazy, (*module.parameters(False), *module.buffers(False))))
     ]
     if unshaped:
         raise PlanError(
@@ -169,7 +170,10 @@ def _refuse_parts(model: nn.Module, kept: set[nn.Module]) -> None:
             "which wait for their first rows. Run one forward first, without gradient."
         )
 
-    in_short = {p for module in short.values() for p in module.parameters(recurse=False)}
+
+def _refuse_shared(model: nn.Module, kept: set[nn.Module]) -> None:
+    short = [module for module in model.modules() if module not in kept]
+    in_short = {p for module in short for p in module.parameters(recurse=False)}
     names = {p: name for name, p in model.named_parameters()}
     shared = [names[p] for module in kept for p in module.parameters(recurse=False) if p in in_short]
     if shared:

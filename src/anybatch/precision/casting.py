@@ -15,13 +15,16 @@ from anybatch.core import SHORT_DTYPES, accelerator, is_recomputing, mould, part
 
 
 class Wrapper:
-    """A callable that installs itself as `module.forward`, one per module; it calls the own forward."""
+    """A callable installed as `module.forward`, at most one per module; it calls the own forward."""
 
     def __init__(self, module: nn.Module) -> None:
         earlier = cast_of(module)
         self._module = module
         self._own: Any = vars(module).get("forward") if earlier is None else earlier._own
-        vars(module)["forward"] = self
+
+    def put_on(self) -> None:
+        """Install the wrapper."""
+        vars(self._module)["forward"] = self
 
     def take_off(self) -> None:
         """Restore the module's own forward."""
@@ -57,22 +60,17 @@ class _Running(threading.local):
 _RUNNING = _Running()
 
 
-class _Casting(Wrapper):
-    """A wrapper that casts to the dtype of `like`, one of the 16-bit weights."""
+class Outer(Wrapper):
+    """The wrapper of a 16-bit model: casts inputs to its dtype and outputs to float32.
+
+    Only the outermost running model casts; models inside take and return 16 bits. An output that is exactly
+    an output of the last float32 part is not rounded. `like` is one of the 16-bit weights.
+    """
 
     def __init__(self, module: nn.Module, like: nn.Parameter) -> None:
         super().__init__(module)
         self.like = like
-
-
-class Outer(_Casting):
-    """The wrapper of a 16-bit model: casts inputs to its dtype and outputs to float32.
-
-    Only the outermost running model casts; models inside take and return 16 bits. An output that is exactly
-    an output of the last float32 part is not rounded.
-    """
-
-    _outer: "Outer | None" = None  # the model around it in the last call
+        self._outer: Outer | None = None  # the model around it in the last call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the model."""
@@ -111,8 +109,12 @@ def _outwards(outer: Outer | None, last: list[tuple[Tensor, int, Tensor]], value
     return lengthened(value)
 
 
-class Inner(_Casting):
+class Inner(Wrapper):
     """The wrapper of a float32 module in a 16-bit model: casts inputs to float32, outputs to 16 bits."""
+
+    def __init__(self, module: nn.Module, like: nn.Parameter) -> None:
+        super().__init__(module)
+        self.like = like
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the module."""

@@ -1,7 +1,7 @@
 """Master weights: a float32 copy of each 16-bit weight, which the optimizer updates."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import ref
 
@@ -72,6 +72,10 @@ class Masters:
         backup.refresh(parameter)
         return backup.weights
 
+    def hold(self, parameter: nn.Parameter, weights: Tensor) -> None:
+        """Use this tensor (not copied) as the parameter's master weight."""
+        self._hold(parameter, _Backup(parameter, weights))
+
     def shorten(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """Store a parameter in 16 bits, and keep its master weight: another step's, or its own values."""
         backup = _known(parameter)
@@ -83,15 +87,15 @@ class Masters:
             backup.note(parameter)
         self._hold(parameter, backup)
 
-    @contextmanager
     def raised(
         self, parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer] = ()
-    ) -> Generator[None]:
+    ) -> AbstractContextManager[None]:
         """Make parameters, also new ones, hold their float32 weights; on exit round them to 16 bits."""
-        if not (self._held or self._is_needed):
-            yield
-            return
-        parameters = list(parameters)
+        is_idle = not (self._held or self._is_needed)
+        return nullcontext() if is_idle else self._raised(list(parameters), optimizers)
+
+    @contextmanager
+    def _raised(self, parameters: list[nn.Parameter], optimizers: Iterable[Optimizer]) -> Generator[None]:
         later = [
             parameter
             for parameter in parameters
@@ -126,8 +130,7 @@ class Masters:
         """Return the master weights for the stand-ins that `of` returns, as for a traced step."""
         twin = Masters(is_needed=self._is_needed)
         for parameter, backup in self._held.items():
-            stand_in = of(parameter)
-            twin._hold(stand_in, _Backup(stand_in, of(backup.weights)))
+            twin.hold(of(parameter), of(backup.weights))
         return twin
 
     def keep_states(self, optimizer: Optimizer) -> None:

@@ -3,8 +3,9 @@
 import dataclasses
 import math
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -56,9 +57,16 @@ class Precision:
     accumulate: str | None = None
     keep_float32: tuple[str, ...] = ()
     loss_scale: float | Literal["dynamic"] | None = None
+    # torch's autocast chooses the dtype of each operation
+    is_mixed: bool = dataclasses.field(init=False, repr=False, compare=False)
+    # weights are stored or values computed in 16 bits
+    is_short: bool = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keep_float32", _patterns(self.keep_float32))
+        put, is_mixed = partial(object.__setattr__, self), self.store is None and self.compute in _SHORT
+        put("keep_float32", _patterns(self.keep_float32))
+        put("is_mixed", is_mixed)
+        put("is_short", is_mixed or self.store is not None)
         for name, value, known in (("store", self.store, _SHORT), ("compute", self.compute, _COMPUTE)):
             if value is not None and value not in known:
                 raise PlanError(f"Expected {name} to be one of {known} or None, got {value!r}. Name one.")
@@ -67,14 +75,7 @@ class Precision:
             raise PlanError(
                 f'Expected accumulate to name a floating dtype, got {self.accumulate!r}. Write "float32".'
             )
-        scale: Any = self.loss_scale
-        is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
-        is_power = is_number and 1 <= scale < math.inf and math.frexp(scale)[0] == 0.5
-        if not (is_power or scale in (None, "dynamic")):
-            raise PlanError(
-                f"Expected loss_scale to be a power of two of at least 1, which changes no digit, got "
-                f'{scale!r}. Pass 1024, or "dynamic".'
-            )
+        _check_scale(self.loss_scale)
         if self.store is not None and self.compute not in (None, self.store):
             raise PlanError(
                 f"Expected weights that are stored in {self.store} to be computed with in {self.store}, got "
@@ -87,37 +88,24 @@ class Precision:
             )
 
     @property
-    def is_mixed(self) -> bool:
-        """True if torch's autocast chooses the dtype of each operation."""
-        return self.store is None and self.compute in _SHORT
-
-    @property
-    def is_short(self) -> bool:
-        """True if weights are stored or values computed in 16 bits."""
-        return self.is_mixed or self.store is not None
-
-    @property
     def storage(self) -> torch.dtype | None:
         """The dtype of stored weights; None to leave them."""
         return None if self.store is None else getattr(torch, self.store)
 
-    @contextmanager
-    def computing(self, kinds: Iterable[str]) -> Generator[None]:
+    def computing(self, kinds: Iterable[str]) -> AbstractContextManager[Any]:
         """Return the context for forward and loss, not backward: autocast on these types of devices."""
-        with ExitStack() as stack:
-            for kind in kinds if self.is_mixed else ():
-                stack.enter_context(torch.autocast(kind, dtype=getattr(torch, str(self.compute))))
-            yield
+        return self._autocast(kinds) if self.is_mixed else _NOTHING
 
     def arithmetic(self) -> AbstractContextManager[Any]:
         """Return the context for a whole step: TF32, or float32 sums in 16-bit matrix products."""
         if self.compute == "tf32":
             return _switched(_TF32)
-        return _switched(_FULL_SUMS if self.is_short else ())
+        return _switched(_FULL_SUMS) if self.is_short else _NOTHING
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values; `Precision(**values)` reads them."""
-        return dataclasses.asdict(self) | {"keep_float32": list(self.keep_float32)}
+        names = [field.name for field in dataclasses.fields(self) if field.init]
+        return {name: getattr(self, name) for name in names} | {"keep_float32": list(self.keep_float32)}
 
     def __str__(self) -> str:
         for name, one in NAMED.items():
@@ -126,7 +114,16 @@ class Precision:
         values = self.to_dict() | {"keep_float32": " ".join(self.keep_float32)}
         return ", ".join(f"{name} {value}" for name, value in values.items() if value)
 
+    @contextmanager
+    def _autocast(self, kinds: Iterable[str]) -> Generator[None]:
+        dtype = torch.float16 if self.compute == "float16" else torch.bfloat16
+        with ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            yield
 
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 _CUDNN: Any = torch.backends.cudnn
 _FULL_SUMS = (
     (accelerator.MATMUL, "allow_fp16_reduced_precision_reduction", False),
@@ -163,6 +160,17 @@ def _patterns(given: Any) -> tuple[str, ...]:
             f'Expected keep_float32 to be a list of patterns, got {given!r}. Write ["LayerNorm", "*.router"].'
         )
     return tuple(given)
+
+
+def _check_scale(value: Any) -> None:
+    if value is None or value == "dynamic":
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 1 <= value < math.inf and math.frexp(value)[0] == 0.5):
+        raise PlanError(
+            f"Expected loss_scale to be a power of two of at least 1, which changes no digit, got {value!r}. "
+            'Pass 1024, or "dynamic".'
+        )
 
 
 NAMED: Mapping[PrecisionName, Precision] = {
