@@ -58,11 +58,6 @@ class AllRows:
     def judge(self, batch: Batch, sizes: Sequence[int], report: StepReport | None = None) -> None:
         """Compare, and note what is known now.
 
-        Args:
-            batch: all rows.
-            sizes: rows of each micro-batch of the step.
-            report: of what they added up to, in one process.
-
         Raises:
             LossError: the losses differ by more than rounding.
         """
@@ -104,8 +99,6 @@ class AllRows:
             return None
         with returning(self.task.model, given):  # copies of all rows might not fit
             return self._outcome(few, sizes, has_copies=False, **options)
-
-    # ---- the loss alone
 
     def _join(
         self, made: Bench, sizes: Sequence[int], outputs: list[list[Any]], report: StepReport | None
@@ -151,8 +144,6 @@ class AllRows:
         same = partial(run, has_graph=has_graph, like=whole.seen)
         halves = partial(map, run, (0, middle), (middle, len(outputs)))
         return True, self._judged(few, sizes, whole, report, whole.dtypes, same, halves)
-
-    # ---- the model's own forwards
 
     def _run(
         self,

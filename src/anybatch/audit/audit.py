@@ -85,13 +85,6 @@ class Audit:
     ) -> AbstractContextManager[object]:
         """Compare a few rows; return a context in which the loss of all rows is compared before the update.
 
-        Args:
-            task: on what the plan is carried out.
-            batch: the rows.
-            plan: how they are cut.
-            most: rows that are known to fit at once.
-            room: returns the bytes that a forward may take, None without a budget.
-
         Raises:
             LossError: loss, gradient or weights depend on the cut.
         """

@@ -208,15 +208,11 @@ class _FewRows(NamedTuple):
         }
         return outcome_of(made, plan, cut, **options)
 
-    @property
-    def is_own(self) -> bool:
-        return isinstance(self.bench.task.loss, ModelTerms)
-
     def compare(self, most: int, cuts: Iterator[Split]) -> Doubt | None:
-        first = next(cuts)
+        first, is_own = next(cuts), isinstance(self.bench.task.loss, ModelTerms)
         with Heard().listen(self.bench.task.model) as calls:
             whole = self.run(first)
-        if isinstance(whole, core.LossError) and self.is_own:  # parts of other sizes may be sound
+        if isinstance(whole, core.LossError) and is_own:  # parts of other sizes may be sound
             whole = self.run(first := next(cuts))
             if isinstance(whole, core.LossError):
                 raise whole
@@ -267,7 +263,8 @@ class _FewRows(NamedTuple):
                 parts = self.run(cut, is_first=False, is_watched=not whole.is_quiet)
             if isinstance(parts, Exception):
                 self._refuse_failed_trim(parts, cut, whole)
-                if isinstance(parts, core.LossError) and self.is_own:  # the loss has another form in parts
+                is_own = isinstance(self.bench.task.loss, ModelTerms)
+                if isinstance(parts, core.LossError) and is_own:  # the loss has another form in parts
                     raise parts
                 doubt = doubt if is_small else self._failed(cut, parts)
                 continue

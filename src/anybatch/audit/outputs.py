@@ -20,10 +20,6 @@ class Heard:
         count: calls so far.
         outputs: the outputs of those that were kept, detached.
         is_full: True if some were not kept, because they would take more than `room` bytes.
-
-    Args:
-        start: the first call that is kept.
-        room: bytes that may be kept.
     """
 
     def __init__(self, start: int = 0, room: float = math.inf) -> None:

@@ -33,18 +33,7 @@ def cuts_differ(
     moved: str,
     is_disturbed: bool,
 ) -> LossError:
-    """Say that a few rows give another loss or gradient in another cut.
-
-    Args:
-        made: the rows, on their bench.
-        found: the two figures.
-        cuts: the cuts that were compared.
-        is_nonlinear: the same cut differs, too, with another divisor or recomputation.
-        hooked: a parameter with a hook of its own; "" if there is none.
-        mixes: rows are chosen at random.
-        moved: what the forward writes to; "" if it is nothing.
-        is_disturbed: that had other values meanwhile.
-    """
+    """Say that a few rows give another loss or gradient in another cut."""
     likely = (
         "Rows affect each other (batch_first, broadcasting; a statistic of the batch: compute it before the "
         "step, or see ab.WholeBatch; pairs in two halves: make them two columns), "

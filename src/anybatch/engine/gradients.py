@@ -129,12 +129,6 @@ class Apart:
     then added as a whole. Where they are larger than a bucket they are added bucket by bucket as autograd
     finishes them, and freed, so that no second set of gradients exists; then a failure may come when part of
     the micro-batch is accepted.
-
-    Args:
-        dtype: of the sums; None for float32 or the parameter's if wider.
-        names: of the banks; one where all terms share a divisor.
-        is_whole: hold the gradients of a micro-batch whatever their size.
-        tell: called with the gradients of each micro-batch before they are added.
     """
 
     def __init__(

@@ -77,15 +77,6 @@ class Ways:
 class Part:
     """The rows of one `add`: their sums so far, and the micro-batches that are left.
 
-    Args:
-        task: the model, loss and parameters.
-        ways: the choices of the plan.
-        batch: the rows.
-        sums: empty ones, for these rows.
-        window: the sums of the `add`s before this one; None for a whole batch.
-        share: returns the loss of rows [start, stop), counted from the window's first row.
-        tried: the experience of earlier attempts.
-
     Attributes:
         sums: of the micro-batches that are done.
         reader: of their cost; None for none.
@@ -141,8 +132,6 @@ class Part:
     def left(self) -> Sequence[Sequence[int]]:
         """Row indices of the micro-batches still to be done, the current one first."""
         return self._cut.parts[self._done :]
-
-    # ---- the order of the work
 
     def listeners(self, before: Snapshot) -> tuple[Sequence[Callable[[], object]], ...]:
         """Return what is called when the rows of a micro-batch are there, and when its gradient is added."""
@@ -247,8 +236,6 @@ class Part:
         return (
             f"Got {', '.join(told)}. Move rows with .to(device), or in collate=; a loss with loss.to(device)."
         )
-
-    # ---- forward and backward
 
     def loss_of(self, index: Sequence[int]) -> Loss:
         """Return the loss of these rows."""

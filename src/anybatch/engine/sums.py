@@ -89,11 +89,6 @@ UNDECIDED = Division(coefficients={}, divisors=None, provisional={}, is_counted=
 class Sums:
     """The sums of one `add`, and of all `add`s of a window.
 
-    Args:
-        plan: says in which dtype gradients are summed.
-        task: the model, loss and parameters.
-        batch: the rows, for error messages and for comparisons between ranks.
-
     Attributes:
         division: the divisor of each term, shared by all `add`s of a window.
         gradients: the gradient sums; None before the first forward.

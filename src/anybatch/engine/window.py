@@ -197,9 +197,6 @@ class Window:
     def end(self, *, is_ours: bool = True) -> Finished:
         """Divide once, sum over ranks, and look at the gradient.
 
-        Args:
-            is_ours: the update follows here, so gradients found before are added; else they are the caller's.
-
         Raises:
             NonFinite: the gradient is not finite.
             LossError, NonFiniteLossError: see `Sums.read`.
@@ -363,13 +360,6 @@ def carry_out(
 
     A step still has its rows. So it runs them again if memory runs out after the last micro-batch (in
     halves), or if the gradient is not finite (looking at each micro-batch, which names the rows).
-
-    Args:
-        plan: what was decided.
-        task: on what.
-        batch: the rows.
-        end: update, or hand the gradient over.
-        is_dry: show the gradients to callbacks, make no update, and put everything back.
 
     Raises:
         OutOfMemoryError: one row does not fit, the update does not, or a smaller cut would change the result.

@@ -27,12 +27,6 @@ def apart(
     Numbers, strings and tensors of shape () are shared by all rows. A list of numbers or strings, one for
     each row, is cut as the rows are, unless `has_lists` is False. The rows of a flat sequence, with
     `position_ids` that begin anew at 0, are its documents. Anything else stays with the tensors.
-
-    Args:
-        batch: the batch of the host.
-        has_lists: lists are cut.
-        is_paired: row i of the first half and of the second belong together, as in a batch of preferences.
-        may_be_one: a batch without rows is one row.
     """
     entries = _documents(batch)
     if entries is not None:

@@ -71,9 +71,6 @@ def with_empty_cache(
     A model in training makes an empty cache, and no one reads it. But the cache must exist: it determines the
     memory layout of keys and values, and so the matrix product. Filled parts of other layers are replaced by
     tensors of the same shape without memory; empty parts are copied, so that the cache is not kept alive.
-
-    Raises:
-        PlanError: the cache has earlier tokens (a trained prefix), on which the result depends.
     """
     if not any(map(_is_cache, (*args, *kwargs.values()))):
         return args, dict(kwargs)

@@ -67,16 +67,6 @@ def split_batch(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any,
     that is a tuple or list becomes several arguments of the loss, as `CTCLoss` needs it. For a loss without
     target, such as `TripletMarginLoss`, the whole micro-batch goes into the model; so does `(inputs,)`.
 
-    Args:
-        micro: a tuple, a list, a mapping or a dataclass.
-        has_target: True if the loss takes a target in addition to the model's outputs.
-
-    Returns:
-        The inputs and a tuple of targets.
-
-    Raises:
-        LossError: the batch has no recognizable target.
-
     Example:
         >>> split_batch((1, 2))
         (1, (2,))

@@ -64,13 +64,6 @@ class Loss(ABC):
 
         A loss over the outputs of all rows makes its first pass here, before the context yields. After an
         out-of-memory error the function may be called for the same rows again, also in smaller parts.
-
-        Args:
-            batch: the logical batch; `OpenBatch`, without rows, for a window.
-            sizes: rows of each micro-batch.
-            model: the model for a first pass.
-            put_back: restores attributes and buffers to their state before the step, so that the second pass
-                repeats the first and updates them once.
         """
         return nullcontext(lambda start, stop: self)
 

@@ -27,9 +27,7 @@ def find_marks(norms: Sequence[float | None]) -> tuple[str, ...]:
         ('vanishing', '', 'exploding', 'unused', '', '', '')
 
     Source: Zhang et al. 2021, "AUTOTRAINER: an automatic DNN training problem detection and repair system",
-    which compares the first layer's norm with the last one's; the thresholds are the defaults of its code
-    (`beta_1`, `beta_3`). Its further condition, a norm below 1e-4, depends on the scale of the loss and is
-    left out.
+    by its thresholds (`beta_1`, `beta_3`), without its condition that depends on the scale of the loss.
     """
     end = norm_at_end(norms)
     return tuple([_mark(norm, end) for norm in norms])

@@ -80,9 +80,6 @@ class RunLog:
         stopped: the reason of a stop, may be empty; None without a stop line.
         settings: the options of the command; empty if there are none.
         notes: sentences about unreadable parts.
-
-    Raises:
-        DataError: the folder has no log, or one of a later version.
     """
 
     def __init__(self, folder: str | Path) -> None:

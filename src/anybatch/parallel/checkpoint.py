@@ -121,18 +121,6 @@ def save(
     and each writes its slices; of another one a single rank does. Shared tensors (tied weights) are written
     once. Values go into `checkpoint.json`, with a SHA-256 of it and of each file.
 
-    Args:
-        path: the folder of the run, which all ranks see; it is made if there is none.
-        step: the number N of updates made.
-        model: module whose state dict is saved.
-        loss: a loss that is a module; it may hold trained parameters.
-        optimizers, schedulers: in the order for `restore`.
-        masters: the float32 master weights (`Step.masters`), saved instead of the 16-bit weights.
-        progress: nested numbers, strings, tuples, lists, dicts and tensors of the caller; those of rank 0.
-        random: the random state, from `anybatch.state.rng.capture_process`.
-        keep: how many folders stay, at least the new one. Those of later steps are deleted.
-        group: the ranks of a sharded model; None for the default process group.
-
     Raises:
         CheckpointError: a value cannot be written without pickle, or a rank cannot write. Earlier folders are
             unchanged.
@@ -214,11 +202,6 @@ def _finish(writing: Path, index: Mapping[str, Any], step: int, keep: int) -> st
 def load(path: str | Path, *, is_many: bool = False, group: Group = None) -> Checkpoint:
     """Find the newest intact checkpoint of a folder; every byte is verified.
 
-    Args:
-        path: the folder of a run, or one of its folders `step-N`.
-        is_many: True if all ranks call this, to load the same one: rank 0 verifies it for all.
-        group: the ranks.
-
     Raises:
         CheckpointError: there is no intact checkpoint. A warning tells if it is not the last one.
     """
@@ -245,14 +228,6 @@ def restore(
     Any number of ranks loads what any number wrote, with `fully_shard` or without; each reads the slices that
     it needs. 16-bit weights are float32 in a checkpoint, so a float32 model can load them too. Without
     optimizers other 16-bit tensors may also be float32 in the model, which is exact.
-
-    Args:
-        checkpoint: the result of `load`; it is not changed.
-        model: model with the same parameters and buffers: names, shapes and dtypes.
-        loss: loss module with the same parameters and buffers; None to leave it out.
-        optimizers, schedulers: of the same classes and parameter groups; empty to leave them out.
-        masters: `Step.masters`; they are loaded, and the 16-bit weights are rounded from them.
-        group: the ranks of a model with `fully_shard`, which all call this.
 
     Raises:
         CheckpointError: the checkpoint is of another model, optimizer or scheduler; nothing was changed.

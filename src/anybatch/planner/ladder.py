@@ -88,11 +88,6 @@ class Ladder:
     def choose(self, want: Want, read: Read, find: Find) -> tuple[Rung, tuple[int, ...]]:
         """Return the first rung that fits, and its cut; read further rungs if none does.
 
-        Args:
-            want: the rows.
-            read: runs a few rows, while a rung reads them.
-            find: returns the blocks that may run again, in the order of the model.
-
         Raises:
             BudgetError: nothing fits; names the smallest budget that would.
         """

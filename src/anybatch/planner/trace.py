@@ -110,10 +110,6 @@ def trace(
     machine is approximated: sizes are rounded up as its allocator does, optimizers update all parameters at
     once (foreach) as they would there, attention and dropout keep what they keep there, autocast casts as
     there, and the other kernels are the CPU's. cuBLAS's workspaces count from the start.
-
-    Raises:
-        TraceError: the step needs values, for instance because shapes depend on them.
-        PlanError: there are sparse gradients.
     """
     sizes = run_sizes(plan, task.loss, task.model)
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan

@@ -39,11 +39,6 @@ def apply_policies(model: nn.Module, choice: Choice, *, verify: bool = True) -> 
     compared bit for bit with those of the first run, until they were equal once under this policy. Hooks of
     the block itself run once; those of modules inside it run again.
 
-    Args:
-        model: the model.
-        choice: (name, policy) of each block, as `choose_blocks` makes it.
-        verify: compare also the outputs of blocks that were compared before.
-
     Raises:
         PlanError: there is no such block or policy, a module around a block is compiled, or a block that is
             to run again changes its arguments in place.

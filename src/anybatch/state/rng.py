@@ -95,15 +95,7 @@ def preserved() -> Generator[None]:
 
 
 def derive_seed(seed: int, *keys: int | str) -> int:
-    """Return a seed for one purpose, which does not depend on the order of calls.
-
-    Args:
-        seed: the user's seed.
-        keys: the purpose, for instance `"order", epoch`.
-
-    Returns:
-        A seed of 63 bits.
-    """
+    """Return a seed for one purpose, which does not depend on the order of calls."""
     digest = hashlib.sha256(repr((seed, *keys)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 

@@ -107,13 +107,6 @@ class Snapshot:
 
     Attributes:
         notes: True if a micro-batch has more to capture than its gradients.
-
-    Args:
-        state: of the modules.
-        effects: known changes by forwards.
-        parameters: their gradients are kept by reference.
-        rows: tensors of the batch, which a forward should not write to.
-        draws: True if making a micro-batch may draw random numbers, as a `collate` may.
     """
 
     def __init__(

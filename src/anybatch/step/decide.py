@@ -86,7 +86,7 @@ class Planning:
         self.micro_batch = whole_number(micro_batch)
         self.budget = None if memory is None else planner.Budget(memory)
         self._distrusted: set[tuple[str, str]] = set()  # block and policy
-        self.limits = audit.known.limits = Limits()
+        self.limits = self.audit.known.limits = Limits()
         self._plans: dict[tuple[int, int], Plan] = {}  # without a budget, by rows of batch and micro-batch
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
         # What chose the cut of this step, and for which rows.

@@ -15,15 +15,6 @@ def show(step: Any, batch: Any, callback: object) -> None:
 
     Model, buffers, gradients, optimizers, random streams and what else a forward reaches are as before, and a
     window that is open goes on.
-
-    Args:
-        step: an `anybatch.Step`.
-        batch: as for the step; its tensors are copied, because a model may write to them.
-        callback: its method `gradients` is called.
-
-    Raises:
-        BatchError: the batch cannot be cut, or is not where the model is.
-        PlanError: rows meet in the model, so the batch must not be cut.
     """
     changes = {"effects": Effects(), "schedulers": (), "callbacks": Callbacks.of([callback])}
     task = replace(step.task().alone(), **changes)
