@@ -1,7 +1,8 @@
 """Network: the modules and parameters of a model and its loss, and what follows from them."""
 
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -26,12 +27,21 @@ class Network:
     batch_norms: Sequence[BatchNorm]  # modules in which rows meet
     devices: Set[torch.device]  # where the parameters are
     is_static: bool  # compiled, anew for each number of rows
-    state: ModuleState  # which a step notes before it begins
-    everyone: Sequence[nn.Parameter]
-    reached: Sequence[nn.Parameter]  # not ours, but backward may reach them
-    trained: Set[nn.Parameter]
-    kinds: Set[str]  # of the devices that compute
-    is_wide: bool  # no dtype is narrower than that of its gradient's sum
+    state: ModuleState = field(init=False)  # which a step notes before it begins
+    everyone: Sequence[nn.Parameter] = field(init=False)
+    reached: Sequence[nn.Parameter] = field(init=False)  # not ours, but backward may reach them
+    trained: Set[nn.Parameter] = field(init=False)
+    kinds: Set[str] = field(init=False)  # of the devices that compute
+    is_wide: bool = field(init=False)  # no dtype is narrower than that of its gradient's sum
+
+    def __post_init__(self) -> None:
+        put = partial(object.__setattr__, self)
+        put("state", ModuleState(self.modules))
+        put("everyone", (*self.parameters, *self.others))
+        put("reached", tuple([p for p in self.others if p.requires_grad]))
+        put("trained", frozenset(self.parameters))
+        put("kinds", {device.type for device in self.devices} - {"meta"})
+        put("is_wide", all(accumulation_dtype(p.dtype) == p.dtype for p in self.parameters))
 
     @staticmethod
     def of(model: nn.Module, loss: object, held: Sequence[nn.Parameter], *, is_mixed: bool) -> "Network":
@@ -48,22 +58,14 @@ class Network:
         inside, parameters = _parameters_of(modules), [p for p in held if p.requires_grad]
         # Backward reaches those in closures of the loss, as a GAN's other network: their `.grad` is kept.
         beside, trained = _parameters_of(Reachable([loss], has_classes=False).modules), frozenset(parameters)
-        others = [p for p in dict.fromkeys((*inside, *held, *beside)) if p not in trained]
-        devices = {p.device for p in inside}
         return Network(
             modules=modules,
             inner=inner,
             parameters=parameters,
-            others=others,
-            everyone=(*parameters, *others),
-            reached=tuple([p for p in others if p.requires_grad]),
-            trained=trained,
+            others=[p for p in dict.fromkeys((*inside, *held, *beside)) if p not in trained],
             batch_norms=find_batch_norms(inner if is_mixed else modules),
-            devices=devices,
-            kinds={device.type for device in devices} - {"meta"},
+            devices={p.device for p in inside},
             is_static=any(map(private.is_static, inner)),
-            is_wide=all(accumulation_dtype(p.dtype) == p.dtype for p in parameters),
-            state=ModuleState(modules),
         )
 
     @property
