@@ -136,13 +136,9 @@ _SAVED = {"rows", "smallest", "at", "at_all", "error", "lowest"}
 
 
 class Known(dict[Hashable, KnownKind]):
-    """What is known of rows, by their kind: dtypes, numbers of dimensions, what is trimmed.
+    """What is known of rows, by their kind: dtypes, numbers of dimensions, what is trimmed."""
 
-    Attributes:
-        limits: sizes of micro-batches that memory has taught; printed, too.
-    """
-
-    limits: Any = None
+    limits: Any = None  # sizes of micro-batches that memory has taught; printed, too
 
     def kind(self, key: Hashable) -> KnownKind:
         """Return what is known of a kind of rows."""
