@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core import LossError
 from anybatch.engine import is_due
+from tests.faults.faulty import scarce_in_passes
 from tests.zoo import Made, Perceptron
 
 
@@ -65,6 +66,13 @@ def test_what_is_known_prints_and_is_saved() -> None:
     assert "a few compared at update 4, the loss of all at update 4, largest" in str(again.known)
     assert again(rows()).compared == 5  # its attributes are still to be compared
     assert [again(rows()).compared for _ in range(3)] == [5, 5, 8]
+
+
+def test_limits_of_memory_are_known() -> None:
+    step = make(Perceptron(4, 3), check=False)
+    with scarce_in_passes({2}):
+        assert step(rows()).too_large
+    assert "memory ran out: 2 rows fit" in str(step.known)
 
 
 def hardest(model: nn.Module, batch: Any) -> Tensor:

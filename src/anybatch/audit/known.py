@@ -156,7 +156,7 @@ class Known(dict[Hashable, KnownKind]):
     def __str__(self) -> str:
         rows = [f"{_in_words(key)}: {kind}" for key, kind in self.items()]
         limits = {} if self.limits is None else self.limits.known
-        met = [f"memory ran out at {one.failed} rows, {one.fits} fit" for one in limits.values()]
+        met = [f"memory ran out: {one.fits} rows fit" for one in limits.values()]
         return "\n".join([*(rows or ["nothing was compared yet"]), *met])
 
 
