@@ -1,8 +1,10 @@
 """What is known: which updates are due, what is saved of it, and what was moved or heard on the way."""
 
 import io
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -130,13 +132,51 @@ def scaled() -> nn.Module:
     return model
 
 
+@dataclass
+class Output:
+    """No tree of torch's, and compared entry by entry."""
+
+    scores: Tensor
+
+
+def views(model: nn.Module, batch: Any) -> ab.Total:
+    """Rows of two views, one after another."""
+    one, other = model(torch.cat([batch[0], batch[0] + 1])).chunk(2)
+    return ab.Total((one - other).square().sum() + F.cross_entropy(one, batch[1], reduction="sum"), len(one))
+
+
+def counted(self: Any, x: Tensor) -> Tensor:
+    self.count = len(x)
+    return self.body(x)
+
+
+def by_count(model: Any, batch: Any) -> ab.Total:
+    return ab.Total(F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), model.count)
+
+
+def of_words(model: nn.Module, batch: Any) -> ab.Total:
+    scores = model(batch[0])
+    return ab.Total(F.cross_entropy(scores, batch[1].T.reshape(-1), reduction="sum"), len(scores))
+
+
+def first(model: nn.Module, batch: Any) -> ab.Total:
+    return ab.Total(F.cross_entropy(model(batch[0])[0], batch[1], reduction="sum"), len(batch[0]))
+
+
 @pytest.mark.parametrize(("model", "loss", "batch"), [
     (TimeFirst(), of_time, (torch.randint(9, (16, 8)), torch.randint(6, (16, 8)))),
     (Perceptron(4, 3), ab.ModelLoss(call=twice), rows()),
     (scaled(), ab.ModelLoss(call=lambda m, b: F.cross_entropy(m(b[0]), b[1])), rows()),
     (Made(lambda self, x: {"a": self.body(x), "n": 3}, body=Perceptron(4, 3)),
      ab.PerRow(lambda out, y: F.cross_entropy(out["a"], y, reduction="none") * out["n"]), rows()),
-], ids=["time first", "called twice", "a hook", "a mapping"])  # fmt: skip
+    (Perceptron(4, 3), views, rows()),
+    (Made(counted, body=Perceptron(4, 3), count=0), by_count, rows()),
+    (Made(lambda self, x: self.body(x).flatten(0, 1), body=TimeFirst()), of_words,
+     (torch.randint(9, (16, 8)), torch.randint(6, (16, 8)))),
+    (Made(lambda self, x: Output(self.body(x)), body=Perceptron(4, 3)),
+     ab.PerRow(lambda out, y: F.cross_entropy(out.scores, y, reduction="none")), rows()),
+    (Made(lambda self, x: (self.body(x), torch.eye(2).to_sparse()), body=Perceptron(4, 3)), first, rows()),
+], ids=["time", "twice", "a hook", "a mapping", "views", "beside", "flat", "no tree", "sparse"])  # fmt: skip
 @pytest.mark.filterwarnings("error")
 def test_outputs_are_joined_rightly(model: nn.Module, loss: Any, batch: Any) -> None:
     step = make(model.double(), loss, check="always")
@@ -189,3 +229,31 @@ def test_the_own_zero_grad_of_an_optimizer_is_called() -> None:
     for _ in range(3):
         step(rows())
     assert optimizer.cleared == 3
+
+
+def test_draws_of_numpy_in_a_loss_are_told_and_not_refused() -> None:
+    def noisy(outputs: Tensor, targets: Tensor) -> Tensor:
+        noise = torch.from_numpy(np.random.randn(len(outputs), 3)).to(outputs)
+        return (outputs - noise).square().sum(1)
+
+    step = make(Perceptron(4, 3), ab.PerRow(noisy))
+    with pytest.warns(UserWarning, match="draws random numbers"):
+        reports = [step(rows()) for _ in range(4)]
+    assert not any(one.checked for one in reports)
+
+
+def test_a_router_that_counts_its_load_is_seen() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        best, out = self.gate(x).argmax(1), torch.zeros(len(x), 3)
+        for at in range(2):
+            taken = (best == at).nonzero()[:, 0][:16]
+            self.load[at] += len(taken)
+            out = out.index_add(0, taken, self.body(x[taken]) * (at + 1))
+        return out
+
+    model = Made(forward, gate=nn.Linear(4, 2), body=Perceptron(4, 3))
+    model.register_buffer("load", torch.zeros(2), persistent=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=16)
+    with pytest.raises(LossError, match="Expected the same loss from 64 rows"):
+        step(rows(64))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from anybatch.audit import say
-from anybatch.audit.few_rows import excuse_of
+from anybatch.audit.few_rows import DRAWS, excuse_of
 from anybatch.audit.known import Doubt, KnownKind
 from anybatch.audit.outputs import Heard, joined, returning
 from anybatch.core import Batch, LossError, OutOfMemoryError, StepReport, cut_sizes
@@ -63,7 +63,7 @@ class AllRows:
         """
         progress, kind = self.task.progress, self.kind
         self.calls.stop()
-        doubt = excuse_of(self.task, self.plan)
+        doubt = DRAWS if kind.doubt is DRAWS else excuse_of(self.task, self.plan)
         if doubt is None:
             self.plan = replace(self.plan, rows=batch.rows, micro_batch=max(sizes), cut=tuple(sizes))
             try:
@@ -124,7 +124,7 @@ class AllRows:
             return found if isinstance(found, Looked) else None
 
         whole, has_graph = run(), False
-        if whole is None:
+        if whole is None or whole.draws_process:
             return False, None
         if is_all and report and whole.is_quiet and not report.dropped:
             if not losses_differ([whole.report, report], whole.dtypes, few.rows.rows):
@@ -162,7 +162,7 @@ class AllRows:
         """
         is_known = is_joined or isinstance(self.task.loss, SummedLoss)
         self._forward.count += 1
-        if is_known and not (self._forward.is_quiet and self._forward.count % 2):
+        if is_known and (self._forward.draws or not self._forward.count % 2):
             return None  # the few rows, with their draws, have shown what the model does
         if not self._forward.largest:  # no few rows ran, as within a budget
             probe = self._outcome(_only(made, range(max(sizes))), [max(sizes)])
@@ -259,7 +259,13 @@ class AllRows:
         halves = [_only(few, half) for half in (range(rows // 2), range(rows // 2, rows))]
         same = partial(run, few, like=whole.seen)
         return self._judged(
-            few, parts.cut.sizes, whole, parts.report, dtypes, same, partial(map, run, halves)
+            few,
+            sizes if outputs else parts.cut.sizes,
+            whole,
+            parts.report,
+            dtypes,
+            same,
+            partial(map, run, halves),
         )
 
     def _outcome(self, few: Bench, sizes: Sequence[int], **options: Any) -> "Looked | Exception":

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from anybatch import core
 from anybatch.audit import say
 from anybatch.audit.known import Doubt, KnownKind
-from anybatch.audit.outputs import Heard, axes_of
+from anybatch.audit.outputs import Axes, Heard, axes_of, joined, returning
 from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Restart, Task, Window, context
 from anybatch.losses import ModelTerms, Terms, WholeBatch
@@ -31,6 +31,7 @@ from anybatch.trial import (
     bench,
     differ,
     distance,
+    losses_differ,
     outcome_of,
 )
 
@@ -42,7 +43,7 @@ _NEAR = 8  # times the effect of one rounding of all weights
 _MUCH = 2**30  # bytes of rows on the host, if all results of their forward were kept
 _AGAIN = 4  # repetitions before a refusal: hidden random numbers may be equal by chance
 
-_DRAWS = Doubt("the model or its loss draws random numbers, which are others in every cut", lasts=True)
+DRAWS = Doubt("the model or its loss draws random numbers, which are others in every cut", lasts=True)
 
 
 def compare_few(
@@ -144,7 +145,7 @@ def read_rows(
             draws = Replayed(without_dropout=True)
             looked = _FewRows(made, plan, plan, _guess(task, plan), draws, kind)
             doubt = looked.compare(2, cuts)
-            if doubt is _DRAWS and fits(rows):  # all rows at once tell which numbers are whose
+            if doubt is DRAWS and fits(rows):  # all rows at once tell which numbers are whose
                 more = iter([Split((rows,)), Split(_parts(rows, rows // 2), is_mixed)])
                 doubt = looked.compare(rows, more)
         else:
@@ -222,6 +223,7 @@ class _FewRows(NamedTuple):
             return Doubt("no row that was looked at has weight")
         rows = max(first.sizes)
         self.kind.forward.is_quiet &= whole.is_quiet and not whole.is_random
+        self.kind.forward.draws |= whole.draws
         self.kind.forward.draws_process |= whole.draws_process
         self.kind.forward.dtypes |= whole.dtypes
         self.kind.forward.kept, self.kind.forward.largest = whole.seen.kept / rows, whole.seen.largest / rows
@@ -268,18 +270,19 @@ class _FewRows(NamedTuple):
                     raise parts
                 doubt = doubt if is_small else self._failed(cut, parts)
                 continue
-            self.kind.forward.axes = axes_of(calls, whole.cut.sizes, more, cut.sizes)
             found = differ(whole, parts)
             is_random = whole.is_random or parts.is_random
+            if found or is_random or not self.kind.at:
+                self.kind.forward.axes = None if found or is_random else self._axes(calls, more, whole, cut)
             if found and not (whole.is_quiet or self.is_thorough):  # a backward may run forwards again
                 again = self._replace(is_thorough=True)
                 first = again.run(whole.cut)
                 is_run = isinstance(first, Looked)
-                return again._compare(first, most, iter([cut]), calls) if is_run else _DRAWS
+                return again._compare(first, most, iter([cut]), calls) if is_run else DRAWS
             if isinstance(self.bench.task.loss, Terms) and (is_random or not found):
                 self._refuse_weights(whole, parts)
             if found and is_random:
-                return _DRAWS
+                return DRAWS
             if found:
                 found = self._confirmed(most, whole, parts)
             if isinstance(found, Doubt):
@@ -294,10 +297,29 @@ class _FewRows(NamedTuple):
             elif found:  # else another split may show more
                 self._refuse(found, whole, parts)
             else:
-                self.kind.error = max(self.kind.error, distance(whole, parts).gradient)
+                far = distance(whole, parts).gradient
+                self.kind.error = max(self.kind.error, far) if math.isfinite(far) else self.kind.error
                 if not is_random:
                     self._refuse_numbers(whole, parts)
         return None if told and not is_small else doubt
+
+    def _axes(self, calls: Heard, more: Heard, whole: Looked, cut: Split) -> Axes | None:
+        """Return the axes of rows of the outputs; None if the loss over outputs of parts, joined, is another.
+
+        It may be told by what a forward leaves beside its outputs, or these may hold rows in another order.
+        """
+        axes = axes_of(calls, whole.cut.sizes, more, cut.sizes)
+        if axes is None:
+            return None
+        outputs = [more.outputs[at : at + len(axes)] for at in range(0, len(more.outputs), len(axes))]
+        given, rows = joined(outputs, axes), self.bench.rows.rows
+        if given is None or len(outputs) < len(cut.sizes):
+            return None
+        with returning(self.bench.task.model, given):
+            again = outcome_of(self.bench, self.plan, Split((rows,), cut.is_interleaved), has_graph=False)
+        dtypes = whole.dtypes if isinstance(again, Looked) else set[torch.dtype]()
+        is_same = isinstance(again, Looked) and not losses_differ([whole.report, again.report], dtypes, rows)
+        return axes if is_same else None
 
     def _failed(self, cut: Split, error: Exception) -> Doubt:
         return Doubt(f"{self.bench.rows.rows} rows as {cut} gave {say.first_sentence(error)}")

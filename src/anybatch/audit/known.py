@@ -28,6 +28,7 @@ class Forward:
 
     Attributes:
         is_quiet: False if one draws random numbers or moves what it computes with.
+        draws: True if one draws random numbers.
         draws_process: True if one draws numbers of Python or NumPy.
         dtypes: in which they compute.
         nbytes: bytes of all results of a row; 0 if unknown, like the next two.
@@ -39,7 +40,8 @@ class Forward:
     """
 
     def __init__(self) -> None:
-        self.is_quiet, self.draws_process, self.dtypes = True, False, set[torch.dtype]()
+        self.is_quiet, self.draws, self.draws_process = True, False, False
+        self.dtypes = set[torch.dtype]()
         self.nbytes = self.kept = self.largest = 0.0
         self.axes: Sequence[Sequence[int]] | None = None
         self.turn = self.count = 0

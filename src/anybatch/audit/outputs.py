@@ -3,12 +3,14 @@
 import math
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anybatch.core import torch_private as private
+from anybatch.trial import PLAIN
 
 Axes = Sequence[Sequence[int]]  # of each call of a micro-batch: the axis of rows of each tensor
 
@@ -53,11 +55,15 @@ class Heard:
         self.count += 1
         if self.count > self._start and not self.is_full:
             leaves, form = private.pytree.tree_flatten(output)
-            self._room -= sum(one.nbytes for one in leaves if isinstance(one, Tensor))
+            self._room -= sum(_nbytes(one) for one in leaves if isinstance(one, Tensor))
             self.is_full = self._room < 0
             if not self.is_full:
                 kept = [one.detach().clone() if isinstance(one, Tensor) else one for one in leaves]
                 self.outputs.append(private.pytree.tree_unflatten(kept, form))
+
+
+def _nbytes(tensor: Tensor) -> float:
+    return tensor.nbytes if tensor.layout is torch.strided else math.inf  # others are not joined
 
 
 def axes_of(whole: Heard, rows: Sequence[int], parts: Heard, sizes: Sequence[int]) -> Axes | None:
@@ -92,7 +98,7 @@ def joined(calls: Sequence[Sequence[Any]], axes: Axes) -> list[Any] | None:
         flat = [private.pytree.tree_flatten(one) for one in outputs]
         tensors = [[x for x in leaves if isinstance(x, Tensor)] for leaves, _ in flat]
         others = [[x for x in leaves if not isinstance(x, Tensor)] for leaves, _ in flat]
-        if any(form != flat[0][1] for _, form in flat) or any(one != others[0] for one in others):
+        if any(form != flat[0][1] for _, form in flat) or not all(map(_are_same, others, repeat(others[0]))):
             return None
         try:
             whole = [torch.cat(each, at) for each, at in zip(zip(*tensors, strict=True), places, strict=True)]
@@ -102,6 +108,12 @@ def joined(calls: Sequence[Sequence[Any]], axes: Axes) -> list[Any] | None:
         leaves = [next(left) if isinstance(one, Tensor) else one for one in flat[0][0]]
         found.append(private.pytree.tree_unflatten(leaves, flat[0][1]))
     return found
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return True for the same objects, or equal numbers and strings; others may compare in their own way."""
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(a is b or (type(a) in PLAIN and a == b) for a, b in pairs)
 
 
 class RanInside(Exception):  # noqa: N818

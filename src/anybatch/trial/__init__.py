@@ -1,6 +1,7 @@
 """Trials: rows run aside and leave no trace; their outcomes, and how far these may lie apart"""
 
 from anybatch.trial.bench import (
+    PLAIN as PLAIN,
     Bench as Bench,
     Place as Place,
     bench as bench,

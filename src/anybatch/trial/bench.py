@@ -14,7 +14,7 @@ from anybatch.losses import ModelTerms, WholeBatch
 from anybatch.state import ObjectState, Reachable, rng
 from anybatch.trial.rows import choose_rows, numbered_anew
 
-_PLAIN = {int, float, bool, str}
+PLAIN = {int, float, bool, str}
 _MOST = 256  # items of a container whose numbers, strings and flags are read; a longer one is data
 
 
@@ -98,18 +98,18 @@ def places_of(found: Reachable) -> Iterator[Place]:
     for container in [one for one in found.containers if id(one) not in own and len(one) <= _MOST]:
         if isinstance(container, dict):
             table = cast("dict[Any, Any]", container)
-            yield from [Place(table.get, key, table) for key, one in table.items() if type(one) in _PLAIN]
+            yield from [Place(table.get, key, table) for key, one in table.items() if type(one) in PLAIN]
         elif isinstance(container, list):
             items = enumerate(cast("list[Any]", container))
-            yield from [Place(_item_of(container), at, container) for at, one in items if type(one) in _PLAIN]
+            yield from [Place(_item_of(container), at, container) for at, one in items if type(one) in PLAIN]
     yield from [Place(_content, cell, cell) for cell in found.cells if _has_content(cell)]
     for scope, names in found.scopes:
-        yield from [Place(scope.get, name, scope) for name in names if type(scope.get(name)) in _PLAIN]
+        yield from [Place(scope.get, name, scope) for name in names if type(scope.get(name)) in PLAIN]
 
 
 def plain(value: Any) -> Any:
     """Return a number, string or flag; None for all else."""
-    return value if type(value) in _PLAIN else None
+    return value if type(value) in PLAIN else None
 
 
 _content: Callable[[Any], Any] = attrgetter("cell_contents")

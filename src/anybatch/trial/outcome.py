@@ -196,6 +196,7 @@ class Looked(Outcome):
         written: tensors that are not trained, and were written to or given other memory.
         draws_process: True if a forward draws from Python's or NumPy's stream.
         is_random: True if it draws numbers that cannot be replayed by rows.
+        draws: True if it draws random numbers of torch.
         is_quiet: True if it draws nothing and writes to nothing.
         is_thorough: True if backward was watched, too, which may run forwards again.
         mixes: True if it chooses rows at random.
@@ -245,7 +246,7 @@ class Looked(Outcome):
                 super().__init__(task, watched, plan, cut.sizes, self.seen, is_dry=True, has_graph=has_graph)
         finally:
             self.written = self.seen.put_back()
-        self.is_quiet = self.seen.is_quiet
+        self.is_quiet, self.draws = self.seen.is_quiet, self.seen.has_drawn or self._has_drawn
         self.dtypes |= _short_of_devices(task, plan)
         self.mixes = self.seen.others > 0
         self.is_random = self.seen.has_missed() or self.draws_process
@@ -314,7 +315,7 @@ class _Watched(Replayed):
         kept = [one for one in tensors if _is_strided(one) and not is_lazy(one) and one.numel()]
         self._places = {_place_of(one): (one, one.detach()) for one in kept}  # which keeps the memory
         self._copies: dict[int, Tensor] = {}
-        self._has_drawn = False
+        self.has_drawn = False
 
     def write(self, values: Sequence[Any]) -> None:
         for value in filter(_is_strided, core.tensors_in(values)):
@@ -333,7 +334,7 @@ class _Watched(Replayed):
                 one.copy_(one.nextafter(one.roll(1)) if one.requires_grad else 1.5 * one.roll(1))
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        self._has_drawn = True
+        self.has_drawn = True
         return super().draw(func, args, kwargs)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -359,7 +360,7 @@ class _Watched(Replayed):
     @property
     def is_quiet(self) -> bool:
         """True if nothing was drawn and nothing written to."""
-        return not self._has_drawn and not self._copies
+        return not self.has_drawn and not self._copies
 
     def put_back(self) -> list[Tensor]:
         """Put memory and values back; return tensors that had others, but for trained ones."""
