@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ class AllRows:
         if axes is not None and not isinstance(task.loss, WholeBatch):
             # What backward may need is an upper bound: half of it is surely there.
             fits = max(self._room, kind.forward.kept * plan.micro_batch / 2) if room is None else self._room
-            self.calls = Heard(kind.forward.turn * len(axes), fits / _HELD).listen(task.model)
+            self.calls = Heard(fits / _HELD).listen(task.model)
 
     def __enter__(self) -> "AllRows":
         if self._batch is not None:
@@ -68,11 +67,15 @@ class AllRows:
             self.plan = replace(self.plan, rows=batch.rows, micro_batch=max(sizes), cut=tuple(sizes))
             try:
                 with bench(self.task, batch) as made:
-                    first, outputs, is_joined = self._forward.turn, self._outputs(sizes), False
+                    outputs, is_joined = self._outputs(sizes), False
+                    if (made.rows.draws or made.rows.order) and self._most(
+                        sizes, has_graph=False
+                    ) < batch.rows:
+                        outputs = []  # all rows would be put together anew
                     if not isinstance(self.task.loss, SummedLoss):
                         is_joined, doubt = self._join(made, sizes, outputs, report)
                     known = None if is_joined or not report or report.dropped else report
-                    doubt = doubt or self._run(made, sizes, outputs, first, known, is_joined=is_joined)
+                    doubt = doubt or self._run(made, sizes, outputs, known, is_joined=is_joined)
                     doubt = doubt or (_OF_PROCESS if self._forward.draws_process else None)
             except OutOfMemoryError:
                 doubt = Doubt("memory ran out in a forward of all rows")
@@ -83,74 +86,53 @@ class AllRows:
             progress.unchecked = doubt.reason
 
     def _outputs(self, sizes: Sequence[int]) -> list[list[Any]]:
-        """Return the outputs of the micro-batches that were heard; none if it is unsure whose they are."""
-        axes, calls = self._forward.axes, self.calls
-        if not axes or calls.count != len(axes) * len(sizes):  # a micro-batch ran twice, or was left out
+        """Return the outputs of each micro-batch, if all were heard and none ran twice or was left out."""
+        axes, heard = self._forward.axes, self.calls
+        if not axes or heard.is_full or heard.count != len(axes) * len(sizes):
             return []
-        starts = range(0, len(calls.outputs) + 1 - len(axes), len(axes))
-        return [calls.outputs[at : at + len(axes)] for at in starts]
+        return heard.parts(len(axes))
 
-    def _returned(
-        self, few: Bench, sizes: Sequence[int], outputs: Sequence[Sequence[Any]], **options: Any
-    ) -> "Looked | Exception | None":
-        """Return the outcome of rows whose outputs are known, in one part or in several; None for neither."""
-        given = [*chain.from_iterable(outputs)]
-        if len(sizes) == 1 and (given := joined(outputs, self._forward.axes or ())) is None:
+    def _returned(self, few: Bench, outputs: Sequence[Sequence[Any]], **options: Any) -> "Looked | None":
+        """Return the outcome of rows as one part, whose outputs are known; None if there is none."""
+        whole = joined(outputs, self._forward.axes or ())
+        if whole is None:
             return None
-        with returning(self.task.model, given):  # copies of all rows might not fit
-            return self._outcome(few, sizes, has_copies=False, **options)
+        with returning(self.task.model, whole):  # copies of all rows might not fit
+            found = self._outcome(few, [few.rows.rows], has_copies=False, **options)
+        return found if isinstance(found, Looked) else None
 
     def _join(
         self, made: Bench, sizes: Sequence[int], outputs: list[list[Any]], report: StepReport | None
     ) -> tuple[bool, Doubt | None]:
-        """Compare the loss over joined outputs with that of the micro-batches.
+        """Compare the loss over joined outputs with that of the step.
 
         Return True if that could be done, and the reason why it told nothing.
         """
-        first = self._forward.turn
-        if made.rows.draws or made.rows.order:  # rows are put together anew
-            outputs = outputs[: max(2, self._most(sizes, has_graph=False) // max(sizes))]
-        start, sizes = sum(sizes[:first]), sizes[first : first + len(outputs)]
-        last = first + len(outputs)
-        is_all = not first and last == len(self.plan.cut)
-        self._forward.turn = last if last < len(self.plan.cut) - 1 else 0
-        if len(outputs) < 2:
+        whole = self._returned(made, outputs) if outputs and report and not report.dropped else None
+        # Numbers that the loss draws itself are others in its parts.
+        if whole is None or report is None or whole.draws_process or not whole.is_quiet:
             return False, None
-        few = _only(made, range(start, start + sum(sizes)))
+        has_graph = bool(losses_differ([whole.report, report], whole.dtypes, made.rows.rows))
+        if not has_graph:
+            return True, None
+        whole = self._returned(made, outputs, has_graph=True)  # it may do more where gradients are enabled
+        if whole is None:
+            return False, None
+        middle = len(sizes) // 2
+        rows = sum(sizes[:middle])
 
-        def run(begin: int = 0, end: int = len(outputs), **options: Any) -> "Looked | None":
-            rows = range(sum(sizes[:begin]), sum(sizes[:end]))
-            found = self._returned(_only(few, rows), [len(rows)], outputs[begin:end], **options)
-            return found if isinstance(found, Looked) else None
+        def halves() -> list[Looked | None]:
+            one, other = _only(made, range(rows)), _only(made, range(rows, made.rows.rows))
+            return [self._returned(one, outputs[:middle]), self._returned(other, outputs[middle:])]
 
-        whole, has_graph = run(), False
-        if whole is None or whole.draws_process:
-            return False, None
-        if is_all and report and whole.is_quiet and not report.dropped:
-            if not losses_differ([whole.report, report], whole.dtypes, few.rows.rows):
-                return True, None
-            whole, has_graph = run(has_graph=True), True  # a loss may do more where gradients are enabled
-        elif self._is_own:  # its divisors are not known without the model
-            return False, None
-        else:
-            again = {"like": whole.seen, "is_watched": not whole.is_quiet}
-            parts = self._returned(few, sizes, outputs, **again)
-            report = parts.report if isinstance(parts, Looked) else None
-            if isinstance(parts, Looked) and parts.draws_process:
-                return True, _OF_PROCESS
-        if whole is None or report is None:
-            return False, None
-        middle = len(outputs) // 2
-        same = partial(run, has_graph=has_graph, like=whole.seen)
-        halves = partial(map, run, (0, middle), (middle, len(outputs)))
-        return True, self._judged(few, sizes, whole, report, whole.dtypes, same, halves)
+        same = partial(self._returned, made, outputs, has_graph=True)
+        return True, self._judged(made, sizes, whole, report, whole.dtypes, same, halves)
 
     def _run(
         self,
         made: Bench,
         sizes: Sequence[int],
         outputs: list[list[Any]],
-        first: int,
         report: StepReport | None,
         *,
         is_joined: bool,
@@ -158,7 +140,7 @@ class AllRows:
         """Compare the loss of many rows at once with that of their micro-batches.
 
         That is all rows in groups as large as fit; where the loss is known to add up one group in turn, every
-        second time. Outputs of micro-batches, heard from the `first` on, stand for their forwards.
+        second time. Outputs that were heard stand for forwards that draw nothing.
         """
         is_known = is_joined or isinstance(self.task.loss, SummedLoss)
         self._forward.count += 1
@@ -175,9 +157,8 @@ class AllRows:
                 groups = [groups[self._forward.count // 2 % len(groups)]]
             doubts = list[Doubt | None]()
             for at, few, parts in groups:
-                known = outputs[at - first : at - first + len(parts)] if is_known and at >= first else []
-                known = known if len(known) == len(parts) else []
-                told = report if self._forward.is_quiet and len(groups) == 1 and few is made else None
+                known = outputs[at : at + len(parts)] if is_known and self._forward.is_quiet else []
+                told = report if self._forward.is_quiet and few is made else None
                 doubts.append(self._compare(few, parts, known, told, has_graph=has_graph))
                 if doubts[-1] not in (None, _NO_WEIGHT):
                     break
@@ -240,7 +221,7 @@ class AllRows:
         has_router = self._is_own and bool(homes(model)) and wants_router_loss(model)
         again = {"like": whole.seen, "is_watched": not whole.is_quiet}
         options = {"has_graph": has_graph or has_router, **again}
-        parts = self._returned(few, [rows], outputs, **options) if outputs else None
+        parts: Any = self._returned(few, outputs, **options) if outputs else None
         if parts is None and not (self._is_own or isinstance(self.task.loss, WholeBatch)):
             parts = self._outcome(few, [rows - min(sizes), min(sizes)], **options)  # these tell as much
         if not isinstance(parts, Looked):  # a loss may refuse the other

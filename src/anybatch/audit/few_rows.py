@@ -311,9 +311,8 @@ class _FewRows(NamedTuple):
         axes = axes_of(calls, whole.cut.sizes, more, cut.sizes)
         if axes is None:
             return None
-        outputs = [more.outputs[at : at + len(axes)] for at in range(0, len(more.outputs), len(axes))]
-        given, rows = joined(outputs, axes), self.bench.rows.rows
-        if given is None or len(outputs) < len(cut.sizes):
+        given, rows = joined(more.parts(len(axes)), axes), self.bench.rows.rows
+        if given is None:
             return None
         with returning(self.bench.task.model, given):
             again = outcome_of(self.bench, self.plan, Split((rows,), cut.is_interleaved), has_graph=False)

@@ -35,7 +35,6 @@ class Forward:
         kept: bytes of those that backward may need.
         largest: bytes of the largest.
         axes: the axis of rows in each output of each call of the model; None if unknown.
-        turn: the micro-batch from which outputs are heard next.
         count: comparisons of all rows.
     """
 
@@ -44,7 +43,7 @@ class Forward:
         self.dtypes = set[torch.dtype]()
         self.nbytes = self.kept = self.largest = 0.0
         self.axes: Sequence[Sequence[int]] | None = None
-        self.turn = self.count = 0
+        self.count = 0
 
 
 class KnownKind:

@@ -24,8 +24,8 @@ class Heard:
         is_full: True if some were not kept, because they would take more than `room` bytes.
     """
 
-    def __init__(self, start: int = 0, room: float = math.inf) -> None:
-        self._start, self._room = start, room
+    def __init__(self, room: float = math.inf) -> None:
+        self._room = room
         self.count, self.is_full = 0, False
         self.outputs: list[Any] = []
         self._handles = list[Any]()
@@ -42,6 +42,10 @@ class Heard:
         for handle in self._handles:
             handle.remove()
 
+    def parts(self, count: int) -> list[list[Any]]:
+        """Return the outputs of each micro-batch, which has so many calls."""
+        return [self.outputs[at : at + count] for at in range(0, len(self.outputs), count)]
+
     def __enter__(self) -> "Heard":
         return self
 
@@ -53,7 +57,7 @@ class Heard:
         if private.is_in_backward():  # where a call is recomputed
             return
         self.count += 1
-        if self.count > self._start and not self.is_full:
+        if not self.is_full:
             leaves, form = private.pytree.tree_flatten(output)
             self._room -= sum(_nbytes(one) for one in leaves if isinstance(one, Tensor))
             self.is_full = self._room < 0

@@ -24,12 +24,7 @@ class OutOfTime(BaseException):
 
 
 class Draws(Replayed):
-    """The random draws of a whole batch, replayed for its parts.
-
-    Args:
-        without_dropout: replace Bernoulli draws by their expected value, which switches dropout off.
-        is_wide: convert to float64 what the model converts to float32.
-    """
+    """The random draws of a whole batch, replayed for its parts."""
 
     def __init__(self, *, without_dropout: bool = False, is_wide: bool = False) -> None:
         super().__init__(without_dropout=without_dropout)

@@ -75,11 +75,6 @@ class Window:
     """The micro-batches and sums of one update. A step has one `fold`, a window one for each `add`.
 
     Phases: open -> updated -> closed.
-
-    Args:
-        task: the model, loss and optimizers.
-        settings: how rows are computed; a plan.
-        batch: the rows of a step; None for a window, whose rows come one micro-batch at a time.
     """
 
     __slots__ = (

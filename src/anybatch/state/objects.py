@@ -244,12 +244,7 @@ class Reachable:
 
 
 class Contents:
-    """The contents of lists, dicts, sets, deques and cells, which can be put back.
-
-    Args:
-        containers: the containers.
-        tables: others, most of which are empty; those cost next to nothing.
-    """
+    """The contents of lists, dicts, sets, deques and cells, which can be put back."""
 
     def __init__(self, containers: Iterable[Any], tables: Sequence[Any] = ()) -> None:
         self._containers: Sequence[Any] = [*containers, *filter(None, tables)]

@@ -65,13 +65,7 @@ class Limits:
 
 
 class Planning:
-    """The decisions of a step about its batches; `limits` remembers the sizes that did not fit.
-
-    Args:
-        settings: a plan without rows that holds all that does not depend on the batch.
-        audit: compares a few rows while they are read.
-        may_choose_blocks: a budget may say which blocks run again.
-    """
+    """The decisions of a step about its batches; `limits` remembers the sizes that did not fit."""
 
     def __init__(
         self,

@@ -105,10 +105,6 @@ class Replayed(SeenDraws):
     A draw is identified by the state of the stream before it, so a repeated forward finds its own draws.
     Draws from another generator, or after the model has set a seed, are not replayed.
 
-    Args:
-        without_dropout: replace dropout by its expected value, which switches it off.
-        like: others, whose draws are replayed.
-
     Attributes:
         count: draws of this micro-batch, without dropout that is switched off.
         others: draws that choose from other items than the whole's, as a permutation of fewer rows.
