@@ -144,7 +144,7 @@ class AllRows:
         """
         is_known = is_joined or isinstance(self.task.loss, SummedLoss)
         self._forward.count += 1
-        if is_known and (self._forward.draws or not self._forward.count % 2):
+        if is_known and (self._has_budget or self._forward.draws or not self._forward.count % 2):
             return None  # the few rows, with their draws, have shown what the model does
         if not self._forward.largest:  # no few rows ran, as within a budget
             probe = self._outcome(_only(made, range(max(sizes))), [max(sizes)])
