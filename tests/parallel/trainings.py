@@ -1,5 +1,6 @@
 """Trainings as a rank runs them, replicated or sharded, and as one process does."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,6 +110,11 @@ def as_many(rank: int, size: int, count: int, folder: Path) -> Iterator[bool]:
         store = f"file://{folder}/{name}"  # a new one each time
         patience = 6 * GROUP_TIMEOUT  # the ranks left out wait while the others train
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=patience)
+        (folder / f"{name}-{rank}").touch()
+        while (
+            len([*folder.glob(f"{name}-*")]) < size
+        ):  # one that leaves at once would break others' connecting
+            time.sleep(0.01)
 
     dist.destroy_process_group()
     if rank < count:
