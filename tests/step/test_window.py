@@ -1,5 +1,6 @@
 """Windows with a budget of memory; what they hold, and what lies there beside them, counts."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ def rows_of(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def make(memory: int | None, **options: Any) -> Step:
+    gc.collect()  # what other tests have left must not be freed while memory is read
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Sigmoid())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     return Step(model, nn.MSELoss(), optimizer, memory=memory, **flat(options, check=False))
