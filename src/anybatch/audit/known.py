@@ -24,7 +24,7 @@ class Doubt(NamedTuple):
 
 
 class Forward:
-    """What a few rows have shown of the forwards of a model.
+    """The forwards of a model, as a few rows have shown them.
 
     Attributes:
         is_quiet: False if one draws random numbers or moves what it computes with.
@@ -137,7 +137,7 @@ _SAVED = {"rows", "smallest", "at", "at_all", "error", "lowest"}
 
 
 class Known(dict[Hashable, KnownKind]):
-    """What is known of rows, by their kind: dtypes, numbers of dimensions, what is trimmed."""
+    """The comparisons so far, by kind of rows: dtypes, numbers of dimensions, what is trimmed."""
 
     limits: Any = None  # sizes of micro-batches that memory has taught; printed, too
 

@@ -126,7 +126,7 @@ class RanInside(Exception):  # noqa: N818
 
 @contextmanager
 def returning(model: nn.Module, outputs: Iterable[Any]) -> Generator[None]:
-    """Let the model return these outputs, one for each call, in place of its forward."""
+    """Return these outputs from the model, one for each call, in place of its forward."""
     left, inner = iter(outputs), {*model.modules()} - {model}
 
     def own(value: Any) -> Any:  # a loss may write to it, and ask for its gradient

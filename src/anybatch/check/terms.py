@@ -23,7 +23,7 @@ _EXACT = 1e-13  # error of float64 on few terms
 _EPSILON = 1e-4  # the share of an error that an epsilon in a denominator may leave
 
 
-class Share(NamedTuple):
+class Addend(NamedTuple):
     """A term of one micro-batch."""
 
     sum: float
@@ -38,12 +38,12 @@ class Share(NamedTuple):
         return self.sum / (self.weight or math.nan)
 
 
-Shares = list[dict[str, Share]]  # of all micro-batches, by name
+Addends = list[dict[str, Addend]]  # of all micro-batches, by name
 
 
-def evaluate(compared: Comparison, *splits: Rows) -> Shares:
+def evaluate(compared: Comparison, *splits: Rows) -> Addends:
     """Return the terms of each micro-batch of splits, with the model's outputs for the whole batch."""
-    bench, found = compared.bench, Shares()
+    bench, found = compared.bench, Addends()
     batches = [bench.own(rows.batch) for rows in splits]  # outside of draws, which note dtypes
     with bench.fresh():
         calls, loss = Calls(bench.model, bench.draws, compared.calls), resolve(observe(bench.loss))
@@ -53,12 +53,12 @@ def evaluate(compared: Comparison, *splits: Rows) -> Shares:
                 sums, weigh = loss.evaluate(bench.model, micro)
                 weights, rest = weigh(), (part, micro, bench.draws.unreplayed)
                 found.append(
-                    {name: Share(value.item(), float(weights[name]), *rest) for name, value in sums.items()}
+                    {name: Addend(value.item(), float(weights[name]), *rest) for name, value in sums.items()}
                 )
     return found
 
 
-def _tried(compared: Comparison, rows: Rows) -> Shares:
+def _tried(compared: Comparison, rows: Rows) -> Addends:
     try:
         return evaluate(compared, rows)
     except Exception:  # rows that a loss refuses to take alone, or outputs that do not fit
@@ -85,7 +85,7 @@ class Term:
     """A term of a loss in several splits, where the model's outputs are those of the whole batch."""
 
     def __init__(
-        self, compared: Comparison, name: str, whole: Share, splits: Sequence[Shares], tolerance: float
+        self, compared: Comparison, name: str, whole: Addend, splits: Sequence[Addends], tolerance: float
     ) -> None:
         self.compared, self.name, self.whole = compared, name, whole
         self.parted = parted = [[part[name] for part in parts if name in part] for parts in splits]
@@ -194,7 +194,7 @@ class Term:
     def _error_of(self, code: str, held: Mapping[str, Tensor]) -> float:
         """Return the smaller error of two readings: sum over weight, or a sum that is a mean already."""
 
-        def count(part: Share) -> float:
+        def count(part: Addend) -> float:
             return float(eval(code, {**held, "micro": part.micro}))  # the code is made below
 
         try:
@@ -202,7 +202,7 @@ class Term:
         except (RuntimeError, IndexError):  # classes without a weight
             return math.inf
 
-    def _error(self, weigh: Callable[[Share], float], read: Callable[[Share], float]) -> float:
+    def _error(self, weigh: Callable[[Addend], float], read: Callable[[Addend], float]) -> float:
         """Return the largest error in a split of a weighted mean of its parts, relative to its addends."""
         worst, wanted = 0.0, read(self.whole)
         for parts in self.parted:
@@ -217,7 +217,7 @@ class Term:
         size = math.fsum(map(abs, (whole, *parts)))
         return math.isfinite(size) and abs(math.fsum(parts) - whole) <= self.tolerance * size
 
-    def _are_same(self, one: Share, other: Share) -> bool:
+    def _are_same(self, one: Addend, other: Addend) -> bool:
         return self._adds_up(one.sum, [other.sum]) and self._adds_up(one.weight, [other.weight])
 
 

@@ -337,7 +337,7 @@ class Step:
 
     @property
     def known(self) -> Known:
-        """What was compared so far, by kinds of rows. Print it to read it."""
+        """The comparisons so far, by kinds of rows. Print it to read it."""
         return self.planning.audit.known
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 from anybatch.core import accelerator
 from anybatch.state import SeenDraws, device_of, has_own_generator, is_dropout, rng
 
-Place = tuple[str, bytes]  # a stream and its state
+Moment = tuple[str, bytes]  # a stream and its state
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class _Draw:
 @dataclass(slots=True, eq=False)
 class _Recorded:
     start: rng.RandomState  # of each micro-batch
-    drawn: dict[Place, _Draw]
+    drawn: dict[Moment, _Draw]
     count: int = 0  # draws of the whole batch
 
 
